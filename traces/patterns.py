@@ -307,6 +307,12 @@ def accuracy_of_shifted_logits(hidden, weight, labels):
     return loss, right
 
 
+def accuracy_of_shifted_predictions(hidden, weight, labels):
+    logits = F.linear(hidden, weight)
+    right = (logits.argmax(-1)[:, :-1] == labels[:, 1:]).sum()
+    return _loss(logits[:, :-1], labels[:, 1:]), right
+
+
 def accuracy_by_max(hidden, weight, labels):
     logits = F.linear(hidden, weight).view(-1, weight.shape[0])
     loss = F.cross_entropy(logits, labels.view(-1))
@@ -631,6 +637,7 @@ FUSED: tuple[Callable, ...] = (
     heads_for_later_tokens,
     accuracy,
     accuracy_of_shifted_logits,
+    accuracy_of_shifted_predictions,
     accuracy_by_max,
     accuracies_of_two_heads,
     predictions_returned,
@@ -677,7 +684,7 @@ FUSED: tuple[Callable, ...] = (
 
 def accuracy_of_other_rows(hidden, weight, labels):
     logits = F.linear(hidden, weight)
-    right = (logits.argmax(-1)[:, :-1] == labels[:, 1:]).sum()
+    right = (logits.argmax(-1)[:, 1:] == labels[:, 1:]).sum()
     return _loss(logits[:, :-1], labels[:, 1:]), right
 
 

@@ -205,22 +205,33 @@ def _getitem(known: "Interpreter", op: Op, input: Tensor, key: Any) -> Value:
     found = known.get(input)
     if isinstance(found, Row | Argmax) and keeps_elements(op):
         return replace(found, shape=op.output.shape)
-    of = _class(known, input)
     key = key if isinstance(key, tuple) else (key,)
+    if isinstance(found, Argmax):
+        # As if the classes were still there, behind the rows.
+        columns, dots = found.logits.terms[0].columns, () if any(part is Ellipsis for part in key) else (Ellipsis,)
+        of = Class(found.logits, len(found.shape), (*found.shape, columns), poly(u=1))
+        picked = _at_index(of, (*key, *dots, slice(None)), (*op.output.shape, columns))
+        return Argmax(picked.logits, op.output.shape)
+    of = _class(known, input)
     if len(key) == input.ndim and isinstance(key[-1], Tensor) and of.dim == input.ndim - 1:
         if key[:-1] and all(type(part) is int for part in key[:-1]):
             of, key = _pick(of, (*key[:-1], slice(None)), (of.columns,)), key[-1:]
         return _indexed(known, op, of, key)
+    return _at_index(of, key, op.output.shape)
+
+
+def _at_index(of: Class, key: tuple[Any, ...], new_shape: tuple[Any, ...]) -> Class:
+    """What an index picks, of the shape that comes out."""
     if not all(part is None or part is Ellipsis or type(part) is int or _is_slice(part) for part in key):
         raise Unknown("with an index that is neither an integer nor a slice")
     dots = next((at for at, part in enumerate(key) if part is Ellipsis), len(key))
     head, tail = key[:dots], key[dots + 1 :]
     given = sum(part is not None for part in (*head, *tail))
-    full = (*head, *(slice(None),) * (input.ndim - given), *tail)
-    sizes = iter(op.output.shape)
+    full = (*head, *(slice(None),) * (len(of.shape) - given), *tail)
+    sizes = iter(new_shape)
     shape = tuple(size for part in full if not isinstance(part, int) for size in [next(sizes)] if part is not None)
     picked = _pick(of, tuple(part for part in full if part is not None), shape)
-    return picked if None not in full else _in_shape(picked, op.output.shape)
+    return picked if None not in full else _in_shape(picked, new_shape)
 
 
 def _is_slice(part: Any) -> bool:
