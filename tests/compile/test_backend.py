@@ -259,6 +259,19 @@ def test_saved_logits_of_many_lengths(largest, expected):
     assert [each.plan.strategy == "save_logits" for each in decisions] == expected
 
 
+def test_no_tokens():
+    """Their logits take no memory, which is no reason to save them."""
+
+    def program(hidden, weight, labels):
+        return F.cross_entropy(F.linear(hidden, weight), labels, reduction="sum")
+
+    tensors = torch.randn(0, H, requires_grad=True), torch.randn(V, H, requires_grad=True), torch.randint(V, (0,))
+    compiled = compiled_with(program, fullgraph=True)
+    torch.testing.assert_close(_run(compiled, tensors), _run(program, tensors))
+    (decision,) = thunder_flce.explain(compiled).decisions
+    assert decision.plan.strategy == "gradients_in_forward"
+
+
 @pytest.fixture
 def on_gpu(monkeypatch):
     """The backend takes the tensors for those of a GPU, where it asks whether a loss is small; nothing is compiled."""

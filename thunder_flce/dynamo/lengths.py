@@ -48,10 +48,10 @@ def may_save_logits(call: Call, tokens: "int | torch.SymInt", options: Options) 
 
 
 def _is_at_most(tokens: "int | torch.SymInt", most: int) -> bool:
+    if not most or depends_on_values(tokens):
+        return False
     if not isinstance(tokens, torch.SymInt):
         return tokens <= most
-    if depends_on_values(tokens) or not most:
-        return False
     environment, expression = tokens.node.shape_env, tokens.node.expr
     if any(environment.var_to_range[symbol].upper.is_Integer for symbol in expression.free_symbols):
         # The caller has said which lengths there are, and may not be given a guard that excludes some.
