@@ -168,6 +168,8 @@ def alternatives(call: Call, plan: Plan, device: Device) -> list[Plan]:
         impossible |= {SAVE_LOGITS} if call.divergence is not None else set()
         others += [replace(kept, strategy=strategy) for strategy in STRATEGIES if strategy not in impossible]
     plans = [choose(call, options, device) for options in others]
+    if plan.keeps_logits:
+        plans = [*map(in_program, plans)]
     return [other for at, other in enumerate(plans) if other not in (plan, *plans[:at])]
 
 

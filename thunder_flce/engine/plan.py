@@ -15,7 +15,7 @@ GRADIENTS_IN_FORWARD = "gradients_in_forward"
 Where each row has an upstream gradient of its own and the head is frozen, these are dX for an upstream gradient of 1 at
 each row, and the backward multiplies each row by its factor."""
 SAVE_LOGITS = "save_logits"
-"""The forward keeps logits, and the backward turns them into gradients in place."""
+"""The forward keeps logits, and the backward turns them into gradients, in place unless `Plan.keeps_logits`."""
 RECOMPUTE_LOGITS = "recompute_logits"
 """The forward keeps the rows' statistics only, and the backward computes the logits again."""
 LOSS_ONLY = "loss_only"
