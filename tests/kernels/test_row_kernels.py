@@ -215,7 +215,7 @@ def test_gradient(backend, given, column_sums, dtype, out_dtype, logit_map):
         ((5, 409), "all"),
         *((size, "some") for size in ((3, 2), (5, 409), (1, 1000), (2, 4099))),
     ]
-    for (rows, vocab), targets in sizes:
+    for ((rows, vocab), targets), in_place in itertools.product(sizes, {dtype == out_dtype, False}):
         case = Rows(backend, rows, vocab, dtype, logit_map, given=given)
         before, z_y, kernels = case.z.clone(), case.z_y, backend.kernels(logit_map)
         entry = target_gradient(logit_map, z_y, case.statistics, case.coefficients, case.class_weight, case.target)
@@ -231,7 +231,7 @@ def test_gradient(backend, given, column_sums, dtype, out_dtype, logit_map):
             target["target"][::2] = -1
             expected[::2] = case.gradient(one_hot=False)[::2]
         out = case.z
-        if out_dtype != dtype:
+        if not in_place:
             out = logits(rows, vocab + 64, out_dtype, backend.device)[:, :vocab]
         settings = {"class_weight": case.class_weight, "out": out, "column_sums": column_sums, **target}
         sums = kernels.gradient_(case.z, case.statistics, case.coefficients, **settings)

@@ -294,7 +294,8 @@ def _fusions(region: PlannedRegion) -> Iterator[tuple[str, dict[str, Any]]]:
         derivatives = {*loss.differentiable_outputs, *(name for name in VARIABLES if uses(loss.token_loss, name))}
         has_uniform = loss.label_smoothing or "mean_logit" in derivatives
         coefficients = RowCoefficients(1, 1, 1 if has_uniform else None, 1 if "entropy" in derivatives else None)
-        of_call = partial(made_by, out_dtype=call.dtype, column_sums=call.bias_grad, has_class_weight=has_class_weight)
+        settings = {"out_dtype": call.dtype, "in_place": dtype == call.dtype and not plan.keeps_logits}
+        of_call = partial(made_by, **settings, column_sums=call.bias_grad, has_class_weight=has_class_weight)
         direction = "backward" if plan.reads_statistics(call) else "forward"
         yield direction, of_call(method="gradient_", coefficients=coefficients)
 

@@ -75,7 +75,7 @@ class RowKernels(Protocol):
     ) -> Tensor | None:  # fmt: skip
         """Writes the gradient of `RowCoefficients` without its one_hot term to `out` (C, V), and sums it over the rows.
 
-        `out` is z itself, or memory of another dtype. With a `target` (C,) int64, -1 for none of these columns, that
+        `out` is z itself, or other memory, and z stays. With a `target` (C,) int64, -1 for none of these columns, that
         column gets the gradient with its one_hot term: `target_gradient`. The sums, (V,) in the row dtype, are of what
         is written before it is rounded; None unless `column_sums`.
         """

@@ -84,6 +84,8 @@ class Fusion(NamedTuple):
     """Names of `operation.moments.MOMENTS`"""
     out_dtype: torch.dtype | None = None
     """Of the gradient"""
+    in_place: bool = False
+    """Whether the gradient takes the memory of z"""
 
     @property
     def padding(self) -> int:
@@ -218,13 +220,13 @@ def _moments(build: _Builder) -> None:
 
 
 def _gradient(build: _Builder) -> None:
-    """z and its vectors to the gradient in `out_dtype`, in place if that is z's; and its sums over rows, (stride,)."""
+    """z and its vectors to the gradient in `out_dtype`, and its sums over rows, (stride,)."""
     (z, given), fusion = build.inputs(), build.fusion
     result = build.gradient(z, given)
     if "column_sums" in fusion.name:
         build.output(result.apply("sum", [0]))
     if fusion.out_dtype is not None:
-        build.output(result, fusion.out_dtype, alias=z if fusion.out_dtype == fusion.dtype else None)
+        build.output(result, fusion.out_dtype, alias=z if fusion.in_place else None)
 
 
 _DEFINITIONS = {
@@ -241,7 +243,7 @@ _BOTH = ("probability", "one_hot")
 
 def _gradients(
     dtype: torch.dtype, stride: int, vocab: int, *, coefficients: RowCoefficients, has_class_weight: bool,
-    out_dtype: torch.dtype, column_sums: bool,
+    out_dtype: torch.dtype, in_place: bool, column_sums: bool,
 ) -> list[Fusion]:  # fmt: skip
     """What a gradient takes; the sums come first."""
     vectors: tuple[str, ...] = ("probability",)
@@ -249,10 +251,10 @@ def _gradients(
     if has_class_weight and coefficients.uniform is not None:
         vectors += ("class_weight",)
     name = "gradient_with_column_sums" if column_sums else "gradient"
-    whole = Fusion(name, dtype, stride, vocab, vectors, (), out_dtype)
+    whole = Fusion(name, dtype, stride, vocab, vectors, (), out_dtype, in_place)
     # A fusion that sums over one or five rows of float32 and writes over them gave wrong gradients (nvFuser 0.2.36,
     # one H200; 16 bits did not), so float32 in place takes a fusion for each.
-    if column_sums and dtype == out_dtype == torch.float32:
+    if column_sums and in_place and dtype == torch.float32:
         return [whole._replace(name="column_sums", out_dtype=None), whole._replace(name="gradient")]
     return [whole]
 
@@ -266,7 +268,8 @@ def _fuse(fusion: Fusion, logit_map: LogitMap, rows: int = -1) -> FusionDefiniti
 def definitions(
     logit_map: LogitMap, *, dtype: torch.dtype, stride: int, vocab: int, method: str,
     coefficients: RowCoefficients | None = None, has_class_weight: bool = False,
-    out_dtype: torch.dtype | None = None, column_sums: bool = False, names: tuple[str, ...] = (),
+    out_dtype: torch.dtype | None = None, in_place: bool = True, column_sums: bool = False,
+    names: tuple[str, ...] = (),
 ) -> dict[str, FusionDefinition]:  # fmt: skip
     """The fusions that a `method` of `RowKernels` runs with such arguments, by name; each prints itself."""
     kind = (dtype, stride, vocab)
@@ -276,7 +279,7 @@ def definitions(
         assert coefficients is not None
         fusions = _gradients(
             *kind, coefficients=coefficients, has_class_weight=has_class_weight, out_dtype=out_dtype or dtype,
-            column_sums=column_sums,
+            in_place=in_place, column_sums=column_sums,
         )  # fmt: skip
     else:
         fusions = [Fusion("part_statistics", *kind)]
@@ -284,7 +287,7 @@ def definitions(
             fusions.append(Fusion("merge_parts", *kind))
         else:
             fusions.append(Fusion("merge_parts_and_target_gradient", *kind, _BOTH))
-            fusions.append(Fusion("gradient", *kind, _BOTH[:1], (), dtype))
+            fusions.append(Fusion("gradient", *kind, _BOTH[:1], (), dtype, in_place=True))
     return {fusion.name: _fuse(fusion, logit_map) for fusion in fusions}
 
 
@@ -300,7 +303,7 @@ _lock = threading.Lock()
 
 
 class NvFuserRowKernels:
-    """See `RowKernels`; logits in 16 or 32 bits. A gradient in another dtype than z's is copied once."""
+    """See `RowKernels`; logits in 16 or 32 bits. A gradient that does not take z's memory is copied once."""
 
     def __init__(self, logit_map: LogitMap = LogitMap()):  # noqa: B008
         self.logit_map = logit_map
@@ -345,7 +348,7 @@ class NvFuserRowKernels:
         kind, outputs = _kind(z), []
         fusions = _gradients(
             *kind, coefficients=coefficients, has_class_weight=class_weight is not None, out_dtype=out.dtype,
-            column_sums=column_sums,
+            in_place=out is z, column_sums=column_sums,
         )  # fmt: skip
         weight = padded_weight(class_weight, z.stride(0), is_read="class_weight" in fusions[0].vectors)
         vectors = coefficients._asdict() | {"class_weight": weight}
@@ -355,7 +358,7 @@ class NvFuserRowKernels:
             entry = target_gradient(self.logit_map, z_y, statistics, coefficients, class_weight, target)
         for fusion in fusions:
             outputs += self._run(fusion, _inputs(fusion, z, statistics, vectors))
-        if out.dtype != z.dtype:
+        if out is not z:
             out.copy_(outputs[-1][:, : z.shape[1]])
         sums = outputs[0][: z.shape[1]] if column_sums else None
         if target is not None and entry is not None and z_y is not None:
@@ -373,7 +376,7 @@ class NvFuserRowKernels:
         merge = Fusion("merge_parts_and_target_gradient", *kind, _BOTH)
         vectors = [vector.contiguous() for vector in (coefficients.probability, coefficients.one_hot)]
         *found, entry = self._run(merge, [*self._of_parts(z), z_y, *vectors])
-        statistics, fusion = RowStatistics(*found), Fusion("gradient", *kind, _BOTH[:1], (), z.dtype)
+        statistics, fusion = RowStatistics(*found), Fusion("gradient", *kind, _BOTH[:1], (), z.dtype, in_place=True)
         self._run(fusion, _inputs(fusion, z, statistics, {"probability": vectors[0]}))
         z.scatter_(1, target[:, None], entry[:, None])
         return statistics, z_y
