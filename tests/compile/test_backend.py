@@ -21,7 +21,7 @@ from test_fx import CLOSE, BreaksAfterHead, BreaksBeforeHead, H, Model, PrintsBe
 from test_patterns import _arguments, _run, patterns
 from thunder_flce import NotFusedError, NotFusedWarning
 from thunder_flce.backend import compile_graph
-from thunder_flce.dynamo import fusion
+from thunder_flce.dynamo import fusion, lengths
 from thunder_flce.engine.kernels.layout import row_stride
 from thunder_flce.matching.decisions import Reason
 
@@ -208,7 +208,7 @@ def test_inductor_on_a_gpu(mode):
     (8192, {"dynamic": True}, False),
 ])  # fmt: skip
 def test_a_small_loss_is_left_to_inductor(tokens, settings, is_left, on_gpu, monkeypatch):
-    """As on a GPU: where the host's time counts, and no chunk saves memory."""
+    """As on a GPU: where the host's time counts, and logits are small."""
     head = torch.nn.Linear(H, V, bias=False)
     compiled = compiled_with(lambda x, y: F.cross_entropy(head(x), y), fullgraph=True, **settings)
     x, y = torch.randn(tokens, H), torch.randint(V, (tokens,))
@@ -283,6 +283,7 @@ def on_gpu(monkeypatch):
             return is_small(region)
 
     monkeypatch.setattr(fusion, "is_small", is_small_on_gpu)
+    monkeypatch.setattr(lengths, "_SMALL_BYTES", 2**20)
     monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", lambda gm, inputs, **others: gm.forward)
 
 

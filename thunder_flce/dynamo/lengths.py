@@ -2,7 +2,7 @@
 
 import math
 from bisect import bisect
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,30 +13,38 @@ from thunder_flce.matching.program import depends_on_values, hint
 from thunder_flce.matching.regions import Region
 from thunder_flce.operation.call import Call, Spec
 from thunder_flce.operation.loss import Loss
-from thunder_flce.operators import plan_for
 from thunder_flce.options import Options
 
-# Of matmuls, up to which a step waits for the host. With 2048 tokens and four layers, on an H100: those of the head of
-# pythia-160m take 0.6 ms, and a step took 10.2 ms with ours where it took 9.1 with Inductor's; those of Qwen 2.5 0.5B
-# take 2.1, and a step 8.1 ms where it took 8.5.
+# Up to which a step waits for the host, and little memory could be gained: the time of matmuls, and the size of logits.
+# With four layers, on an H100: the matmuls of pythia-160m's head take 0.6 ms for 2048 tokens, and a step took 10.2 ms
+# with ours where it took 9.1 with Inductor's, with 1536 to 2560 tokens 6.5 and 5.3; those of Qwen 2.5 0.5B take 2.1 ms
+# for 2048, and a step 8.1 ms where it took 8.5.
 _SMALL_SECONDS = 1.5e-3
+_SMALL_BYTES = 2**28
 _MOST_TOKENS = 2**31
 
 
 def is_small(region: Region) -> bool:
-    """Whether, on a GPU, neither time nor memory could be gained: the host's time counts, and all logits are one chunk.
+    """Whether, on a GPU, no time and little memory could be gained: the host's time counts.
 
     By what a mean of the same sizes would take.
     """
     term, *others = region.parts[0].logits.terms
     # The hidden size is one of the weight's, even if Dynamo has a symbol for it.
-    hidden, device = hint(term.input.shape[-1]), term.input.device
+    hidden, device, dtype = hint(term.input.shape[-1]), term.input.device, term.input.dtype
     if others or len(region.parts) > 1 or device.type != "cuda":
         return False
     if not all(isinstance(size, int) for size in term.weight.shape):
         return False
-    most = _most_small_tokens(math.prod(term.weight.shape) // max(hidden, 1), hidden, term.input.dtype, device)
-    return _is_at_most(math.prod(term.input.shape[:-1]), most)
+    vocab = math.prod(term.weight.shape) // max(hidden, 1)
+    shapes = {"input": (TILE_ROWS, hidden), "linear_weight": (vocab, hidden), "target": (TILE_ROWS,)}
+    tensors = {name: Spec(shape, torch.int64 if name == "target" else dtype, device) for name, shape in shapes.items()}
+    a_tile = Call(tensors=tensors, loss=Loss(), needs_grad=("input", "linear_weight"))
+    seconds = matmul_seconds(a_tile, Device.of(device))
+    if not seconds:
+        return False
+    most = min(_SMALL_SECONDS * TILE_ROWS // seconds, _SMALL_BYTES // (vocab * dtype.itemsize))
+    return _is_at_most(math.prod(term.input.shape[:-1]), int(most))
 
 
 def may_save_logits(call: Call, tokens: "int | torch.SymInt", options: Options) -> bool:
@@ -57,23 +65,6 @@ def _is_at_most(tokens: "int | torch.SymInt", most: int) -> bool:
         # The caller has said which lengths there are, and may not be given a guard that excludes some.
         return bool(environment.bound_sympy(expression).upper <= most)
     return bool(tokens <= most)
-
-
-@cache
-def _most_small_tokens(vocab: int, hidden: int, dtype: torch.dtype, device: torch.device) -> int:
-    """The largest number of tokens with which a loss is small."""
-
-    def mean(tokens: int) -> Call:
-        shapes = {"input": (tokens, hidden), "linear_weight": (vocab, hidden)}
-        tensors = {name: Spec(shape, dtype, device) for name, shape in shapes.items()}
-        tensors["target"] = Spec((tokens,), torch.int64, device)
-        return Call(tensors=tensors, loss=Loss(), needs_grad=tuple(shapes))
-
-    def is_cut(tokens: int) -> bool:
-        return plan_for(mean(tokens), Options()).chunk_rows < tokens
-
-    a_token = matmul_seconds(mean(TILE_ROWS), Device.of(device)) / TILE_ROWS
-    return bisect(range(1, int(_SMALL_SECONDS / a_token) + 1), False, key=is_cut) if a_token else 0
 
 
 @lru_cache(maxsize=1024)

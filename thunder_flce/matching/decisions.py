@@ -42,7 +42,7 @@ class Reason(Enum):
     OPERAND_MODIFIED = "a tensor is changed in place that the loss, or a prediction beside it, may depend on"
     DYNAMIC = "a shape or a setting is not known when the trace is compiled"
     LEFT_TO_INDUCTOR = (
-        "it is left to Inductor: its matmuls take the device less time than the host, and all logits are one chunk"
+        "it is left to Inductor: its matmuls take the device less time than the host, and its logits little memory"
     )
     DEPRECATED_ARGUMENT = "it has the deprecated argument size_average or reduce"
 
