@@ -24,6 +24,7 @@ from hypothesis import Phase, settings
 from thunder.core import interpreter, symbol
 from torch._dynamo import guards, trace_rules
 
+from poison import poison_memory
 from thunder_flce.engine.kernels import dispatch
 
 # For `mutate`, which only asks whether there is a failure.
@@ -117,25 +118,13 @@ def device(request, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
-    """Fills uninitialised floating-point memory with NaN, so that what is never written shows in the result."""
-
-    def poisoned(allocate):
-        def wrapper(*args, **kwargs):
-            tensor = allocate(*args, **kwargs)
-            if tensor.is_floating_point() and not tensor.is_meta:
-                with torch.no_grad():
-                    tensor.fill_(float("nan"))
-            return tensor
-
-        return wrapper
-
+    """See `poison_memory`."""
     # Dynamo looks up all of PyTorch's functions once, and again after `init_process_group`: not those of earlier tests.
     known = trace_rules.get_torch_obj_rule_map
     if known.cache_info().currsize and torch.empty not in known():
         known.cache_clear()
         known()
-    for name in ("empty", "empty_like"):
-        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
+    poison_memory(monkeypatch.setattr)
 
 
 @pytest.fixture(autouse=True)

@@ -27,6 +27,7 @@ import thunder_flce
 from divided import divided, divided_tokens
 from dtensors import BOTH
 from dtensors import divided as of_dtensors
+from poison import poison_memory
 from problems import DIFFERENTIABLE_OUTPUTS, Problem, drawn_problem
 from reference import Case, Result, assert_close_to_truth, differentiate, ours
 from thunder_flce import LinearCrossEntropyLoss, Options, linear_cross_entropy
@@ -293,6 +294,7 @@ def main() -> None:
     parser.add_argument("--way", default="eager", choices=(*WAYS, *RANKS))
     parser.add_argument("--seed", type=int, default=0, help="other calls")
     arguments = parser.parse_args()
+    poison_memory()
     torch_rows.BLOCK_BYTES = torch_rows.THREAD_BYTES = 512  # Several blocks for each chunk.
     failed, kinds, start = [], Counter[str](), time.time()
     numbers = range(arguments.first, arguments.first + arguments.count)
@@ -308,7 +310,7 @@ def main() -> None:
         except Exception:
             failed.append(number)
             print(f"call {number}: {call}\n{traceback.format_exc()}", flush=True)
-        if (number + 1) % (1000 if arguments.device == "cpu" else 50) == 0:
+        if (number + 1) % (1000 if arguments.device == "cpu" else 20) == 0:
             print(
                 f"{number + 1 - arguments.first} calls, {time.time() - start:.0f} s, {len(failed)} failed", flush=True
             )
