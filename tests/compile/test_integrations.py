@@ -13,7 +13,10 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import init_device_mesh
 
 import thunder_flce
 from ranks import as_processes
@@ -24,6 +27,7 @@ accelerate = pytest.importorskip("accelerate", reason="needs the extra 'examples
 
 import tiny  # noqa: E402
 
+B16 = torch.bfloat16
 VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 needs_peft = pytest.mark.skipif(not find_spec("peft"), reason="needs peft")
 needs_trl = pytest.mark.skipif(not find_spec("trl"), reason="needs TRL")
@@ -173,6 +177,60 @@ def test_two_processes(tmp_path):
         [value for name, value in each if "eval" not in name] for each in (history(one), found[0]["lengths"][1])
     )
     torch.testing.assert_close(torch.tensor(of_two), torch.tensor(of_one), rtol=1e-4, atol=1e-5)
+
+
+def _sharded(model, version, dtype):
+    """A model whose layers are units of FSDP, as accelerate makes them on GPUs."""
+    layers = [*model.model.layers]
+    if version == 1:
+        mixed = None if dtype is None else fsdp.MixedPrecision(dtype, torch.float32)
+        policy = partial(fsdp.wrap.lambda_auto_wrap_policy, lambda_fn=lambda module: module in layers)
+        return fsdp.FullyShardedDataParallel(
+            model, auto_wrap_policy=policy, use_orig_params=True, mixed_precision=mixed, device_id=torch.device("cpu")
+        )
+    settings = {"mesh": init_device_mesh("cpu", (dist.get_world_size(),))}
+    if dtype is not None:
+        settings["mp_policy"] = fsdp.MixedPrecisionPolicy(dtype, torch.float32)
+    for layer in layers:
+        fsdp.fully_shard(layer, **settings)
+    return fsdp.fully_shard(model, **settings)
+
+
+def _sharded_on_a_rank(rank, version, dtype, tied, folder):
+    """Losses and norms of gradients, step by step, of the Trainer and of ours."""
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch._TorchCompileInductorWrapper, "__call__", lambda self, graph, inputs: graph)
+        for trainer_class in (transformers.Trainer, OurTrainer):
+            model = tiny.model("Llama", num_hidden_layers=2, tie_word_embeddings=tied)
+            trainer = trainer_class(model=model, args=arguments(folder))
+            model = _sharded(model, version, dtype)
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            found.append([])
+            for first in (0, 4, 8):
+                inputs = collate(tiny.rows(12)[first + rank :: 2][:2])
+                loss = trainer.compute_loss(model.train(), inputs, num_items_in_batch=torch.tensor(20))
+                loss.backward()
+                clip = getattr(model, "clip_grad_norm_", partial(torch.nn.utils.clip_grad_norm_, model.parameters()))
+                norm = clip(1.0)
+                found[-1].append([loss.item(), getattr(norm, "full_tensor", lambda norm=norm: norm)().item()])
+                optimizer.step()
+                optimizer.zero_grad()
+        report = thunder_flce.explain(trainer.compiled_loss)
+        assert {each.region.plan.strategy for each in report.decisions} == {"gradients_in_forward"}
+        assert "forward" not in {name for module in model.modules() for name in vars(module)}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("version", "dtype", "tied"), [(1, None, True), (1, B16, False), (2, None, False), (2, B16, True)]
+)
+def test_sharded(version, dtype, tied, tmp_path):
+    """By FSDP, whose hooks around each layer break graphs."""
+    run = partial(_sharded_on_a_rank, version=version, dtype=dtype, tied=tied, folder=str(tmp_path))
+    for found in as_processes(2, run):
+        assert isinstance(found, list), found
+        torch.testing.assert_close(*map(torch.tensor, reversed(found)), rtol=1e-4 if dtype is None else 2e-2, atol=1e-5)
 
 
 def test_a_label_smoother_of_ones_own(tmp_path):

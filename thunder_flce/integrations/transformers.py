@@ -1,10 +1,12 @@
 """transformers' Trainer: compiles the loss in place of the model, whose output has the logits, too."""
 
 import inspect
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +21,8 @@ class LossTrainerMixin:
     `class MyTrainer(thunder_flce.LossTrainerMixin, Trainer): pass` is all. Training, and evaluation without metrics,
     fuse the loss: the model's own, a `compute_loss_func` (with transformers 5.23), or that of `label_smoothing_factor`.
     Predictions, evaluation with `compute_metrics` and a label smoother of your own need the logits, and are the
-    Trainer's; so is `nn.DataParallel`, with a warning. Leave `torch_compile` off. Numbers, checkpoints and everything
-    else stay as they are.
+    Trainer's; so is `nn.DataParallel`, with a warning. Under FSDP, the layers run as they are. Leave `torch_compile`
+    off. Numbers, checkpoints and everything else stay as they are.
     `thunder_flce.explain(trainer.compiled_loss)` says what was fused.
 
     Attributes:
@@ -56,6 +58,9 @@ class LossTrainerMixin:
             )
         self.compiled_loss = torch.compile(self._loss, backend=compile_graph, options=dict(self.backend_options))
         self._needs_loss_only = False
+        # The same function in each step, for which nothing is compiled anew.
+        self._decoded: list[Any] = []
+        self._returning = partial(_first, self._decoded)
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
         model = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model  # peft's
@@ -136,21 +141,43 @@ class LossTrainerMixin:
     ) -> Tensor | None:
         """The compiled loss, in the place of the forward that a wrapper calls.
 
-        Dynamo breaks the graph at the forward of DDP, so that the part inside would have to return the logits.
+        Dynamo breaks the graph at the forward of DDP and FSDP, so that the part inside would have to return the logits.
         """
         inner = self.accelerator.unwrap_model(model)
-        if inner is model:
+        decoder = _around_sharded(inner)
+        if inner is model and decoder is None:
             return self.compiled_loss(model, inputs, labels, num_items_in_batch)
         # Mixed precision of accelerate has put one there, too.
-        forward, own = inner.forward, vars(inner).get("forward")
-        inner.forward = lambda **inputs: self.compiled_loss(forward, inputs, labels, num_items_in_batch)
-        try:
+        forward = inner.forward
+
+        def loss(**inputs: Any) -> Tensor | None:
+            with nullcontext() if decoder is None else self._outside(decoder, forward, inputs):
+                return self.compiled_loss(forward, inputs, labels, num_items_in_batch)
+
+        with _forward_of(inner, loss):
             return model(**inputs)
-        finally:
-            if own is None:
-                del inner.forward
-            else:
-                inner.forward = own
+
+    @contextmanager
+    def _outside(self, decoder: nn.Module, forward: Callable[..., Any], inputs: dict[str, Any]) -> Iterator[None]:
+        """Runs a decoder that a model's forward calls, as it is; within, its call has the output already.
+
+        So the head and the loss are one graph, which the hooks around each sharded layer would break.
+        """
+        own = decoder.forward
+
+        def interrupting(*args: Any, **kwargs: Any) -> NoReturn:
+            raise _Decoded(own(*args, **kwargs))
+
+        try:
+            with _forward_of(decoder, interrupting):
+                forward(**inputs)
+        except _Decoded as decoded:
+            self._decoded.append(decoded.output)
+        with _forward_of(decoder, self._returning) if self._decoded else nullcontext():
+            try:
+                yield
+            finally:
+                self._decoded.clear()
 
     def _loss(
         self,
@@ -180,3 +207,43 @@ class LossTrainerMixin:
             reduction="mean" if num_items_in_batch is None else "sum",
         )
         return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+@contextmanager
+def _forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Puts another forward in the place of a module's."""
+    own = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
+
+
+def _around_sharded(model: nn.Module) -> nn.Module | None:
+    """The smallest module that calls all layers which FSDP divides; None without such, or where that is the model."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return None
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    sharded = (FSDPModule, FullyShardedDataParallel)
+    paths = [name.split(".") for name, each in model.named_modules() if name and isinstance(each, sharded)]
+    path = os.path.commonprefix(paths)
+    while path and isinstance(model.get_submodule(".".join(path)), (nn.ModuleList, *sharded)):
+        path = path[:-1]
+    return model.get_submodule(".".join(path)) if path else None
+
+
+def _first(outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
+    return outputs[0]
+
+
+class _Decoded(BaseException):
+    """The output of a decoder, on its way out of the forward that has called it."""
+
+    def __init__(self, output: Any):
+        super().__init__()
+        self.output = output
