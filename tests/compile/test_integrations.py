@@ -233,6 +233,17 @@ def test_sharded(version, dtype, tied, tmp_path):
         torch.testing.assert_close(*map(torch.tensor, reversed(found)), rtol=1e-4 if dtype is None else 2e-2, atol=1e-5)
 
 
+def test_hooks(tmp_path):
+    """As DeepSpeed has them around the model, where they break the graph."""
+    model = tiny.model()
+    model.register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
+    model.register_forward_hook(lambda *_: torch._dynamo.graph_break())
+    trainer = OurTrainer(model=model, args=arguments(tmp_path))
+    inputs = collate(tiny.rows(4))
+    torch.testing.assert_close(trainer.compute_loss(model, dict(inputs)), model(**inputs).loss)
+    assert all(each.fused for each in thunder_flce.explain(trainer.compiled_loss).decisions)
+
+
 def test_a_label_smoother_of_ones_own(tmp_path):
     class Twice(transformers.trainer_pt_utils.LabelSmoother):
         def __call__(self, *args, **settings):

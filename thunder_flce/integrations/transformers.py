@@ -139,14 +139,13 @@ class LossTrainerMixin:
     def _inside_wrappers(
         self, model: nn.Module, inputs: dict[str, Any], labels: Tensor | None, num_items_in_batch: Tensor | int | None
     ) -> Tensor | None:
-        """The compiled loss, in the place of the forward that a wrapper calls.
+        """The compiled loss, in the place of the forward that wrappers and hooks are around.
 
-        Dynamo breaks the graph at the forward of DDP and FSDP, so that the part inside would have to return the logits.
+        Dynamo breaks the graph at those of DDP, FSDP and DeepSpeed, so that the part inside would have to return the
+        logits.
         """
         inner = self.accelerator.unwrap_model(model)
         decoder = _around_sharded(inner)
-        if inner is model and decoder is None:
-            return self.compiled_loss(model, inputs, labels, num_items_in_batch)
         # Mixed precision of accelerate has put one there, too.
         forward = inner.forward
 
