@@ -178,6 +178,15 @@ def torch_mm(hidden, weight, labels):
     return F.cross_entropy(torch.mm(hidden.view(-1, hidden.shape[-1]), weight.transpose(0, 1)), labels.view(-1))
 
 
+def einsum(hidden, weight, labels):
+    return _loss(torch.einsum("bth,vh->btv", hidden, weight), labels)
+
+
+def convolution_of_one_token(hidden, weight, bias, labels):
+    """As `nn.Conv1d(hidden, vocab, 1)` has it, with the classes before the tokens."""
+    return F.cross_entropy(F.conv1d(hidden.transpose(1, 2), weight[..., None], bias), labels)
+
+
 def linear_with_bias(hidden, weight, bias, labels):
     return _loss(F.linear(hidden, weight, bias), labels)
 
@@ -613,6 +622,8 @@ FUSED: tuple[Callable, ...] = (
     matmul_with_a_matrix,
     matmul_with_a_square_matrix,
     torch_mm,
+    einsum,
+    convolution_of_one_token,
     linear_with_bias,
     bias_added,
     bias_added_to_matmul,
@@ -801,6 +812,11 @@ def scaled_by_a_tensor(hidden, weight, labels, temperature):
     return _loss(F.linear(hidden, weight) / temperature, labels)
 
 
+def convolution_of_three_tokens(hidden, weight, labels):
+    kernel = torch.stack([weight, weight, weight], -1)
+    return F.cross_entropy(F.conv1d(hidden.transpose(1, 2), kernel, padding=1), labels)
+
+
 def bias_after_a_factor(hidden, weight, bias, labels):
     return _loss(F.linear(hidden, weight) * 0.5 + bias, labels)
 
@@ -852,6 +868,7 @@ NOT_FUSED: dict[Callable, Reason] = {
     nll_loss_of_logits: Reason.NOT_LOG_PROBABILITIES,
     activation: Reason.TRANSFORMED_LOGITS,
     scaled_by_a_tensor: Reason.TRANSFORMED_LOGITS,
+    convolution_of_three_tokens: Reason.ANOTHER_PRODUCT,
     bias_after_a_factor: Reason.TRANSFORMED_LOGITS,
     changed_in_place: Reason.OPERAND_MODIFIED,
     last_columns_of_the_vocabulary: Reason.TRANSFORMED_LOGITS,

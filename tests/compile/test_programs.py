@@ -974,14 +974,106 @@ def products_of_matrices(h, w, y, a, m):
     return sum(F.cross_entropy(z, y.flatten()) for z in (x.mm(w.t()), bias.addmm(x, w.t().contiguous())))
 
 
-@expect(Reason.NO_LINEAR, thunder=True)
+@expect(Reason.ANOTHER_PRODUCT, thunder=True)
 def one_bias_for_all_columns(h, w, y, a, m):
     return F.cross_entropy(torch.addmm(w[:1, 0], h.flatten(0, 1), w.t()), y.flatten())
 
 
-@expect(Reason.NO_LINEAR, thunder=True)
+@expect(Reason.ANOTHER_PRODUCT, thunder=True)
 def half_a_bias(h, w, y, a, m):
     return F.cross_entropy(torch.addmm(w[:, 0], h.flatten(0, 1), w.t(), beta=0.5), y.flatten())
+
+
+# Heads that are written as other products.
+
+
+def of_rows(logits, y):
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+
+@expect(IN_FORWARD)
+def head_of_an_equation(h, w, y, a, m):
+    """The order of operands and dimensions is free, and so are a transposed weight and dots."""
+    first = of_rows(torch.einsum("vh,bth->tbv", w, h), y.t())
+    second = torch.einsum("b h t, h v", h.transpose(1, 2).tanh(), w.t()).log_softmax(-1).gather(-1, y[..., None])
+    return first - (second.squeeze(-1) * a).sum() + F.cross_entropy(torch.einsum("...h,vh->...v", h[0].sin(), w), y[0])
+
+
+@expect(IN_FORWARD, thunder=True)
+def head_of_an_equation_with_classes_before_tokens(h, w, y, a, m):
+    return F.cross_entropy(torch.einsum("bth,vh->bvt", h, w), y)
+
+
+@expect(IN_FORWARD, thunder=True)
+def head_by_tensordot(h, w, y, a, m):
+    return of_rows(torch.tensordot(h, w, dims=([-1], [1])), y) + of_rows(torch.tensordot(h.tanh(), w.t(), 1), y)
+
+
+@expect(IN_FORWARD, thunder=True)
+def head_for_each_sequence(h, w, y, a, m):
+    first = of_rows(torch.bmm(h, w.t().expand(B, -1, -1)), y)
+    return first + of_rows(h.tanh() @ w.t().unsqueeze(0), y) + of_rows(torch.inner(h.sin(), w), y)
+
+
+@expect(IN_FORWARD, thunder=True)
+def head_of_a_convolution(h, w, y, a, m):
+    """With a kernel of one token, as `nn.Conv1d(H, V, 1)`."""
+    logits = F.conv1d(h.transpose(1, 2), w[..., None], w[:, 1])
+    of_labels = logits.transpose(1, 2).log_softmax(-1).gather(-1, y[..., None]).squeeze(-1)
+    return F.cross_entropy(logits, y) - (of_labels * a).mean()
+
+
+@expect(IN_FORWARD, thunder=True)
+def adapter_of_equations(h, w, y, a, m):
+    adapter = torch.einsum("btr,vr->btv", torch.einsum("bth,rh->btr", h, w[:3]), w[:, :3])
+    return of_rows(torch.einsum("bth,vh->btv", h, w) + 2 * adapter, y)
+
+
+@expect(FUSED)
+def probabilities_of_an_equation_frozen(h, w, y, a, m):
+    """Without a gradient of the weight, and beside the entropy."""
+    logits = torch.einsum("bth,vh->btv", h, w.detach())
+    entropies = torch.einsum("btv,btv->bt", logits.softmax(-1), logits.log_softmax(-1))
+    return of_rows(logits, y) + (entropies * m).sum()
+
+
+@expect(Reason.ANOTHER_PRODUCT, thunder=True)
+def head_of_several_tokens(h, w, y, a, m):
+    return F.cross_entropy(F.conv1d(h.transpose(1, 2), torch.stack([w, w, w], -1), padding=1), y)
+
+
+@expect(Reason.ANOTHER_PRODUCT, thunder=True)
+def kernels_of_one_token_at_every_second(h, w, y, a, m):
+    return F.cross_entropy(F.conv1d(h.transpose(1, 2), w[..., None], stride=2), y[:, ::2])
+
+
+@expect(Reason.ANOTHER_PRODUCT, thunder=True)
+def a_head_for_each_sequence(h, w, y, a, m):
+    return of_rows(torch.bmm(h, w.t() * m[:, :1, None]), y)
+
+
+@expect(Reason.ANOTHER_PRODUCT, thunder=True)
+def rows_summed_by_an_equation(h, w, y, a, m):
+    return F.cross_entropy(torch.einsum("bth,vh->tv", h, w), y[0])
+
+
+@expect(Reason.ANOTHER_PRODUCT, thunder=True)
+def several_codebooks(h, w, y, a, m):
+    logits = torch.einsum("bth,kvh->bktv", h, torch.stack([w, w.tanh()]))
+    return -logits.log_softmax(-1).gather(-1, torch.stack([y, y], 1)[..., None]).mean()
+
+
+@expect(NONE)
+def similarities_of_an_equation(h, w, y, a, m):
+    x = torch.einsum("bth,bsh->bts", h, h).log_softmax(-1)
+    return torch.einsum("bts,bsh->bth", x.exp(), h).sum() - torch.einsum("bts,bts->bt", x.exp(), x).mean()
+
+
+@expect(IN_FORWARD, thunder=True)
+def products_of_log_probabilities(h, w, y, a, m):
+    """They are no hidden states, of which a matrix makes logits."""
+    x = log_probs(h, w, y)
+    return torch.einsum("bt,tk->bk", x, a.t()).sum() + (x @ m.t()).sum()
 
 
 @expect(FUSED)

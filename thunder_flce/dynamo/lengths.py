@@ -9,7 +9,7 @@ import torch
 
 from thunder_flce.device import TILE_ROWS, Device
 from thunder_flce.engine.choose import matmul_seconds, saves_all_logits
-from thunder_flce.matching.program import depends_on_values, hint
+from thunder_flce.matching.program import depends_on_values
 from thunder_flce.matching.regions import Region
 from thunder_flce.operation.call import Call, Spec
 from thunder_flce.operation.loss import Loss
@@ -30,13 +30,12 @@ def is_small(region: Region) -> bool:
     By what a mean of the same sizes would take.
     """
     term, *others = region.parts[0].logits.terms
-    # The hidden size is one of the weight's, even if Dynamo has a symbol for it.
-    hidden, device, dtype = hint(term.input.shape[-1]), term.input.device, term.input.dtype
+    device, dtype = term.input.device, term.input.dtype
     if others or len(region.parts) > 1 or device.type != "cuda":
         return False
     if not all(isinstance(size, int) for size in term.weight.shape):
         return False
-    vocab = math.prod(term.weight.shape) // max(hidden, 1)
+    vocab, hidden = term.columns, term.features
     shapes = {"input": (TILE_ROWS, hidden), "linear_weight": (vocab, hidden), "target": (TILE_ROWS,)}
     tensors = {name: Spec(shape, torch.int64 if name == "target" else dtype, device) for name, shape in shapes.items()}
     a_tile = Call(tensors=tensors, loss=Loss(), needs_grad=("input", "linear_weight"))
@@ -44,7 +43,7 @@ def is_small(region: Region) -> bool:
     if not seconds:
         return False
     most = min(_SMALL_SECONDS * TILE_ROWS // seconds, _SMALL_BYTES // (vocab * dtype.itemsize))
-    return _is_at_most(math.prod(term.input.shape[:-1]), int(most))
+    return _is_at_most(math.prod(term.rows_shape), int(most))
 
 
 def may_save_logits(call: Call, tokens: "int | torch.SymInt", options: Options) -> bool:

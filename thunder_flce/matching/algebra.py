@@ -82,10 +82,13 @@ class Term:
     """A linear without its bias, times a factor: factor * input @ weight.T."""
 
     input: Tensor
-    """(..., H)"""
+    """(..., H), or with H elsewhere"""
     weight: Tensor
-    """(V, H), or (H, V) where `transposed`"""
-    transposed: bool = False
+    """(V, H) or (H, V); with further dimensions of one, such as a kernel's"""
+    hidden_dim: int
+    """Where H is in the input's shape"""
+    weight_dims: tuple[int, int]
+    """Where V and H are in the weight's shape"""
     factor: Fraction = Fraction(1)
     has_grad: bool = True
     """Whether gradients flow to the operands: not where the linear was detached, or computed without gradients."""
@@ -95,7 +98,18 @@ class Term:
     @property
     def columns(self) -> Any:
         """The number of classes, V."""
-        return self.weight.shape[1 if self.transposed else 0]
+        return self.weight.shape[self.weight_dims[0]]
+
+    @property
+    def features(self) -> Any:
+        """The hidden size, H."""
+        return self.weight.shape[self.weight_dims[1]]
+
+    @property
+    def rows_shape(self) -> tuple[Any, ...]:
+        """The input's shape without H."""
+        shape, dim = self.input.shape, self.hidden_dim
+        return (*shape[:dim], *shape[dim + 1 :])
 
 
 @dataclass(frozen=True)
@@ -134,7 +148,7 @@ class Logits:
     @property
     def rows_shape(self) -> tuple[Any, ...]:
         """What `rows` leave of the inputs' shape, without H."""
-        return self.rows[-1].shape if self.rows else tuple(self.terms[0].input.shape[:-1])
+        return self.rows[-1].shape if self.rows else self.terms[0].rows_shape
 
     @property
     def operands(self) -> list[Tensor]:

@@ -26,6 +26,7 @@ class Reason(Enum):
     """Why something that is computed from the logits of a linear was not fused with it."""
 
     NO_LINEAR = "its logits do not come from a linear layer"
+    ANOTHER_PRODUCT = "its logits are no linear layer's, which has one matrix for all rows and a bias for each column"
     ARGUMENT = "its logits are given to the program, or to its part after a graph break, which does not compute them"
     LOGITS_USED = "the logits, or something between them and the loss, are also used elsewhere"
     LOGITS_RETURNED = "the program returns its logits; return the loss only to have them fused"

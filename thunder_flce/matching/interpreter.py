@@ -16,6 +16,7 @@ from thunder_flce.matching.program import (
     CHANGED,
     COPIES,
     PERMUTATIONS,
+    RESHAPES,
     Op,
     Program,
     Tensor,
@@ -257,25 +258,24 @@ class Interpreter:
                 if is_head_normalised and op.operands[0] is operand and any(out.needs_grad for out in op.outs):
                     self.refusals.append(lost.problem.at(op.source, "log-probability"))
                 return
-        given = self._argument(op.operands[0]) if op.name in NORMALISERS[:2] and op.operands else None
-        if given is not None and given.needs_grad and op.outs[0].needs_grad:
-            self.refusals.append(NotFused(Reason.ARGUMENT).at(op.source, "log-probability"))
+        if op.name in NORMALISERS[:2] and operands and op.outs[0].needs_grad:
+            problem = self.why_unknown(operands[0], is_loss=False)
+            if problem.reason is not Reason.NO_LINEAR:
+                self.refusals.append(problem.at(op.source, "log-probability"))
 
-    def _argument(self, tensor: Tensor) -> Tensor | None:
-        """The argument of the program that a tensor is in another shape or dtype; None where it is computed."""
-        while tensor.op is not None:
-            if not (keeps_elements(tensor.op) or tensor.op.name in ("getitem", "div", "mul", "transpose")):
-                return None
-            tensor = tensor.op.operands[0]
-        return tensor
-
-    def why_unknown(self, logits: Tensor) -> NotFused:
-        """Why the logits of a loss are not described."""
+    def why_unknown(self, logits: Tensor, *, is_loss: bool = True) -> NotFused:
+        """Why the logits of a loss, or of what may be none, are not described."""
         if logits in self._lost:
             return self._lost[logits].problem
-        given = self._argument(logits)
-        if given is not None and given.needs_grad:
+        origin = logits
+        while (op := origin.op) is not None and op.operands:
+            if not (keeps_elements(op) or op.name in (*PERMUTATIONS, "getitem", "div", "mul")):
+                break
+            origin = op.operands[0]
+        if op is None and origin.needs_grad:
             return NotFused(Reason.ARGUMENT)
+        if op is not None and op.name in LINEARS and (is_loss or _may_be_head(op)):
+            return NotFused(Reason.ANOTHER_PRODUCT, f"by {op.name}{_at(op)}")
         return NotFused(Reason.NO_LINEAR)
 
     # What rules ask.
@@ -295,6 +295,11 @@ class Interpreter:
         if not is_first_column or not same(source.shape[-1], 1) or not same(source.numel, index.numel):
             raise Unknown("labels that are broadcast to other rows")
         return source
+
+    def begins(self, tensor: Tensor) -> bool:
+        """Whether logits begin with a tensor, as a linear returns it."""
+        found = self.get(tensor)
+        return isinstance(found, Class) and tensor in found.logits.linears
 
     def hangs_on(self, tensor: Tensor, logits: Logits) -> bool:
         """Whether a tensor is computed from some logits."""
@@ -337,10 +342,22 @@ def is_head(of: Class) -> bool:
     And a parameter's, not activations times activations.
     """
     head = of.logits.terms[0]
-    weight = head.weight
-    while weight.op is not None and weight.op.name in {*COPIES, *PERMUTATIONS}:
+    weight = _stored(head.weight)
+    return hint(of.columns) > hint(head.features) and weight.op is None and weight is not head.input
+
+
+def _may_be_head(product: Op) -> bool:
+    """The same of a product that is not described: one of its operands has more classes than anything else."""
+    stored, shape = [_stored(each) for each in product.operands], product.outs[0].shape
+    weights = [each for each in stored if each.op is None and each.ndim > 1 and stored.count(each) == 1]
+    return any(any(same(size, max(each.shape, key=hint)) for size in shape) for each in weights)
+
+
+def _stored(weight: Tensor) -> Tensor:
+    """A weight, or the first of several, as it was before copies and changes of its shape."""
+    while weight.op is not None and weight.op.name in {*COPIES, *PERMUTATIONS, *RESHAPES, "expand", "stack", "cat"}:
         weight = weight.op.operands[0]
-    return hint(of.columns) > hint(head.input.shape[-1]) and weight.op is None and weight is not head.input
+    return weight
 
 
 @lru_cache(maxsize=512)

@@ -156,7 +156,7 @@ def _is_reported(part: Part) -> bool:
 
 def _is_of_head(logits: Logits) -> bool:
     head = logits.terms[0]
-    return hint(head.columns) > hint(head.input.shape[-1])
+    return hint(head.columns) > hint(head.features)
 
 
 # Parts.
@@ -303,7 +303,7 @@ def _head(part: Part) -> Any:
     """What parts have in common whose rows can stand in one call."""
     logits = part.logits
     terms = tuple(
-        (term.weight, term.transposed, term.factor, term.has_grad, term.input.needs_grad) for term in logits.terms
+        (term.weight, term.weight_dims, term.factor, term.has_grad, term.input.needs_grad) for term in logits.terms
     )
     bias = (logits.bias, logits.bias_has_grad, logits.scale, logits.softcap, logits.vocab_size, str(logits.group))
     return terms, bias, part.class_weight, part.ignore_index, part.has_grad, logits.dtype

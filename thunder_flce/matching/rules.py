@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from string import ascii_letters, digits
 from sys import float_info
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -58,7 +59,7 @@ class Unknown(Exception):
 
 
 RULES: dict[str, Callable[..., Any]] = {}
-LINEARS = ("linear", "matmul", "mm", "addmm")
+LINEARS = ("linear", "inner", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "tensordot", "conv1d")
 
 
 def rule(*names: str) -> Callable[[Callable], Callable]:
@@ -90,44 +91,123 @@ def _over_classes(of: Class, dims: Any) -> None:
 # The linears, at which logits begin.
 
 
-def _begin(known: "Interpreter", op: Op, term: Term, bias: Tensor | None) -> Class:
-    out = op.output
-    if not out.needs_grad:
-        term, bias_has_grad = replace(term, has_grad=False), False
-    else:
-        bias_has_grad = True
-    logits = Logits((replace(term, output=out),), bias, bias_has_grad=bias_has_grad)
-    return Class(logits, out.ndim - 1, out.shape, poly(u=1))
+def _product(
+    known: "Interpreter", op: Op, equation: str, input: Tensor, weight: Tensor, *, bias: Tensor | None = None
+) -> Class:
+    """A linear of each row, as an equation such as "bth,vh->btv" has it: one matrix, and no sum over rows."""
+    if any(isinstance(known.get(each), Row | Argmax) for each in (input, weight)):
+        raise Unknown  # They are asked for.
+    names, _, result = equation.partition("->")
+    of_input, _, of_weight = names.partition(",")
+    while (before := weight.op) is not None and weight.needs_grad == before.operands[0].needs_grad:
+        source = before.operands[0]
+        if before.name in PERMUTATIONS:
+            # Square, or permuted to what it was: only the order of the dimensions tells.
+            by_dim = dict(zip(_order(before), of_weight, strict=True))
+            of_weight = "".join(by_dim[dim] for dim in range(source.ndim))
+        elif before.name == "expand":
+            of_weight = of_weight[weight.ndim - source.ndim :]
+        else:
+            break
+        weight = source
+    classes = [name for name in of_weight if name not in of_input and name in result]
+    features = [name for name in of_weight if name in of_input and name not in result]
+    if (len(classes), len(features)) != (1, 1):
+        raise Unknown
+    rows, out_rows = of_input.replace(features[0], ""), result.replace(classes[0], "")
+    sizes, out = dict(zip(of_input, input.shape, strict=True)), op.output
+    of_matrix = zip(of_weight, weight.shape, strict=True)
+    is_one = all(same(size, sizes[name] if name in features else 1) for name, size in of_matrix if name not in classes)
+    is_of_rows = sorted(rows) == sorted(out_rows) and len(set(of_input)) == len(of_input)
+    dim = result.index(classes[0])
+    out_shape = (*out.shape[:dim], *out.shape[dim + 1 :])
+    if not is_one or not is_of_rows or not same_shape(out_shape, [sizes[name] for name in out_rows]):
+        raise Unknown
+    dims = of_weight.index(classes[0]), of_weight.index(features[0])
+    term = Term(input, weight, of_input.index(features[0]), dims, has_grad=out.needs_grad, output=out)
+    steps = () if rows == out_rows else (RowStep("permute", tuple(map(rows.index, out_rows)), out_shape),)
+    logits = Logits((term,), bias, bias_has_grad=out.needs_grad, rows=steps)
+    return Class(logits, dim, out.shape, poly(u=1))
 
 
-@rule("linear")
+@rule("linear", "inner")
 def _linear(known: "Interpreter", op: Op, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Class:
+    rows = ascii_letters[: input.ndim - 1]
     if weight.ndim != 2:
         raise Unknown
-    return _begin(known, op, Term(input, weight), bias)
+    return _product(known, op, f"{rows}H,VH->{rows}V", input, weight, bias=bias)
 
 
-@rule("matmul", "mm")
+@rule("matmul", "mm", "bmm")
 def _matmul(known: "Interpreter", op: Op, input: Tensor, other: Tensor, *, bias: Tensor | None = None) -> Class:
-    """A linear where the second operand is a matrix, (H, V)."""
-    if not isinstance(other, Tensor) or not isinstance(input, Tensor) or other.ndim != 2:
+    """A linear where the second operand is a matrix, (H, V), or that for each item of a batch."""
+    if not isinstance(other, Tensor) or not isinstance(input, Tensor) or not 2 <= other.ndim <= max(2, input.ndim):
         raise Unknown
-    before = other.op
-    if before is not None and before.name in PERMUTATIONS and other.needs_grad == before.operands[0].needs_grad:
-        source = before.operands[0]
-        # Square, or permuted to what it was: only the order of the dimensions tells.
-        if source.ndim == 2 and _order(before) == (1, 0):
-            return _begin(known, op, Term(input, source), bias)
-    return _begin(known, op, Term(input, other, transposed=True), bias)
+    rows = ascii_letters[: input.ndim - 1]
+    return _product(known, op, f"{rows}H,{rows[input.ndim - other.ndim : -1]}HV->{rows}V", input, other, bias=bias)
 
 
-@rule("addmm")
+@rule("addmm", "baddbmm")
 def _addmm(
     known: "Interpreter", op: Op, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: Any = 1, alpha: Any = 1
 ) -> Class:
-    if (beta, alpha) != (1, 1) or not same_shape(input.shape, (mat2.shape[1],)):
+    if (beta, alpha) != (1, 1) or not same_shape(input.shape, (mat2.shape[-1],)):
         raise Unknown
     return _matmul(known, op, mat1, mat2, bias=input)
+
+
+@rule("tensordot")
+def _tensordot(known: "Interpreter", op: Op, a: Tensor, b: Tensor, dims: Any = 2, out: None = None) -> Class:
+    of_a, of_b = list(ascii_letters[: a.ndim]), list(ascii_letters[a.ndim : a.ndim + b.ndim])
+    both = (range(a.ndim - dims, a.ndim), range(dims)) if isinstance(dims, int) else dims
+    for dim, other in zip(*both, strict=True):
+        of_b[other] = of_a[dim]
+    result = "".join(name for name in of_a + of_b if (name in of_a) != (name in of_b))
+    return _product(known, op, f"{''.join(of_a)},{''.join(of_b)}->{result}", a, b)
+
+
+@rule("conv1d")
+def _conv1d(
+    known: "Interpreter", op: Op, input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1,
+    padding: Any = 0, dilation: Any = 1, groups: Any = 1,
+) -> Class:  # fmt: skip
+    """With a kernel of one token."""
+    if (stride, padding, groups) not in ((1, 0, 1), ((1,), (0,), 1)):
+        raise Unknown
+    batch = "B" if input.ndim == 3 else ""
+    return _product(known, op, f"{batch}HT,VHK->{batch}VT", input, weight, bias=bias)
+
+
+@rule("einsum")
+def _einsum(known: "Interpreter", op: Op, equation: str, *operands: Any) -> Class | Row:
+    """A linear, or Σ p log p as in `einsum("btv,btv->bt", p, log_p)`."""
+    tensors = operands[0] if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
+    if len(tensors) != 2 or not isinstance(equation, str):
+        raise Unknown
+    names, arrow, result = equation.replace(" ", "").partition("->")
+    if not arrow:
+        once = sorted(name for name in set(names) - set(".,") if names.count(name) == 1)
+        result = "..." * ("..." in names) + "".join(once)
+    # The dimensions that dots stand for are aligned to the right.
+    of_a, of_b, result = (
+        each.replace("...", digits[10 - tensor.ndim + len(each.replace("...", "")) :])
+        for each, tensor in zip((*names.split(","), result), (*tensors, op.output), strict=True)
+    )
+    a, b = map(known.get, tensors)
+    if isinstance(a, Class) and isinstance(b, Class) and (a.form or b.form):
+        of = _weighted(a, b) if a.form == "exp" else _weighted(b, a)
+        if of_a != of_b or len(set(of_a)) < len(of_a) or result != of_a[: of.dim] + of_a[of.dim + 1 :]:
+            raise Unknown
+        return _summed(of, op.output.shape)
+    if any(isinstance(of, Class) and not of.is_logits for of in (a, b)):
+        raise Unknown
+    ways = [(f"{of_a},{of_b}->{result}", *tensors), (f"{of_b},{of_a}->{result}", *tensors[::-1])]
+    # Of two matrices, that one has the classes whose dimension is the last.
+    first, second = ways if result[-1:] in of_b else ways[::-1]
+    try:
+        return _product(known, op, *first)
+    except Unknown:
+        return _product(known, op, *second)
 
 
 # Shapes.
@@ -516,7 +596,7 @@ def _sum_of_linears(known: "Interpreter", a: Class, b: Class, op: Op) -> Class:
         for of in both
         for term in of.logits.terms
     ]
-    head = max(terms, key=lambda term: hint(term.input.shape[-1]))
+    head = max(terms, key=lambda term: hint(term.features))
     with_bias = a if b.logits.bias is None else b
     logits = replace(
         a.logits,
@@ -657,24 +737,6 @@ def _summed(of: Class, shape: tuple[Any, ...]) -> Row:
             if has_u:
                 parts += [(factor, log_sum), (-factor, without_grad(log_sum))]
     return Row(of.logits, shape, added(*parts))
-
-
-@rule("einsum")
-def _einsum(known: "Interpreter", op: Op, equation: str, *operands: Any) -> Row:
-    """Σ p log p as in `einsum("btv,btv->bt", p, log_p)`."""
-    tensors = operands[0] if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
-    if len(tensors) != 2 or not isinstance(equation, str):
-        raise Unknown
-    a, b = (_class(known, each) for each in tensors)
-    of = _weighted(a, b) if a.form == "exp" else _weighted(b, a)
-    names, _, result = equation.replace(" ", "").partition("->")
-    names, _, others = names.partition(",")
-    # As "...v,...v->..." or, with a name for each dimension, as "btv,btv->bt".
-    is_last = names[:3] == result == "..." and len(names) == 4 and of.dim == len(of.shape) - 1
-    is_named = names.isalpha() and len(set(names)) == len(names) == len(of.shape)
-    if names != others or not (is_last or (is_named and result == names[: of.dim] + names[of.dim + 1 :])):
-        raise Unknown
-    return _summed(of, op.output.shape)
 
 
 @rule("entr")

@@ -35,7 +35,6 @@ from thunder_flce.matching.program import (
     same_shape,
     tensors_in,
 )
-from thunder_flce.matching.rules import LINEARS
 from thunder_flce.operation.pointwise import (
     VARIABLES,
     Handle,
@@ -323,7 +322,8 @@ class _Search:
         self.check_results(place)
         values, sources = self._known.values, self._sources
         # What is known of what other linears make of them is not known of the sources.
-        known = (op for op in self._program.ops if op.name not in LINEARS and all(out in values for out in op.outs))
+        begins = self._known.begins
+        known = (op for op in self._program.ops if all(out in values and not begins(out) for out in op.outs))
         done = {*self._passed, *known, *(op for op in self._program.ops if any(out in sources for out in op.outs))}
         users = {user for each in self._with_grad - {place} for user in each.users}
         return not any(self._passes_grad(user) for user in users - done)

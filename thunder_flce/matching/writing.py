@@ -167,6 +167,8 @@ class _Writing:
         input = term.input
         if part.logits.has_grad and not term.has_grad:
             input = self._call(torch.detach, input)
+        if (dim := term.hidden_dim) != input.ndim - 1:
+            input = self._call(torch.permute, input, (*range(dim), *range(dim + 1, input.ndim), dim))
         # After the last operation that is no reshape, rows keep their number and their order.
         for step in part.logits.rows:
             input = self._step(step, input)
@@ -183,7 +185,9 @@ class _Writing:
         weight = term.weight
         if self._logits.has_grad and not term.has_grad:
             weight = self._call(torch.detach, weight)
-        return self._call(torch.transpose, weight, 0, 1) if term.transposed else weight
+        if weight.ndim > 2:
+            weight = self._call(torch.reshape, weight, tuple(weight.shape[dim] for dim in sorted(term.weight_dims)))
+        return weight if term.weight_dims[0] < term.weight_dims[1] else self._call(torch.transpose, weight, 0, 1)
 
     def _bias(self) -> Tensor | None:
         bias, logits = self._logits.bias, self._logits
