@@ -984,6 +984,34 @@ def half_a_bias(h, w, y, a, m):
     return F.cross_entropy(torch.addmm(w[:, 0], h.flatten(0, 1), w.t(), beta=0.5), y.flatten())
 
 
+@expect(Reason.OPERAND_MODIFIED)
+def hidden_states_changed_before_the_gradients(h, w, y, a, m):
+    """The backward of a linear with a frozen weight does not read its input."""
+    sums = (log_probs(h, w.detach(), y) * m).sum(-1)
+    loss = -F.logsigmoid(sums[:2] - sums[2:]).mean()
+    h.mul_(0.5)
+    return loss + h.sum()
+
+
+@expect(IN_FORWARD)
+def hidden_states_changed_after_the_gradients(h, w, y, a, m):
+    loss = (log_probs(h, w.detach(), y) * m).sum()
+    h.mul_(0.5)
+    return loss + h.sum()
+
+
+@expect("adds another loss before all terms of this one", thunder=True)
+def value_loss_between_terms(h, w, y, a, m):
+    policy, value = (clipped(log_probs(h, w, y), a) * m).sum(), (h.mean(-1) - a).square().mean()
+    return policy + 0.1 * value - 0.01 * entropies(h, w).mean()
+
+
+@expect(IN_FORWARD, thunder=True)
+def value_loss_after_all_terms(h, w, y, a, m):
+    policy, value = (clipped(log_probs(h, w, y), a) * m).sum(), (h.mean(-1) - a).square().mean()
+    return policy - 0.01 * entropies(h, w).mean() + 0.1 * value
+
+
 # Heads that are written as other products.
 
 

@@ -433,9 +433,13 @@ def _moves_across_a_write(
     program, dropped = known.program, dropped_writes(regions, known)
     place = order.index(region)
     before = {item for item in order[:place] if isinstance(item, Op)}
+    # Where gradients wait, as they may in float16, they are computed from the operands. A linear whose weight is frozen
+    # does not need its input any more, and may have it changed.
+    waits = bool(region.note) or region.parts[0].logits.dtype is torch.float16
+    reads_again = waits and any(part.has_grad for part in region.parts)
     for tensor, position in region.read_at.items():
         for op in program.writers(position + 1, len(program.ops)):
-            is_between = op in before or op.position < region.place.position
+            is_between = op in before or op.position < region.place.position or reads_again
             if op not in dropped and is_between and any(_may_share(w, tensor) for w in op.writes):
                 return op
     # What moves behind the region must not read, or write, what is written meanwhile.

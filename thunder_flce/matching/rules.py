@@ -468,6 +468,8 @@ def _scaled_logits(logits: Logits, factor: Fraction) -> Logits:
 
 
 def _number(given: Any) -> Fraction:
+    if isinstance(given, Tensor):
+        raise Unknown("with a tensor in place of a number" if same(given.numel, 1) else "")
     if not is_number(given):
         raise Unknown("with something that is not a number known when the program is compiled")
     return Fraction(given)
@@ -479,7 +481,7 @@ def _mul(known: "Interpreter", op: Op, input: Any, other: Any) -> Value:
     if isinstance(a, Class) and isinstance(b, Class):
         return _weighted(a, b) if a.form == "exp" else _weighted(b, a)
     found, factor = (a, other) if a is not None else (b, input)
-    if not isinstance(found, Class | Row) or isinstance(factor, Tensor):
+    if not isinstance(found, Class | Row):
         raise Unknown
     return _scaled(found, _number(factor))
 
@@ -502,7 +504,7 @@ def _div(known: "Interpreter", op: Op, input: Any, other: Any, *, rounding_mode:
         if a.form != "exp" or not b.is_exp or not known.is_row_of(b, a) or op.output.dtype != input.dtype:
             raise Unknown
         return replace(a, sum=added((1, a.sum), (-1, b.sum)), factor=a.factor / b.factor)
-    if isinstance(other, Tensor) or not isinstance(a, Class | Row):
+    if not isinstance(a, Class | Row):
         raise Unknown
     number = _number(other)
     if number == 0:

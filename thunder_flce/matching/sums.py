@@ -231,6 +231,8 @@ class _Search:
         if any(each not in self._tokens and each not in self._sums for each in operands):
             raise NotASum(f"{op.name}{_line(op)} mixes tokens")
         if not _is_linear(op, operands, self._is_zero):
+            if op.name in ("add", "sub") and len(operands) == 1 and outs[0].ndim == 0:
+                raise NotASum(f"{op.name}{_line(op)} adds another loss before all terms of this one: add that last")
             raise NotASum(f"{op.name}{_line(op)} of a sum over tokens is not linear")
         if any(depends_on_values(size) for out in outs for size in out.shape):
             # Its derivative, traced, would have another size of that kind.
