@@ -20,15 +20,11 @@ from types import SimpleNamespace
 import pytest
 import thunder
 import torch
-from hypothesis import Phase, settings
 from thunder.core import interpreter, symbol
 from torch._dynamo import guards, trace_rules
 
 from poison import poison_memory
 from thunder_flce.engine.kernels import dispatch
-
-# For `mutate`, which only asks whether there is a failure.
-settings.register_profile("mutants", phases=[Phase.explicit, Phase.generate])
 
 
 def _callers():

@@ -112,7 +112,7 @@ def outcome(mutant: Mutant | None, tests: list[str], *, seconds: float | None = 
             path.write_text(mutant.applied(path.read_text(encoding="utf-8")), encoding="utf-8")
         search_path = [folder, str(Path(folder, "tests")), os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(search_path)}
-        command = [sys.executable, "-m", "pytest", "-xq", "-p", "no:cacheprovider", "--hypothesis-profile=mutants"]
+        command = [sys.executable, "-m", "pytest", "-xq", "-p", "no:cacheprovider"]
         settings = {"cwd": folder, "env": environment, "capture_output": True, "text": True, "timeout": seconds}
         try:
             process = subprocess.run([*command, *tests], check=False, **settings)

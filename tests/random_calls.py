@@ -9,7 +9,6 @@ is always the same one: `--first N --count 1` repeats it alone.
 """
 
 import argparse
-import random
 import sys
 import time
 import traceback
@@ -28,7 +27,7 @@ from divided import divided, divided_tokens
 from dtensors import BOTH
 from dtensors import divided as of_dtensors
 from poison import poison_memory
-from problems import DIFFERENTIABLE_OUTPUTS, Problem, drawn_problem
+from problems import DIFFERENTIABLE_OUTPUTS, Problem, chooser, drawn_problem, named
 from reference import Case, Result, assert_close_to_truth, differentiate, ours
 from thunder_flce import LinearCrossEntropyLoss, Options, linear_cross_entropy
 from thunder_flce.engine.kernels import torch_rows
@@ -113,9 +112,10 @@ class Call:
         """Compares the results with the truth, and their errors with those of eager PyTorch."""
         case, grad, arguments = self.given(device)
         for _ in range(1 + self.is_repeated):
-            found = (RANKS | WAYS)[way](case, grad, self.problem.options, arguments)
-            result, *of_truth, others = found if way in RANKS else (found, case, grad, arguments)
-            assert_close_to_truth(result, *of_truth, 2.0, True, **others)
+            with named(self):
+                found = (RANKS | WAYS)[way](case, grad, self.problem.options, arguments)
+                result, *of_truth, others = found if way in RANKS else (found, case, grad, arguments)
+                assert_close_to_truth(result, *of_truth, 2.0, True, **others)
 
 
 def run_compiled(compiler: Callable, case: Case, grad: Tensor, options: Options, arguments: dict[str, Any]) -> Result:
@@ -282,8 +282,7 @@ def drawn_call(one_of: Callable, device: str, way: str = "eager") -> Call:
 
 def numbered(number: int, device: str, seed: int = 0, way: str = "eager") -> Call:
     """One call, by its number."""
-    chooser = random.Random(f"{seed} {number}")
-    return drawn_call(lambda *values: chooser.choice(values), device, way)
+    return drawn_call(chooser(seed, number), device, way)
 
 
 def main() -> None:

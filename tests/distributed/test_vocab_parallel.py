@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGr
 
 import thunder_flce
 from divided import divided, divided_tokens, part_of, parts
-from problems import SPECIAL, one_pass_problems, problems, run_examples, special_case
+from problems import SPECIAL, drawn, special_case
 from ranks import RankErrors, as_threads
 from reference import (
     assert_close_to_truth,
@@ -41,15 +41,12 @@ UNEVEN = (40, 0, 61)
 def test_logits_that_are_not_ordinary(special, ranks):
     """As PyTorch has them on one device, with the same bits on all ranks."""
 
-    def run(problem) -> None:
+    for problem, _ in (*drawn(5, "cpu", (7, 33, 101)), *drawn(5, "cpu", (7, 33, 101), in_one_pass=True)):
         problem, case = special_case(problem, special, "cpu")
         grad, given = problem.incoming("cpu"), problem.settings("cpu")
         sizes = (problem.vocab - 4, 4) if ranks == 2 else (2, problem.vocab - 5, 3)
         result = divided(case, sizes, grad, options=problem.options, **given)
         assert_close_to_truth(result, case, grad, 2.0, True, **given)
-
-    for drawn_from in (problems, one_pass_problems):
-        run_examples(run, drawn_from("cpu", (7, 33, 101)), 5)
 
 
 def test_of_equal_logits_the_argmax_is_the_lowest_column():

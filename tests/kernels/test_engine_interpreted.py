@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 import random_calls
 from interpreted import INTERPRETED, prepare_row_kernels
-from problems import Problem, check, one_pass_problems, run_examples
+from problems import Problem, check, drawn
 from reference import make_case, run_inside
 from test_kl_divergence import composed
 from thunder_flce import Options, linear_cross_entropy, linear_kl_divergence
@@ -64,7 +64,8 @@ def test_any_call(as_on_a_gpu):
 
 @needs_interpreter
 def test_one_pass(as_on_a_gpu):
-    run_examples(lambda problem: check(with_kernels(problem), "cpu"), one_pass_problems("cpu", VOCABULARIES), EXAMPLES)
+    for problem, _ in drawn(EXAMPLES, "cpu", VOCABULARIES, in_one_pass=True):
+        check(with_kernels(problem), "cpu")
 
 
 @needs_interpreter

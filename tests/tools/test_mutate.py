@@ -27,7 +27,6 @@ def test_survivors(tmp_path, monkeypatch, capsys):
     for path, text in {
         "thunder_flce/__init__.py": "",
         "thunder_flce/operation/sums.py": "def plus(x, y):\n    return x + y\n\n\ndef times(x, y):\n    return x * y\n",
-        "tests/conftest.py": "from hypothesis import settings\nsettings.register_profile('mutants')\n",
         "tests/test_sums.py": "from thunder_flce.operation.sums import plus\ndef test_plus(): assert plus(1, 2) == 3\n",
     }.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
