@@ -1,117 +1,141 @@
-"""A case whose vocabulary is divided among ranks, and its tokens too where they are: results of the whole."""
+"""A case that is divided among ranks, by rows of the vocabulary and tokens or as DTensors: results of the whole."""
 
 import itertools
+from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils._pytree import tree_map
 
 from ranks import as_threads
-from reference import DIFFERENTIABLE, OF_TOKENS, Case, Result, incoming_gradients, ours
-from thunder_flce import VocabParallel, linear_cross_entropy
+from reference import OF_TOKENS, Case, Result, differentiate, incoming_gradients, ours, results_of
+from thunder_flce import VocabParallel
+
+ALL = ...
+R = Replicate()
+# Tokens and the vocabulary, each along one dimension of a mesh.
+BOTH = ((2, 2), (Shard(0), Shard(1)), (R, Shard(0)))
 
 
-def part_of(case: Case, rows: slice) -> Case:
-    """What one rank has of a case: leaves of its own, whose rows of the vocabulary are `rows`."""
+def part_of(case: Case, rows: slice, tokens=ALL) -> Case:
+    """What one rank has of a case: leaves of its own, of some rows of the vocabulary and some tokens."""
 
-    def leaf(tensor, rows=slice(None)):
-        return None if tensor is None else tensor.detach()[rows].clone().requires_grad_(tensor.requires_grad)
+    def leaf(tensor, of):
+        return None if tensor is None else tensor.detach()[of].clone().requires_grad_(tensor.requires_grad)
 
-    terms = tuple((leaf(x), leaf(weight, rows)) for x, weight in case.terms)
-    return Case(
-        leaf(case.x), leaf(case.weight, rows), leaf(case.bias, rows), case.target.clone(), case.class_weight, terms
-    )
+    terms = tuple((leaf(x, tokens), leaf(weight, rows)) for x, weight in case.terms)
+    operands = leaf(case.x, tokens), leaf(case.weight, rows), leaf(case.bias, rows)
+    return Case(*operands, case.target[tokens].clone(), case.class_weight, terms)
 
 
 def parts(sizes) -> list[slice]:
-    """The rows of the vocabulary that each rank has."""
+    """Slices of these sizes, one after the other."""
     return [slice(stop - size, stop) for size, stop in zip(sizes, itertools.accumulate(sizes), strict=True)]
+
+
+def of_rank(rank: int, case: Case, sizes, grad=None, *, counts=None, how=None, **settings) -> Result:
+    """What one rank computes; its loss, if there is one a token, is of its tokens.
+
+    Args:
+        rank: which.
+        case: the whole.
+        sizes: how many rows of the vocabulary each rank has.
+        grad: at the loss of the whole.
+        counts: how many tokens each rank has; None where all have all.
+        how: of `VocabParallel`. With "data_parallel", what comes before averages the gradients of `x` over ranks: those
+            of the result are so much smaller, and upstream gradients of single tokens so much larger.
+        **settings: of `linear_cross_entropy`.
+    """
+    tokens, names = ALL if counts is None else parts(counts)[rank], settings.get("outputs", ())
+    factor = len(sizes) if (how or {}).get("data_parallel") else 1
+    part = part_of(case, parts(sizes)[rank], tokens)
+    dtype = torch.float64 if case.x.dtype is torch.float64 else torch.float32
+    part.incoming[names, dtype] = [each[tokens] * factor for each in incoming_gradients(case, names, dtype)]
+    for name in {*OF_TOKENS} & {*settings}:
+        of_all = settings[name]
+        settings[name] = tuple(each[tokens] for each in of_all) if isinstance(of_all, tuple) else of_all[tokens]
+    grad = grad[tokens] * factor if grad is not None and grad.ndim else grad
+    group = VocabParallel(group=dist.group.WORLD, **how) if how else dist.group.WORLD
+    if factor > 1 and grad is None and settings.get("reduction") == "none":
+        grad = torch.full(part.x.shape[:-1], float(factor), device=part.x.device)
+    result = ours(part, grad, vocab_parallel=group, **settings)
+    inputs = [part.x, *(x for x, _ in part.terms)]
+    gradients = (
+        gradient / factor if any(operand is x for x in inputs) else gradient
+        for operand, gradient in zip(part.needing_grad(), result.gradients, strict=True)
+    )
+    return Result(result.loss.detach(), tuple(gradients), tuple(each.detach() for each in result.outputs))
 
 
 def has_same_bits(one, other) -> bool:
     """NaN included."""
-    return torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(7), other.nan_to_num(7))
+    return one.dtype == other.dtype and torch.equal(one.nan_to_num(7), other.nan_to_num(7))
 
 
-def joined(case: Case, results: list[Result]) -> Result:
-    """The result of the whole vocabulary, once it is clear that all ranks have the same loss, outputs and dX."""
-    whole = []
-    for operand, *gradients in zip(case.needing_grad(), *(result.gradients for result in results), strict=True):
-        if operand.shape[0] == case.weight.shape[0]:
-            whole.append(torch.cat(gradients))
-        else:
-            assert all(has_same_bits(gradient, gradients[0]) for gradient in gradients), "dX differs between ranks"
-            whole.append(gradients[0])
-    first = results[0]
-    for result in results:
-        for one, other in zip((result.loss, *result.outputs), (first.loss, *first.outputs), strict=True):
-            assert one.dtype == other.dtype and has_same_bits(one, other)
-    return Result(first.loss, tuple(whole), first.outputs)
+def joined(case: Case, results: list[Result], counts=None) -> Result:
+    """The result of the whole, once it is clear that what all ranks have is the same on all."""
 
-
-def divided(case: Case, sizes, grad=None, *, parallel=None, **settings) -> Result:
-    """The loss and gradients of a case whose vocabulary is divided among ranks, in parts of such sizes."""
-
-    def run(rank):
-        vocab_parallel = dist.group.WORLD if parallel is None else parallel(rank)
-        return ours(part_of(case, parts(sizes)[rank]), grad, vocab_parallel=vocab_parallel, **settings)
-
-    return joined(case, as_threads(len(sizes), run))
-
-
-def divided_tokens(case: Case, sizes, grad=None, *, counts=None, **settings) -> Result:
-    """The same where each rank has an equal part of the tokens; its loss, if there is one a token, is of these.
-
-    With counts, ranks have so many tokens each, and what comes before averages the gradients of `x` over them: those of
-    the result are so much smaller. Upstream gradients of single tokens are so much larger.
-    """
-    ranks = len(sizes)
-    factor = 1 if counts is None else ranks
-    of_ranks = parts(counts or [case.target.shape[0] // ranks] * ranks)
-
-    def run(rank):
-        mine = of_ranks[rank]
-        part = part_of(case, parts(sizes)[rank])
-        part.x = case.x.detach()[mine].clone().requires_grad_(case.x.requires_grad)
-        part.terms = tuple(
-            (x.detach()[mine].clone().requires_grad_(x.requires_grad), weight) for x, weight in part.terms
-        )
-        part.target = case.target[mine].clone()
-        how = {"data_parallel" if counts else "sequence_parallel": True}
-        parallel = VocabParallel(group=dist.group.WORLD, **how)
-        of_tokens = grad[mine] if grad is not None and grad.ndim else grad
-        names, given = settings.get("outputs", ()), dict(settings)
-        for name in OF_TOKENS:
-            if name in given:
-                of_all = given[name]
-                given[name] = tuple(each[mine] for each in of_all) if isinstance(of_all, tuple) else of_all[mine]
-        results = linear_cross_entropy(
-            part.x, part.weight, part.target, linear_bias=part.bias, weight=part.class_weight, terms=part.terms,
-            vocab_parallel=parallel, **given,
-        )  # fmt: skip
-        loss, *outputs = results if names else (results,)
-        upstream = [torch.ones_like(loss) if of_tokens is None else of_tokens]
-        upstream += [each[mine] for each in incoming_gradients(case, names, loss.dtype)]
-        upstream = [each * factor if each.ndim else each for each in upstream]
-        wanted = [loss, *(o for name, o in zip(names, outputs, strict=True) if name in DIFFERENTIABLE)]
-        # Not so what is detached.
-        kept = [pair for pair in zip(wanted, upstream, strict=True) if pair[0].requires_grad]
-        wanted, upstream = zip(*kept, strict=True)
-        gradients = torch.autograd.grad(wanted, part.needing_grad(), upstream)
-        inputs = [part.x, *(x for x, _ in part.terms)]
-        gradients = [
-            gradient / factor if any(operand is x for x in inputs) else gradient
-            for operand, gradient in zip(part.needing_grad(), gradients, strict=True)
-        ]
-        return Result(loss.detach(), tuple(gradients), tuple(outputs))
-
-    results = as_threads(ranks, run)
-    gradients = [torch.cat(each) for each in zip(*(result.gradients for result in results), strict=True)]
-
-    def whole(each):
-        if each[0].ndim:
+    def whole(each, *, is_divided):
+        if is_divided:
             return torch.cat(each)
-        assert all(has_same_bits(one, each[0]) for one in each)
+        assert all(has_same_bits(one, each[0]) for one in each), "differs between ranks"
         return each[0]
 
-    outputs = tuple(whole(each).detach() for each in zip(*(result.outputs for result in results), strict=True))
-    return Result(whole([result.loss for result in results]), tuple(gradients), outputs)
+    vocab, of_tokens = case.weight.shape[0], counts is not None
+    gradients = (
+        whole(each, is_divided=of_tokens or operand.shape[0] == vocab)
+        for operand, *each in zip(case.needing_grad(), *(result.gradients for result in results), strict=True)
+    )
+    loss, *outputs = (
+        whole(each, is_divided=of_tokens and each[0].ndim > 0)
+        for each in zip(*((result.loss, *result.outputs) for result in results), strict=True)
+    )
+    return Result(loss, tuple(gradients), tuple(outputs))
+
+
+def divided(case: Case, sizes, grad=None, *, counts=None, **settings) -> Result:
+    """The loss and gradients of a case that is divided among threads; see `of_rank`."""
+    run = partial(of_rank, case=case, sizes=sizes, grad=grad, counts=counts, **settings)
+    return joined(case, as_threads(len(sizes), run), counts)
+
+
+def on_mesh(case: Case, mesh, of_x, of_weight) -> Case:
+    """The case on a mesh, but for its targets."""
+
+    def placed(tensor, placements):
+        # A broadcast writes to what it is given, and threads share the case.
+        return distribute_tensor(tensor.detach().clone(), mesh, placements).requires_grad_(tensor.requires_grad)
+
+    terms = tuple((placed(x, of_x), placed(weight, of_weight)) for x, weight in case.terms)
+    bias = None if case.bias is None else placed(case.bias, of_weight)
+    return Case(placed(case.x, of_x), placed(case.weight, of_weight), bias, case.target, case.class_weight, terms)
+
+
+def of_mesh(rank: int, case: Case, placements, grad=None, **settings) -> Result:
+    """What all ranks have together, on one of them, of a mesh's shape and the placements of inputs and weights."""
+    shape, *of_operands = placements
+    placed = on_mesh(case, init_device_mesh(case.x.device.type, shape), *of_operands)
+    results = results_of(placed, **settings)
+    of_tokens = tuple(p if isinstance(p, Shard) else R for p in placed.x.placements)
+    for each in results if isinstance(results, tuple) else (results,):
+        assert isinstance(each, DTensor) == (each.ndim > 0 and any(p != R for p in of_tokens))
+        assert not isinstance(each, DTensor) or (each.placements == of_tokens and each.shape == case.x.shape[:-1])
+    placed.incoming = case.incoming
+    results = tree_map(lambda each: each.full_tensor() if isinstance(each, DTensor) else each, results)
+    found = differentiate(results, placed, grad, settings.get("outputs", ()))
+    for operand, gradient in zip(placed.needing_grad(), found.gradients, strict=True):
+        assert gradient.placements == operand.placements and gradient.shape == operand.shape
+    gathered = tuple(gradient.full_tensor() for gradient in found.gradients)
+    return Result(found.loss.detach(), gathered, tuple(each.detach() for each in found.outputs))
+
+
+def on_a_mesh(case: Case, placements, grad=None, **settings) -> Result:
+    """The same among threads."""
+    run = partial(of_mesh, case=case, placements=placements, grad=grad, **settings)
+    first, *others = as_threads(torch.Size(placements[0]).numel(), run)
+    for other in others:
+        assert torch.equal(first.loss, other.loss)
+        assert all(map(torch.equal, first.gradients, other.gradients))
+    return first

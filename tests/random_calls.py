@@ -23,10 +23,8 @@ import torch
 from torch import Tensor
 
 import thunder_flce
-from divided import divided, divided_tokens
-from dtensors import BOTH
-from dtensors import divided as of_dtensors
 from poison import poison_memory
+from divided import BOTH, divided, on_a_mesh
 from problems import DIFFERENTIABLE_OUTPUTS, Problem, chooser, drawn_problem, named
 from reference import Case, Result, assert_close_to_truth, differentiate, ours
 from thunder_flce import LinearCrossEntropyLoss, Options, linear_cross_entropy
@@ -190,23 +188,24 @@ def on_ranks(of_tokens: str = "") -> Callable:
                 arguments[name] = flat(arguments[name], dimensions)
         if "token_inputs" in arguments:
             arguments["token_inputs"] = tuple(map(flat, arguments["token_inputs"]))
-        ranks, counts = len(sizes), None
-        if of_tokens == "data_parallel":
-            counts = (tokens - tokens // 3, *[0] * (ranks - 2), tokens // 3) if ranks > 1 else (tokens,)
-        result = divided_tokens(case, sizes, grad, counts=counts, options=options, **arguments)
-        if counts and arguments["reduction"] == "sum":
+        ranks, averages = len(sizes), of_tokens == "data_parallel"
+        counts = [tokens // ranks] * ranks
+        if averages and ranks > 1:
+            counts = (tokens - tokens // 3, *[0] * (ranks - 2), tokens // 3)
+        how = {of_tokens: True}
+        result = divided(case, sizes, grad, counts=counts, how=how, options=options, **arguments)
+        if averages and arguments["reduction"] == "sum":
             arguments |= {"reduction": "mean", "num_items": float(ranks)}
-        elif counts and arguments["num_items"] is not None:
+        elif averages and arguments["num_items"] is not None:
             arguments["num_items"] = arguments["num_items"] * ranks
         return result, case, grad, arguments
 
     return run
 
 
-def on_a_mesh(case: Case, grad: Tensor, options: Options, arguments: dict[str, Any]) -> tuple:
+def as_dtensors(case: Case, grad: Tensor, options: Options, arguments: dict[str, Any]) -> tuple:
     """Of two by two ranks: sequences divided along the first dimension, tokens and vocabulary along the second."""
-    result = of_dtensors(case, *BOTH, None, grad, options=options, **arguments)
-    return result, case, grad, arguments
+    return on_a_mesh(case, BOTH, grad, options=options, **arguments), case, grad, arguments
 
 
 SIZES = ((None, 4), (3, 0, None), (None, 0), (None,), (1, None, 1, 0), (0, None))
@@ -215,7 +214,7 @@ RANKS = {
     "ranks": on_ranks(),
     "sequence parallel": on_ranks("sequence_parallel"),
     "data parallel": on_ranks("data_parallel"),
-    "DTensors": on_a_mesh,
+    "DTensors": as_dtensors,
 }
 
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
 
-from dtensors import R, divided, on_mesh
+from divided import R, on_a_mesh, on_mesh
 from ranks import RankErrors, as_threads
 from reference import Case, assert_close_to_truth, error, make_case
 from thunder_flce import count_items, linear_cross_entropy
@@ -44,10 +44,10 @@ MESHES = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "of_x", "of_weight"), MESHES, ids=str)
-def test_every_placement(shape, of_x, of_weight):
+@pytest.mark.parametrize("placements", MESHES, ids=str)
+def test_every_placement(placements):
     case = make_batch(dtype=torch.float64)
-    result = divided(case, shape, of_x, of_weight, num_items=13.0, label_smoothing=0.1)
+    result = on_a_mesh(case, placements, num_items=13.0, label_smoothing=0.1)
     assert_close_to_truth(result, case, tiny=True, num_items=13.0, label_smoothing=0.1)
 
 

@@ -3,6 +3,7 @@
 What is computed, `test_vocab_parallel` shows on threads; here are the communication itself and its failures.
 """
 
+import inspect
 import os
 import re
 import signal
@@ -12,13 +13,13 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Shard
+from torch.utils._pytree import tree_map
 
-from divided import joined, part_of, parts
+from divided import joined, of_mesh, of_rank, part_of, parts
 from ranks import GPUS, as_processes
-from reference import Case, assert_close_to_truth, error, make_case, ours, truth
-from thunder_flce import Options, VocabParallel, linear_cross_entropy
+from reference import Case, Result, assert_close_to_truth, composed, make_case
+from thunder_flce import Options, linear_cross_entropy
 from thunder_flce.options import STRATEGIES
 from thunder_flce.vocab_parallel import CHECK_EVERY_CALL
 
@@ -40,82 +41,47 @@ def _case(device: str, dtype: torch.dtype) -> Case:
     return make_case(tokens=96, vocab=331, hidden=32, bias=True, class_weight=True, device=device, dtype=dtype)
 
 
-def _results(rank: int) -> list:
-    """For both divisions and all settings, this rank's results, on the CPU."""
+def _divisions(ranks: int) -> list[dict]:
+    """Of the vocabulary, and of the tokens: equal parts, or other numbers for gradients that are averaged."""
+    of_tokens = {"sizes": UNEVEN[ranks], "options": Options(chunk_rows=16)}
+    return [
+        *({"sizes": sizes, "dtype": dtype, **settings}
+          for dtype in (torch.float32, torch.bfloat16)
+          for sizes in ([331 // ranks + (each < 331 % ranks) for each in range(ranks)], (331, *[0] * (ranks - 1)))
+          for settings in SETTINGS),
+        {**of_tokens, "counts": [96 // ranks] * ranks, "how": {"sequence_parallel": True}},
+        {**of_tokens, "counts": OWN_TOKENS[ranks], "how": {"data_parallel": True}},
+        {"placements": ((ranks,), (Shard(0),), (Shard(0),)), "options": Options(chunk_rows=16)},
+    ]  # fmt: skip
+
+
+def _results(rank: int) -> list[Result]:
+    """This rank's results, on the CPU."""
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    found, ranks = [], dist.get_world_size()
-    equal = [331 // ranks + (each < 331 % ranks) for each in range(ranks)]
-    for dtype in (torch.float32, torch.bfloat16):
-        case = _case(device, dtype)
-        for sizes in (equal, (331, *[0] * (ranks - 1))):
-            for settings in SETTINGS:
-                part = part_of(case, parts(sizes)[rank])
-                result = ours(part, vocab_parallel=dist.group.WORLD, **settings)
-                for name in ("loss", "gradients", "outputs"):
-                    value = getattr(result, name)
-                    moved = value.cpu() if torch.is_tensor(value) else tuple(each.detach().cpu() for each in value)
-                    setattr(result, name, moved)
-                found.append(result)
+    found = []
+    for settings in _divisions(dist.get_world_size()):
+        case, run = (
+            _case(device, settings.pop("dtype", torch.float32)),
+            of_mesh if "placements" in settings else of_rank,
+        )
+        result = run(rank, case, **settings)
+        found.append(Result(**tree_map(lambda each: each.cpu(), vars(result))))
     return found
-
-
-def _divided_tokens(rank: int) -> list[tuple]:
-    """Of equal parts of the tokens, and of other numbers for gradients that are averaged."""
-    device, ranks = "cuda" if dist.get_backend() == "nccl" else "cpu", dist.get_world_size()
-    case, found = _case(device, torch.float32), []
-    case.target[:32:3] = -100
-    part = part_of(case, parts(UNEVEN[ranks])[rank])
-    for how, tokens in (("sequence_parallel", [96 // ranks] * ranks), ("data_parallel", OWN_TOKENS[ranks])):
-        mine, parallel = parts(tokens)[rank], VocabParallel(group=dist.group.WORLD, **{how: True})
-        x, options = case.x.detach()[mine].clone().requires_grad_(), Options(chunk_rows=16)
-        loss = linear_cross_entropy(x, part.weight, case.target[mine], vocab_parallel=parallel, options=options)
-        dx, dw = torch.autograd.grad(loss, (x, part.weight))
-        dx = dx / ranks if how == "data_parallel" else dx
-        found.append(tuple(each.detach().cpu() for each in (loss, dx, dw)))
-    return found
-
-
-def _dtensors(rank: int) -> tuple:
-    """The same by placements; each gradient of the whole."""
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    case, mesh = _case(device, torch.float32), init_device_mesh(device, (dist.get_world_size(),))
-    case.target[:32:3] = -100
-    x, weight = (distribute_tensor(each.detach(), mesh, [Shard(0)]).requires_grad_() for each in (case.x, case.weight))
-    loss = linear_cross_entropy(x, weight, case.target, options=Options(chunk_rows=16))
-    loss.backward()
-    return tuple(each.detach().cpu() for each in (loss, x.grad.full_tensor(), weight.grad.full_tensor()))
-
-
-def _everything(rank: int) -> tuple:
-    return _results(rank), *_divided_tokens(rank), _dtensors(rank)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_results(device):
-    found = as_processes(RANKS[device], _everything, device=device)
-    assert all(isinstance(each, tuple) for each in found), found
-    of_settings, *of_divided_tokens, of_dtensors = zip(*found, strict=True)
-    results = iter(zip(*of_settings, strict=True))
-    for dtype in (torch.float32, torch.bfloat16):
-        case = _case(device, dtype)
+    ranks = RANKS[device]
+    found = as_processes(ranks, _results, device=device)
+    assert all(isinstance(each, list) for each in found), found
+    for settings, *results in zip(_divisions(ranks), *found, strict=True):
+        case = _case(device, settings.pop("dtype", torch.float32))
         case = Case(*(each.detach().cpu().requires_grad_() for each in (case.x, case.weight, case.bias)),
                     case.target.cpu(), case.class_weight.cpu())  # fmt: skip
-        for _ in range(2):
-            for settings in SETTINGS:
-                settings = {name: value for name, value in settings.items() if name != "options"}
-                assert_close_to_truth(joined(case, next(results)), case, tiny=True, **settings)
-    case = _case(device, torch.float32)
-    case.target[:32:3] = -100
-    exact = truth(Case(case.x, case.weight, None, case.target))
-    for results in of_divided_tokens:
-        losses, inputs, weights = zip(*results, strict=True)
-        assert all(torch.equal(loss, losses[0]) for loss in losses) and error(losses[0], exact.loss.cpu()) < 1e-6
-        assert error(torch.cat(inputs), exact.gradients[0].cpu()) < 1e-5
-        assert error(torch.cat(weights), exact.gradients[1].cpu()) < 1e-5
-    for loss, *gradients in of_dtensors:
-        assert error(loss, exact.loss.cpu()) < 1e-6
-        for gradient, right in zip(gradients, exact.gradients, strict=True):
-            assert error(gradient, right.cpu()) < 1e-5
+        counts = settings.get("counts")
+        whole = results[0] if "placements" in settings else joined(case, results, counts)
+        settings = {name: each for name, each in settings.items() if name in inspect.signature(composed).parameters}
+        assert_close_to_truth(whole, case, tiny=True, **settings)
 
 
 def _captured(rank: int) -> list[bool]:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard as DivideRows
 from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup
 
 import thunder_flce
-from divided import divided, divided_tokens, part_of, parts
+from divided import divided, part_of, parts
 from problems import SPECIAL, drawn, special_case
 from ranks import RankErrors, as_threads
 from reference import (
@@ -86,12 +86,7 @@ def test_input_gradients_are_summed_in_the_dtype_asked_for(strategy):
     options = Options(strategy=strategy, chunk_rows=30)
 
     def gradient(dtype):
-        return divided(
-            case,
-            (50, 50, 50, 50),
-            options=options,
-            parallel=lambda rank: VocabParallel(group=dist.group.WORLD, input_grad_dtype=dtype),
-        ).gradients[0]
+        return divided(case, (50, 50, 50, 50), options=options, how={"input_grad_dtype": dtype}).gradients[0]
 
     exact = truth(case).gradients[0]
     assert error(gradient(torch.bfloat16), exact) > 1.2 * error(gradient(None), exact)
@@ -186,12 +181,15 @@ def test_what_ranks_exchange_and_when(how, exchanges):
     as_threads(2, run)
 
 
-@pytest.mark.parametrize(("target", "division"), [(101, divided), (-1, divided), (106, divided_tokens)])
+OF_TOKENS = {"counts": (12, 12, 12), "how": {"sequence_parallel": True}}
+
+
+@pytest.mark.parametrize(("target", "division"), [(101, {}), (-1, {}), (106, OF_TOKENS)])
 def test_a_target_outside_the_vocabulary_raises_on_all_ranks(target, division):
     case = make_case(tokens=36)
     case.target[5] = target
     with pytest.raises(RankErrors) as raised:
-        division(case, UNEVEN)
+        divided(case, UNEVEN, **division)
     assert len(raised.value.errors) == 3
     for found in raised.value.errors.values():
         assert isinstance(found, IndexError) and "neither in [0, 101)" in str(found)
