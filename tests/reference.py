@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from thunder_flce import calls, linear_cross_entropy, operators
 from thunder_flce.engine.plan import Plan
-from thunder_flce.operation.loss import Loss
 
 
 @dataclass
@@ -183,9 +182,8 @@ def composed(
         return vector.new_full(valid.shape, fill).masked_scatter(valid, vector)
 
     if target_weights is not None:
-        several = Loss(reduction="none", ignore_index=ignore_index, target_rest=target_rest)
         of_rows = target_weights.reshape(target.shape)[valid]
-        row_loss = of_all(composed_of_several(valid_logits, valid_target, of_rows, several))
+        row_loss = of_all(_of_several(valid_logits, valid_target, of_rows, is_label[valid], has_rest=target_rest))
     elif token_loss is not None:
         of_tokens = (log_probs.gather(1, valid_target[:, None]).squeeze(1), _entropy(log_probs))
         by_name = {"log_sum_exp": valid_logits.logsumexp(1), "mean_logit": valid_logits.mean(1)}
@@ -242,27 +240,16 @@ def _entropy(log_probs: Tensor) -> Tensor:
     return -(probabilities * log_probs.masked_fill(probabilities == 0, 0)).sum(1)
 
 
-def composed_of_several(logits: Tensor, target: Tensor, target_weights: Tensor, loss: Loss, token_weights=None):
-    """The same with K targets a token, (..., K), and their weights, without further outputs."""
-    logits = map_logits(logits, softcap=loss.softcap, logit_scale=loss.logit_scale, vocab_size=loss.vocab_size)
-    is_label = target != loss.ignore_index
-    log_probs = logits.log_softmax(-1).gather(-1, target.where(is_label, 0).long())
-    of_rows = -(log_probs * target_weights.where(is_label, 0).to(logits.dtype)).sum(-1)
-    if loss.target_rest:
-        columns = torch.zeros_like(logits, dtype=torch.bool)
-        columns = columns.scatter_add(-1, target.where(is_label, 0).long(), is_label)
-        rest = 1 - target_weights.where(is_label, 0).to(logits.dtype).sum(-1)
-        log_rest = logits.log_softmax(-1).masked_fill(columns, -torch.inf).logsumexp(-1)
-        of_rows = of_rows - rest.clamp(min=0) * log_rest
-    of_rows = of_rows + loss.z_loss * logits.logsumexp(-1).square()
-    valid, divisor = is_label.any(-1), is_label.any(-1).sum()
-    if token_weights is not None:
-        of_rows, valid = of_rows * token_weights, valid & (token_weights != 0)
-        divisor = token_weights[valid].sum()
-    of_rows = torch.where(valid, of_rows, 0)
-    if loss.reduction == "none":
+def _of_several(logits: Tensor, target: Tensor, weights: Tensor, is_label: Tensor, *, has_rest: bool) -> Tensor:
+    """(N,) the losses of rows with K targets each, (N, K), and their weights."""
+    log_probs, target = logits.log_softmax(-1), target.where(is_label, 0)
+    weights = weights.where(is_label, 0).to(logits.dtype)
+    of_rows = -(log_probs.gather(-1, target) * weights).sum(-1)
+    if not has_rest:
         return of_rows
-    return of_rows.sum() / (divisor if loss.reduction == "mean" else 1)
+    columns = torch.zeros_like(logits, dtype=torch.bool).scatter_add(-1, target, is_label)
+    log_rest = log_probs.masked_fill(columns, -torch.inf).logsumexp(-1)
+    return of_rows - (1 - weights.sum(-1)).clamp(min=0) * log_rest
 
 
 def map_logits(products: Tensor, *, softcap: float | None, logit_scale: float, vocab_size: int | None) -> Tensor:

@@ -95,12 +95,35 @@ BAD = [
         r'outputs has "mean_logit", which gets no gradient with both weight and label_smoothing; pass detached=\(',
     ),
 ]
+SEVERAL = torch.zeros(6, 5, dtype=torch.long)
+ALL = Options(strategy="recompute_logits")
+BAD_TARGETS = [
+    ({"target_weights": torch.rand(6)}, ValueError, r"target_weights must have target's shape, \(6, 5\)"),
+    ({"target_weights": torch.rand(6, 5) > 0}, TypeError, r"but got bool; pass mask.to\(input.dtype\)"),
+    ({"target_weights": torch.rand(6, 5).requires_grad_()}, ValueError, "target_weights must not require"),
+    ({"target": Y}, ValueError, r"target must be \(..., K\)"),
+    ({"target": SEVERAL[:, :0]}, ValueError, "and K ≥ 1"),
+    ({"weight": torch.rand(9)}, ValueError, "weight has no meaning with target_weights"),
+    ({"label_smoothing": 0.1}, ValueError, "label_smoothing must be 0 with target_weights"),
+    ({"outputs": ("accuracy",)}, ValueError, "outputs must not have 'accuracy' with target_weights"),
+    ({"target_rest": 1}, TypeError, "target_rest must be a bool, but got int"),
+    ({"target_rest": True, "reduction": "none"}, ValueError, 'target_rest needs reduction "mean" or "sum"'),
+    ({"target_weights": None}, ValueError, "target must have input's shape without its last dimension"),
+    ({"target": Y, "target_weights": None, "target_rest": True}, ValueError, "target_rest is the rest of target_weig"),
+]
+BAD += [({"target": SEVERAL, "target_weights": torch.ones(6, 5), **change}, *of) for change, *of in BAD_TARGETS]
 NEEDS_GRAD = {"input": X.clone().requires_grad_(), "token_loss": OF_ONE}
 EAGER = [
     ({"target": Y.to("meta")}, ValueError, "target must be on input's device, cpu, but got meta"),
     ({**NEEDS_GRAD, "options": Options(strategy="save_logits")}, ValueError, "no other strategy"),
     ({**NEEDS_GRAD, "input": X.half().requires_grad_(), "linear_weight": W.half()}, ValueError, "expected_gradient"),
-]
+    ({"target": SEVERAL + 9, "target_weights": torch.ones(6, 5)}, IndexError, "target has 6 of 6 rows with values"),
+    (
+        {"target": SEVERAL, "target_weights": torch.ones(6, 5), "target_rest": True, "options": ALL,
+         "input": X.clone().requires_grad_()},
+        ValueError, "target_rest needs its gradients computed in the forward",
+    ),
+]  # fmt: skip
 TERM = (torch.zeros(6, 3), torch.zeros(9, 3))
 BAD_TERMS = [
     ({"terms": torch.zeros(2)}, TypeError, "terms must be a sequence of pairs"),

@@ -2,14 +2,28 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from reference import assert_as_exact_as_eager, error, make_case, ours, truth
+from reference import (
+    Case,
+    assert_as_exact_as_eager,
+    error,
+    linear,
+    make_case,
+    ours,
+    results_of,
+    run_by,
+    run_inside,
+    truth,
+)  # fmt: skip
 from thunder_flce import Options, linear_cross_entropy
 from thunder_flce.engine.kernels.scaling import scaled_gradients
+from thunder_flce.engine.plan import Plan
 from thunder_flce.options import STRATEGIES
 
 ON_EVERY_BACKEND = True
@@ -45,13 +59,17 @@ def test_every_strategy(strategy, reduction, bias, dtype, device):
     assert_as_exact_as_eager(case, grad, options=options, reduction=reduction)
 
 
-@pytest.mark.parametrize("chunks", [1, 4, 16])
-def test_error_with_targets_as_frequent_as_words(chunks, device):
-    """Zipf-distributed: some columns are the target of many tokens, and dW is summed in 16 bits."""
-    case = make_case(tokens=512, vocab=8192, hidden=64, dtype=torch.bfloat16, device=device, ignored=0.0)
+@pytest.mark.parametrize(
+    ("chunks", "ranks", "frozen"),
+    [*((n, (), False) for n in (1, 4, 16)), (4, (8, 64), False), (16, (8, 64), False), (16, (8, 64), True)],
+)
+def test_error_with_targets_as_frequent_as_words(chunks, ranks, frozen, device):
+    """Zipf-distributed: some columns are the target of many tokens, and dW is summed in 16 bits, also an adapter's."""
+    case = make_case(tokens=512, vocab=8192, hidden=64, dtype=torch.bfloat16, device=device, ignored=0.0, ranks=ranks)
     frequency = 1 / torch.arange(1, 8193, dtype=torch.float64)
     case.target = torch.multinomial(frequency, 512, replacement=True).to(device)
-    assert_as_exact_as_eager(case, options=Options(chunk_rows=512 // chunks))
+    case.weight.requires_grad_(not frozen)
+    assert_as_exact_as_eager(case, options=Options(chunk_rows=512 // chunks), factor=1.35 if ranks else 1.25)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -59,12 +77,89 @@ def test_gradients_accumulate_into_parameters(strategy, device):
     """.grad of the first step must survive the second, which adds to it."""
     case = make_case(device=device, bias=True)
     for _ in range(2):
-        loss = linear_cross_entropy(
-            case.x, case.weight, case.target, linear_bias=case.bias, options=Options(strategy=strategy)
-        )
-        (loss * 0.5).backward()
+        (results_of(case, options=Options(strategy=strategy)) * 0.5).backward()
     for tensor, right in zip(case.operands(), truth(case).gradients, strict=True):
         torch.testing.assert_close(tensor.grad.double(), right, rtol=1e-4, atol=1e-6)
+
+
+PLANS = {
+    "one chunk": Plan(strategy="gradients_in_forward", chunk_rows=64),
+    "chunks": Plan(strategy="gradients_in_forward", chunk_rows=10),
+    "float32 accumulator": Plan(strategy="gradients_in_forward", chunk_rows=10, float32_accumulator=True),
+    "frequent rows": Plan(strategy="gradients_in_forward", chunk_rows=10, float32_rows=256),
+    "save logits": Plan(strategy="save_logits"),
+    "save some logits": Plan(strategy="save_logits", saved_rows=14, chunk_rows=10, float32_accumulator=True),
+    "recompute logits": Plan(strategy="recompute_logits", chunk_rows=10, float32_accumulator=True),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_second_backward(plan, device, monkeypatch):
+    """Two upstream gradients through one retained graph, and nothing that anybody holds is changed."""
+    run_by(monkeypatch, plan)
+    case = make_case(device=device, bias=True, ranks=(4, 30))
+    before = [tensor.detach().clone() for tensor in case.operands()]
+    loss, results = results_of(case), []
+    for value, retain in ((0.7, True), (3.0, True), (1.0, False)):
+        grad = torch.tensor(value, device=device)
+        gradients = torch.autograd.grad(loss, case.operands(), grad, retain_graph=retain)
+        results.append((gradients, [gradient.clone() for gradient in gradients]))
+        for got, right in zip(gradients, truth(case, grad).gradients, strict=True):
+            torch.testing.assert_close(got.double(), right, rtol=1e-4, atol=1e-6)
+    assert all(map(torch.equal, before, case.operands()))
+    for gradients, copies in results:
+        assert all(map(torch.equal, gradients, copies))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_input_and_one_weight_in_several_terms(strategy, device):
+    """x Wᵀ + x Bᵀ + y Wᵀ: what stands in two terms gets the sum of its gradients."""
+    case = make_case(device=device, ranks=(24,))
+    ((y, other),) = case.terms
+    shared = Case(case.x, case.weight, None, case.target, terms=((case.x, other), (y, case.weight)))
+    options = Options(strategy=strategy, chunk_rows=None if strategy == "save_logits" else 10)
+    losses = results_of(shared, options=options), F.cross_entropy(linear(shared), case.target)
+    got, right = (torch.autograd.grad(loss, (case.x, case.weight, y, other)) for loss in losses)
+    torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-6)
+
+
+class _Allocations(TorchDispatchMode):
+    """Records the sizes of what is made, views aside."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = run_inside(self, func, args, kwargs)
+        known = {tensor.untyped_storage().data_ptr() for tensor in args if isinstance(tensor, torch.Tensor)}
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            is_here = isinstance(tensor, torch.Tensor) and not tensor.is_meta
+            if is_here and tensor.untyped_storage().data_ptr() not in known:
+                self.elements.append(tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("strategy", [None, *STRATEGIES])
+@pytest.mark.parametrize("rows", IGNORED_ROWS)
+def test_a_frozen_head_takes_no_memory(rows, strategy, device):
+    """Of its size, nothing is allocated or saved but itself: PrimeIntellect-ai/prime-rl#3011."""
+    # Fewer tokens than the hidden size, so that not even the logits are as large as W.
+    case, saved = make_case(tokens=16, hidden=64, vocab=300, device=device, bias=True, ranks=(4,)), []
+    case.weight.requires_grad_(False)
+
+    def pack(tensor):
+        if tensor.untyped_storage().data_ptr() != case.weight.untyped_storage().data_ptr():
+            saved.append(tensor.numel())
+        return tensor
+
+    for reduction in REDUCTIONS if strategy != "gradients_in_forward" else REDUCTIONS[:2]:
+        settings = {"options": Options(strategy=strategy, ignored_rows=rows), "reduction": reduction}
+        with _Allocations() as made, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            ours(case, **settings)
+        assert saved and made.elements
+        assert max(saved) < case.weight.numel() and max(made.elements) < case.weight.numel()
+        assert_as_exact_as_eager(case, factor=1.5, tiny=True, **settings)
 
 
 @pytest.mark.parametrize("may_overwrite", [True, False])
@@ -110,6 +205,36 @@ def test_a_vocabulary_of_one_column(dtype, reduction, strategy, device):
         assert all((tensor == 0).all() for tensor in result.gradients), settings
         # A kernel's softcap may differ from PyTorch's in the last digit.
         assert result.loss.abs().max() <= (1e-5 if "softcap" in settings else 0), settings
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("options", "target_rest"),
+    [
+        (Options(), False), (Options(chunk_rows=8), False),
+        (Options(strategy="recompute_logits", chunk_rows=7), False), (Options(chunk_rows=8), True),
+    ],
+    ids=["", "chunks", "recomputed", "rest"],
+)  # fmt: skip
+def test_targets_that_are_a_teachers_probabilities(options, target_rest, dtype, device):
+    """Next to the student's: p - q has to keep its digits."""
+    if target_rest and dtype == torch.float16:
+        options = replace(options, expected_gradient=1.0)
+    case = make_case(tokens=33, vocab=1009, hidden=16, dtype=dtype, device=device, bias=True, ignored=0.0)
+    probabilities = (linear(case).detach().float() * 1.01).softmax(-1)
+    weights, case.target = probabilities.topk(64)
+    assert_as_exact_as_eager(case, options=options, target_weights=weights.to(dtype), target_rest=target_rest)
+
+
+def test_a_rest_that_is_nothing():
+    """All of the mass is in the targets, of teacher or student: no infinity, and no gradient of NaN."""
+    case = make_case(dtype=torch.float64, bias=True)
+    case.target = torch.arange(101).expand(37, 101)
+    halves = torch.full(case.target.shape, 0.5 / 101, dtype=torch.float64)
+    result = ours(case, target_weights=halves, target_rest=True)
+    assert all(each.isfinite().all() for each in (result.loss, *result.gradients))
+    with_rest, without = (ours(case, target_weights=2 * halves, target_rest=rest).loss for rest in (True, False))
+    torch.testing.assert_close(with_rest, without)
 
 
 def test_no_hidden_size(device):

@@ -110,46 +110,39 @@ def test_what_follows_the_loss_is_no_loss_scale(factor):
         assert (strategy == "gradients_in_forward") == is_in_forward
 
 
-@pytest.mark.parametrize(
-    ("factor", "divides"), [(0.0, False), (False, False), (1e-42, False), (-2.0, False), (1e39, True), (-2.0, True)]
-)
-def test_a_tensor_of_any_value(factor, divides):
-    """One that is 0 when the program runs, too; and the loss that is returned beside the product keeps its gradient."""
+def factors(trace: str) -> list[str]:
+    return re.findall(r"# x = [^:]*expected_gradient = ([-\w.]+)", trace)
+
+
+def check(program, *others, **settings) -> list[str]:
+    """Compares each result's gradients with PyTorch's; returns the factors that the printed trace has."""
     case = make_case(dtype=torch.float32, ignored=0.0)
-    factor = torch.tensor(factor, dtype=torch.bool if factor is False else torch.float64)
+    jitted = thunder_flce.jit(program, **settings)
+    needing = [*filter(lambda each: isinstance(each, torch.Tensor) and each.requires_grad, others), *case.operands()]
+    found = ([], [])
+    for run, of_run in zip((jitted, program), found, strict=True):
+        results = run(*others, case.x, case.weight, case.target)
+        for result in results if isinstance(results, tuple) else (results,):
+            of = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+            gradients = torch.autograd.grad(result.sum(), needing, **of) if result.isfinite().all() else ()
+            of_run.append((result, *gradients))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6, equal_nan=True)
+    return factors(thunder.last_traces(jitted)[-1].python())
 
-    def program(factor, *a):
-        loss = fused(*a)
-        return loss, (loss / (factor * 1.0) if divides else loss * factor)
 
-    jitted = thunder_flce.jit(program)
-    for which in (0, 1):
-        results = [f(factor, case.x, case.weight, case.target)[which] for f in (jitted, program)]
-        got, right = (torch.autograd.grad(result, (case.x, case.weight)) for result in results)
-        for ours, eager in zip(got, right, strict=True):
-            torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-6)
-
-
-def test_a_factor_that_the_region_gives():
-    """The accuracy, which is computed after the region where the region computes the argmax."""
-    case = make_case(dtype=torch.float32, ignored=0.0)
-
-    def program(x, weight, target):
-        logits = F.linear(x, weight)
-        accuracy = (logits.argmax(-1) == target).float().mean() + 0.5
-        return F.cross_entropy(logits, target) * accuracy * 2
-
-    jitted = thunder_flce.jit(program, strict=True)
-    got, right = (
-        torch.autograd.grad(f(case.x, case.weight, case.target), (case.x, case.weight)) for f in (jitted, program)
-    )
-    for ours, eager in zip(got, right, strict=True):
-        torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-6)
-    assert "expected_gradient = 2.0" in thunder.last_traces(jitted)[-1].python()
+def _by_accuracy(x, weight, target):
+    """It is computed after the region where the region computes the argmax."""
+    logits = F.linear(x, weight)
+    accuracy = (logits.argmax(-1) == target).float().mean() + 0.5
+    return F.cross_entropy(logits, target) * accuracy * 2
 
 
 def _two_losses(x, weight, target):
     return 0.75 * fused(x, weight, target) + fused(2 * x, weight, target) / 4
+
+
+def _beside(loss, of_loss):
+    return loss, of_loss(loss)
 
 
 @pytest.mark.parametrize(
@@ -159,30 +152,38 @@ def _two_losses(x, weight, target):
         (lambda *a: -fused(*a), ["-1.0"]),
         (lambda *a: fused(*a).double() * 0.5 + 1, ["0.5"]),
         (lambda *a: (fused(*a) * 0.5).reshape(1) * 3, ["1.5"]),
-        (lambda *a: (loss := fused(*a), (loss * 0.5, loss))[1], ["0.5"]),
+        (lambda *a: _beside(fused(*a), lambda loss: loss * 0.5), ["0.5"]),
         # In the weights of the tokens.
         (_two_losses, []),
         (lambda *a: linear_cross_entropy(*a, outputs=("accuracy",))[0] * 0.5, ["0.5"]),
         (lambda *a: linear_cross_entropy(*a, expected_gradient=3) * 0.5, ["3"]),
         # What is not a factor that is known before the loss.
         (lambda *a: fused(*a) ** 2 * 3, []),
-        (lambda *a: (loss := fused(*a), loss * 3 + loss)[1], []),
-        (lambda *a: (loss := fused(*a), loss * (loss.detach() + 1))[1], []),
+        (lambda *a: _beside(fused(*a), lambda loss: loss * 3 + loss)[1], []),
+        (lambda *a: _beside(fused(*a), lambda loss: loss * (loss.detach() + 1))[1], []),
         (lambda *a: fused(*a) / 0.0, []),
+        (_by_accuracy, ["2.0"]),
     ],
 )
 def test_which_factors_are_found(program, expected):
-    """In the printed trace; those that are not found are right, too."""
-    case = make_case(dtype=torch.float32, ignored=0.0)
-    jitted = thunder_flce.jit(program)
-    got, right = (f(case.x, case.weight, case.target) for f in (jitted, program))
-    got, right = (results[0] if isinstance(results, tuple) else results for results in (got, right))
-    trace = thunder.last_traces(jitted)[-1].python()
-    assert re.findall(r"# x = [^:]*expected_gradient = ([-\d.]+)", trace) == expected
-    if right.isfinite().all():
-        gradients = (torch.autograd.grad(results.sum(), (case.x, case.weight)) for results in (got, right))
-        for ours, eager in zip(*gradients, strict=True):
-            torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-6)
+    """Those that are not found are right, too."""
+    assert check(program) == expected
+
+
+@pytest.mark.parametrize(
+    ("factor", "divides"), [(0.0, False), (False, False), (1e-42, False), (-2.0, False), (1e39, True), (-2.0, True)]
+)
+def test_a_tensor_of_any_value(factor, divides):
+    """One that is 0 when the program runs, too; and the loss that is returned beside the product keeps its gradient."""
+    factor = torch.tensor(factor, dtype=torch.bool if factor is False else torch.float64)
+    of_loss = (lambda loss, factor: loss / (factor * 1.0)) if divides else (lambda loss, factor: loss * factor)
+    check(lambda factor, *a: _beside(fused(*a), lambda loss: of_loss(loss, factor)), factor)
+
+
+def test_a_factor_with_a_gradient_of_its_own():
+    """It is a factor all the same, and gets its gradient."""
+    (found,) = check(lambda w, *a: fused(*a) / w, torch.tensor(0.3, requires_grad=True))
+    assert found.startswith("t")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -194,23 +195,8 @@ def test_the_factor_of_a_16_bit_loss_is_rounded(factor, dtype):
         lambda *a: F.cross_entropy(F.linear(*a[:2]), a[2]) * factor, options=Options(expected_gradient=1.0)
     )
     jitted(case.x, case.weight, case.target)
-    trace = thunder.last_traces(jitted)[-1].python()
-    found = re.search(r"# x = [^:]*expected_gradient = ([-\d.]+)", trace)
-    rounded = torch.tensor(factor, dtype=dtype).item()
-    assert (1.0 if found is None else float(found[1])) == rounded
-
-
-def test_a_factor_with_a_gradient_of_its_own():
-    """It is a factor all the same, and gets its gradient."""
-    case = make_case(dtype=torch.float32, ignored=0.0)
-    weight_of_loss = torch.tensor(0.3, requires_grad=True)
-    jitted = thunder_flce.jit(lambda w, *a: fused(*a) / w)
-    needing = (weight_of_loss, case.x, case.weight)
-    got = torch.autograd.grad(jitted(weight_of_loss, case.x, case.weight, case.target), needing)
-    right = torch.autograd.grad(fused(case.x, case.weight, case.target) / weight_of_loss, needing)
-    assert "expected_gradient = t" in thunder.last_traces(jitted)[-1].python()
-    for ours, eager in zip(got, right, strict=True):
-        torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-6)
+    found = factors(thunder.last_traces(jitted)[-1].python())
+    assert float(found[0] if found else 1) == torch.tensor(factor, dtype=dtype).item()
 
 
 @pytest.mark.parametrize("expected", [0, float("inf"), "1", True])
