@@ -25,17 +25,17 @@ THUNDER, NIGHTLY = "0.2.6", "0.2.7.dev20260201"
 
 # One of each: the ways in, the numbers of every strategy, real models, and Inductor.
 SHORT_SUITE = [
-    "tests/tools/test_imports.py::test_thunder_knows_of_us_in_both_orders",
+    "tests/tools/test_imports.py",
     "tests/api/test_numerics.py::test_every_strategy",
     "tests/api/test_upstream.py",
     "tests/api/test_operator.py::test_compiled_whole",
     "tests/api/test_operator.py::test_finished_gradients_are_scaled_in_their_memory",
-    "tests/compile/test_thunder.py::test_every_way_to_turn_it_on",
-    "tests/compile/test_fx.py::test_new_shapes",
+    "tests/compile/test_thunder.py::test_the_executor_alone",
+    "tests/compile/test_thunder.py::test_new_shapes",
     "tests/api/test_modules.py::test_compiled",
     "tests/compile/test_token_loss.py::test_compiled_programs",
     "tests/compile/test_backend.py::test_graph_breaks",
-    "tests/compile/test_backend.py::test_explain",
+    "tests/tools/test_explain.py::test_all_of_the_process",
     "tests/compile/test_model_zoo.py::test_backend",
     "tests/kernels/test_nvfuser.py",
 ]

@@ -1,10 +1,63 @@
-"""The two front ends of thunder that tests go through, and what they have in common."""
+"""The two front ends of thunder that tests go through, a model, and how what is compiled is compared."""
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 import thunder_flce
 
 FRONT_ENDS = {"thunder.jit": thunder_flce.jit, "thunderfx": thunder_flce.thunderfx}
+
+
+V, H = 97, 16
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+def flattened_loss(logits, labels):
+    return F.cross_entropy(logits.view(-1, V), labels.view(-1))
+
+
+class Model(nn.Module):
+    """An embedding, a hidden layer, dropout and a head with its loss; the points where a subclass may put something."""
+
+    def __init__(self, loss=flattened_loss, *, dropout=0.0, bias=False, dtype=torch.float32):
+        super().__init__()
+        self.embedding = nn.Embedding(V, H, dtype=dtype)
+        self.hidden = nn.Linear(H, H, dtype=dtype)
+        self.dropout = nn.Dropout(dropout)
+        self.lm_head = nn.Linear(H, V, bias=bias, dtype=dtype)
+        self.loss = loss
+
+    def before_head(self, hidden):
+        return hidden
+
+    def after_head(self, logits):
+        return logits
+
+    def logits(self, tokens):
+        hidden = self.dropout(torch.tanh(self.hidden(self.embedding(tokens))))
+        return self.after_head(self.lm_head(self.before_head(hidden)))
+
+    def forward(self, tokens, labels):
+        return self.loss(self.logits(tokens), labels)
+
+
+def batch(rows=3, tokens=8, device="cpu"):
+    labels = torch.randint(0, V, (rows, tokens), device=device)
+    labels[0, :2] = -100
+    return torch.randint(0, V, (rows, tokens), device=device), labels
+
+
+def run(program, tensors):
+    """Outputs, and the gradients of the first of them."""
+    outputs = program(*tensors)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    needing_grad = [tensor for tensor in tensors if tensor.requires_grad]
+    if not outputs[0].requires_grad:
+        return outputs, ()
+    # Of a vector, gradients that differ from one element to the next.
+    loss = outputs[0] if outputs[0].ndim == 0 else (outputs[0] * torch.linspace(-1, 2, outputs[0].shape[-1])).sum()
+    return outputs, torch.autograd.grad(loss, needing_grad, allow_unused=True, materialize_grads=True)
 
 
 def decisions(compiled) -> list[thunder_flce.matching.decisions.Decision]:

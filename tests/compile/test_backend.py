@@ -16,9 +16,8 @@ from torch._dynamo.backends.registry import _BACKENDS, lookup_backend, register_
 from torch._dynamo.exc import BackendCompilerFailed
 
 import thunder_flce
-from front_ends import assert_agrees, assert_fused
-from test_fx import CLOSE, BreaksAfterHead, BreaksBeforeHead, H, Model, PrintsBeforeHead, V, batch
-from test_patterns import _arguments, _run, patterns
+from front_ends import CLOSE, H, Model, V, assert_agrees, assert_fused, batch, run
+from test_patterns import _arguments, patterns
 from thunder_flce import NotFusedError, NotFusedWarning
 from thunder_flce.backend import compile_graph
 from thunder_flce.dynamo import fusion, lengths
@@ -39,7 +38,7 @@ def compiled_with(program, **settings):
 def test_fused(program):
     tensors = _arguments(program)
     compiled = compiled_with(program, fullgraph=True)
-    torch.testing.assert_close(_run(compiled, tensors), _run(program, tensors), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(run(compiled, tensors), run(program, tensors), rtol=1e-4, atol=1e-5)
     assert_fused(compiled)
 
 
@@ -54,7 +53,7 @@ def test_not_fused(program):
     tensors = _arguments(program)
     compiled = compiled_with(program, fullgraph=True)
     copies = [tensor.clone() if tensor.is_floating_point() else tensor for tensor in tensors]
-    torch.testing.assert_close(_run(compiled, copies)[0], _run(program, tensors)[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(run(compiled, copies)[0], run(program, tensors)[0], rtol=1e-4, atol=1e-5)
     assert patterns.NOT_FUSED[program] in {each.reason for each in thunder_flce.explain(compiled).decisions}
 
 
@@ -88,7 +87,7 @@ def test_any_number_of_tokens(program):
         tensors[2][0, 0] = 3
         # The weights of tokens, where there are any.
         tensors[-1][:, 0] = 1
-        torch.testing.assert_close(_run(compiled, tensors), _run(program, tensors), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(run(compiled, tensors), run(program, tensors), rtol=1e-4, atol=1e-5)
         compilations.append(len(thunder_flce.explain(compiled)))
     assert_fused(compiled)
     # To Dynamo, B = 1 and B = T are graphs of their own.
@@ -254,7 +253,7 @@ def test_saved_logits_of_many_lengths(largest, expected):
             for tensor in tensors[::2]:
                 torch._dynamo.mark_dynamic(tensor, 1, min=2, max=largest)
         if tokens <= (largest or tokens):
-            torch.testing.assert_close(_run(compiled, tensors), _run(preference, tensors), **CLOSE)
+            torch.testing.assert_close(run(compiled, tensors), run(preference, tensors), **CLOSE)
     decisions = thunder_flce.explain(compiled).decisions
     assert [each.plan.strategy == "save_logits" for each in decisions] == expected
 
@@ -267,7 +266,7 @@ def test_no_tokens():
 
     tensors = torch.randn(0, H, requires_grad=True), torch.randn(V, H, requires_grad=True), torch.randint(V, (0,))
     compiled = compiled_with(program, fullgraph=True)
-    torch.testing.assert_close(_run(compiled, tensors), _run(program, tensors))
+    torch.testing.assert_close(run(compiled, tensors), run(program, tensors))
     (decision,) = thunder_flce.explain(compiled).decisions
     assert decision.plan.strategy == "gradients_in_forward"
 
@@ -301,7 +300,7 @@ def test_a_sum_of_as_many_tokens_as_a_mask_has(reduced):
     arguments += (torch.rand(12) > 0.5,)
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         compiled = compiled_with(program, fullgraph=True)
-        torch.testing.assert_close(_run(compiled, arguments), _run(program, arguments))
+        torch.testing.assert_close(run(compiled, arguments), run(program, arguments))
 
 
 @pytest.mark.inductor
@@ -314,7 +313,7 @@ def test_inductor():
     tensors = torch.randn(24, H, requires_grad=True), torch.randn(V, H, requires_grad=True), torch.randint(V, (24,))
     options = {"strict": True, "chunk_rows": 7, "epilogue_fusion": True}
     compiled = compiled_with(program, dynamic=True, options=options)
-    torch.testing.assert_close(_run(compiled, tensors), _run(program, tensors), **CLOSE)
+    torch.testing.assert_close(run(compiled, tensors), run(program, tensors), **CLOSE)
     assert_fused(compiled, times=1)
     assert thunder_flce.explain(compiled).decisions[0].plan.chunk_rows == 7
 
@@ -349,6 +348,27 @@ def test_autocast(of_head, of_loss):
     assert_fused(compiled, times=1)
 
 
+class BreaksBeforeHead(Model):
+    def before_head(self, hidden):
+        torch._dynamo.graph_break()
+        return hidden
+
+
+class PrintsBeforeHead(Model):
+    def forward(self, tokens, labels):
+        hidden = self.embedding(tokens)
+        print("")
+        hidden = torch.tanh(self.hidden(hidden))
+        return F.cross_entropy(self.lm_head(hidden).view(-1, V), labels.view(-1))
+
+
+class BreaksAfterHead(Model):
+    def forward(self, tokens, labels):
+        logits = self.logits(tokens)
+        torch._dynamo.graph_break()
+        return F.cross_entropy(logits.view(-1, V), labels.view(-1))
+
+
 @pytest.mark.parametrize("model", [PrintsBeforeHead, BreaksBeforeHead, BreaksAfterHead], ids=lambda m: m.__name__)
 def test_graph_breaks(model):
     """Of a callee, Dynamo breaks the graph around all of it, so the head of the second one is in another graph."""
@@ -366,7 +386,7 @@ def test_strict():
     model.after_head = torch.relu
     compiled = compiled_with(model, options={"strict": True})
     for _ in range(2):
-        with pytest.raises(NotFusedError, match=r"test_fx.py:\d+: not fused, because .* \(by relu\)"):
+        with pytest.raises(NotFusedError, match=r"front_ends.py:\d+: not fused, because .* \(by relu\)"):
             compiled(*batch())
     torch._dynamo.reset()
     with pytest.warns(NotFusedWarning, match="by relu"):

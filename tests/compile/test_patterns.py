@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from thunder.core.proxies import TensorProxy
 
 import thunder_flce
+from front_ends import run
 from reference import error
 from thunder_flce import NotFusedError, NotFusedWarning
 from thunder_flce.backend import compile_graph
@@ -37,18 +38,6 @@ def _arguments(program, dtype=torch.float32):
         if name == "weight":
             tensor.data.mul_(0.3)
     return tensors
-
-
-def _run(fn, tensors):
-    """Outputs, and the gradients of the first of them."""
-    outputs = fn(*tensors)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    needing_grad = [tensor for tensor in tensors if tensor.requires_grad]
-    if not outputs[0].requires_grad:
-        return outputs, ()
-    # Of a vector, gradients that differ from one element to the next.
-    loss = outputs[0] if outputs[0].ndim == 0 else (outputs[0] * torch.linspace(-1, 2, outputs[0].shape[-1])).sum()
-    return outputs, torch.autograd.grad(loss, needing_grad, allow_unused=True, materialize_grads=True)
 
 
 def _largest_with_vocabulary(jitted):
@@ -81,7 +70,7 @@ def test_table_has_every_program():
 def test_fused(program):
     tensors = _arguments(program)
     jitted = thunder_flce.jit(program)
-    torch.testing.assert_close(_run(jitted, tensors), _run(program, tensors), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(run(jitted, tensors), run(program, tensors), rtol=1e-4, atol=1e-5)
     decisions = thunder_flce.explain(jitted)[-1].decisions
     assert decisions and all(decision.fused for decision in decisions), decisions
     _assert_in_table(program, decisions)
@@ -106,7 +95,7 @@ def test_fused_in_bfloat16(program):
     tensors = _arguments(program, dtype=torch.bfloat16)
     doubled = [t.detach().double().requires_grad_(t.requires_grad) if t.is_floating_point() else t for t in tensors]
     compiled = torch.compile(program, backend=compile_graph, fullgraph=True)
-    runs = (_run(compiled, tensors), _run(program, tensors), _run(program, doubled))
+    runs = (run(compiled, tensors), run(program, tensors), run(program, doubled))
     for got, eager, right in zip(*((outputs[0], *gradients) for outputs, gradients in runs), strict=True):
         assert got.dtype == eager.dtype
         assert error(got, right) <= 1.25 * error(eager, right) + 2**-8, (error(got, right), error(eager, right))
@@ -117,9 +106,9 @@ def test_not_fused(program):
     tensors = _arguments(program)
     jitted = thunder_flce.jit(program)
     with pytest.warns(NotFusedWarning, match="not fused, because"):
-        results = _run(jitted, [tensor.clone() if tensor.is_floating_point() else tensor for tensor in tensors])
+        results = run(jitted, [tensor.clone() if tensor.is_floating_point() else tensor for tensor in tensors])
     outputs, _ = results
-    torch.testing.assert_close(outputs, _run(program, tensors)[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(outputs, run(program, tensors)[0], rtol=1e-4, atol=1e-5)
     decisions = thunder_flce.explain(jitted)[-1].decisions
     assert patterns.NOT_FUSED[program] in {decision.reason for decision in decisions}, decisions
     _assert_in_table(program, decisions)
@@ -131,8 +120,8 @@ def test_symbolic_values_stay_right(program):
     tensors = _arguments(program)
     jitted = thunder_flce.jit(program, cache="symbolic values")
     with pytest.warns(NotFusedWarning, match="not known when the trace is compiled"):
-        results = _run(jitted, tensors)
-    torch.testing.assert_close(results, _run(program, tensors), rtol=1e-4, atol=1e-5)
+        results = run(jitted, tensors)
+    torch.testing.assert_close(results, run(program, tensors), rtol=1e-4, atol=1e-5)
 
 
 def test_strict_raises_what_would_be_a_warning():

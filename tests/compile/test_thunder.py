@@ -1,6 +1,7 @@
 """Through thunder: what is recognised, what is not fused and why, and that results agree with eager PyTorch."""
 
 import importlib.util
+import operator
 import re
 import sys
 
@@ -8,38 +9,13 @@ import pytest
 import thunder
 import torch
 import torch.nn.functional as F
-from torch import nn
+from thunder.recipes import BaseRecipe
 
 import fresh
 import thunder_flce
-from front_ends import assert_agrees
-from thunder_flce import NotFusedWarning, Options, linear_cross_entropy
+from front_ends import CLOSE, H, Model, V, assert_agrees, assert_fused, batch, decisions, flattened_loss, run
+from thunder_flce import FuseLinearCrossEntropy, NotFusedWarning, Options, linear_cross_entropy
 from thunder_flce.options import STRATEGIES
-
-V, H = 97, 16
-
-
-class Head(nn.Module):
-    """An embedding, a hidden layer and a head, with `loss(logits, labels)` on top."""
-
-    def __init__(self, loss, *, bias=False, dtype=torch.float32):
-        super().__init__()
-        self.embedding = nn.Embedding(V, H, dtype=dtype)
-        self.hidden = nn.Linear(H, H, dtype=dtype)
-        self.lm_head = nn.Linear(H, V, bias=bias, dtype=dtype)
-        self.loss = loss
-
-    def forward(self, tokens, labels):
-        hidden = torch.tanh(self.hidden(self.embedding(tokens)))
-        return self.loss(self.lm_head(hidden), labels)
-
-
-def litgpt_loss(logits, labels):
-    return F.cross_entropy(logits.view(-1, V), labels.view(-1))
-
-
-def flattened_loss(logits, labels):
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-1)
 
 
 def shifted_loss(logits, labels):
@@ -54,36 +30,19 @@ def per_token_loss(logits, labels):
     return (loss * torch.arange(loss.shape[0], device=loss.device)).mean() / 16
 
 
-FUSED = [flattened_loss, shifted_loss, per_token_loss]
-
-
-def _batch(device="cpu"):
-    tokens = torch.randint(0, V, (3, 11), device=device)
-    return tokens, torch.randint(0, V, (3, 11), device=device)
-
-
 def _symbols(trace):
     return [bsym.sym.name for bsym in trace.bound_symbols]
 
 
-WITH_STRATEGY = [
-    (loss, Options(strategy=strategy))
-    for loss in (shifted_loss, per_token_loss)
-    for strategy in STRATEGIES
-    if (loss, strategy) != (per_token_loss, "gradients_in_forward")
-]
-
-
-@pytest.mark.parametrize(
-    ("loss", "options"),
-    [*((loss, None) for loss in FUSED), *WITH_STRATEGY],
-    ids=lambda x: getattr(x, "__name__", str(x)),
-)
-def test_fused(loss, options, device):
-    model = Head(loss, bias=options is not None).to(device)
-    jitted = thunder_flce.jit(model, options=options)
-    batch = _batch(device)
-    assert_agrees(model, lambda: model(*batch), lambda: jitted(*batch), rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize("strategy", [None, *STRATEGIES])
+@pytest.mark.parametrize("loss", [shifted_loss, per_token_loss])
+def test_fused(loss, strategy, device):
+    if loss is per_token_loss and strategy == "gradients_in_forward":
+        strategy = None
+    model = Model(loss, bias=strategy is not None).to(device)
+    jitted = thunder_flce.jit(model, options=Options(strategy=strategy))
+    arguments = batch(device=device)
+    assert_agrees(model, lambda: model(*arguments), lambda: jitted(*arguments), **CLOSE)
     (compilation,) = thunder_flce.explain(jitted)
     (decision,) = compilation.decisions
     assert decision.fused and "test_thunder.py:" in decision.source
@@ -133,14 +92,14 @@ def test_a_softmax_with_a_dtype_under_autocast(dtype, device):
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("loss", [litgpt_loss, flattened_loss, log_softmax_loss, gathered_loss])
+@pytest.mark.parametrize("loss", [flattened_loss, log_softmax_loss, gathered_loss])
 def test_autocast(loss, device):
     """The loss has the dtype that eager PyTorch gives, which depends on the device; gradients have the parameters'."""
-    model = Head(loss).to(device)
+    model = Model(loss).to(device)
     jitted = thunder_flce.jit(model, strict=True)
-    batch = _batch(device)
+    arguments = batch(device=device)
     with torch.autocast(device, torch.bfloat16):
-        value, expected = jitted(*batch), model(*batch)
+        value, expected = jitted(*arguments), model(*arguments)
     assert value.dtype == expected.dtype
     torch.testing.assert_close(value, expected, rtol=2e-2, atol=2e-2)
     value.backward()
@@ -176,11 +135,11 @@ def test_many_lengths_bring_one_warning(front_end, recwarn):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_second_backward_over_a_retained_graph(strategy):
-    model = Head(litgpt_loss)
+    model = Model(flattened_loss)
     jitted = thunder_flce.jit(model, options=Options(strategy=strategy))
-    batch = _batch()
+    arguments = batch()
     weight = model.lm_head.weight
-    loss, expected = jitted(*batch), model(*batch)
+    loss, expected = jitted(*arguments), model(*arguments)
     for factor, retain in ((0.7, True), (3.0, True), (1.0, False)):
         grad = torch.tensor(factor)
         (got,) = torch.autograd.grad(loss, weight, grad, retain_graph=retain)
@@ -199,10 +158,11 @@ version = thunder.get_executor("nvfuser").version
 from looseversion import LooseVersion
 nvfuserex_impl.nvfuser_version = lambda: LooseVersion(str(version))
 from torch._subclasses.fake_tensor import FakeTensorMode
-from test_thunder import Head, V, shifted_loss
+from front_ends import Model
+from test_thunder import shifted_loss
 
 with FakeTensorMode(), torch.device("cuda"):
-    model = Head(shifted_loss, dtype=torch.bfloat16)
+    model = Model(shifted_loss, dtype=torch.bfloat16)
     tokens = torch.zeros(2, 32, dtype=torch.long)
     step = thunder.compile(model, plugins="flce")
     thunder.compile_data(step).get_computation_and_inputs(tokens, tokens)
@@ -275,24 +235,21 @@ def test_an_output_without_the_loss(jit, reduction):
 
 def test_the_executor_alone():
     """No transform has to be named; the list that the user gives is one that thunder reads, so it gets the fusion."""
-    model = Head(litgpt_loss)
+    model = Model(flattened_loss)
     jitted = thunder.jit(model, executors=[thunder_flce.executor, *thunder.get_default_executors()])
-    batch = _batch()
-    assert_agrees(model, lambda: model(*batch), lambda: jitted(*batch), rtol=1e-4, atol=1e-5)
+    arguments = batch()
+    assert_agrees(model, lambda: model(*arguments), lambda: jitted(*arguments), rtol=1e-4, atol=1e-5)
     assert [decision.fused for decision in thunder_flce.explain(jitted).decisions] == [True]
     plain = thunder.jit(model)
-    plain(*_batch())
+    plain(*batch())
     assert not thunder.compile_data(plain).transforms
 
 
 def test_the_executor_alone_with_a_tuple_of_transforms():
-    jitted = thunder.jit(
-        lambda h, w, y: F.cross_entropy(F.linear(h, w), y),
-        executors=[thunder_flce.executor, *thunder.get_default_executors()],
-        transforms=(),
-    )
+    executors = [thunder_flce.executor, *thunder.get_default_executors()]
+    jitted = thunder.jit(Model(), executors=executors, transforms=())
     with pytest.warns(NotFusedWarning, match="give thunder.jit its transforms as a list"):
-        jitted(torch.randn(3, 8), torch.randn(V, 8), torch.randint(V, (3,)))
+        jitted(*batch())
 
 
 @pytest.mark.gpu
@@ -316,3 +273,70 @@ def test_sums_of_sequences(of_sequences):
         torch.autograd.grad(run(*operands, target), operands) for run in (thunder_flce.jit(preference), preference)
     )
     torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-5)
+
+
+# thunderfx.
+
+SHAPES = [(3, 8), (2, 9), (4, 5), (3, 8)]
+
+
+def test_new_shapes():
+    """Dynamo makes the first dimension that changes a dynamic one; thunder still gets a trace for each of its sizes."""
+    model = Model()
+    compiled = thunder_flce.thunderfx(model)
+    for shape in SHAPES:
+        arguments = batch(*shape)
+        assert_agrees(model, lambda a=arguments: model(*a), lambda a=arguments: compiled(*a), **CLOSE)
+    assert_fused(compiled)
+    compiled_so_far = len(decisions(compiled))
+    assert compiled_so_far in (2, 3, 4)
+    compiled(*arguments)
+    assert len(decisions(compiled)) == compiled_so_far
+
+
+@pytest.mark.parametrize("product", [torch.mm, operator.matmul, lambda x, matrix: torch.addmm(matrix[0], x, matrix)])
+def test_autocast_of_products(product):
+    """Of hidden states in bfloat16 with a weight in float32."""
+
+    def program(hidden, weight, labels):
+        return F.cross_entropy(product(hidden, weight.t()).float(), labels)
+
+    hidden, weight = torch.randn(24, H, dtype=torch.bfloat16), torch.randn(V, H, requires_grad=True)
+    compiled, found = thunder_flce.thunderfx(program, strict=True), []
+    for function in (compiled, program):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = function(hidden, weight, torch.arange(24))
+        found.append((loss.detach(), *torch.autograd.grad(loss, weight)))
+    torch.testing.assert_close(*found, rtol=2e-2, atol=2e-2)
+    assert_fused(compiled, times=1)
+
+
+@pytest.mark.parametrize("interpreter", ["thunder.jit", "thunder.fx"])
+def test_recipe_with_plugin(interpreter):
+    # thunder's default recipe insists on nvFuser, which needs a GPU.
+    fuser = "nvfuser" if torch.cuda.is_available() else "torch.compile"
+    recipe = BaseRecipe(fuser=fuser, interpreter=interpreter)
+    model = Model()
+    arguments = batch()
+    compiled = thunder.compile(model, recipe=recipe, plugins="flce")
+    assert_agrees(model, lambda: model(*arguments), lambda: compiled(*arguments), **CLOSE)
+    (fusion,) = [t for t in recipe.transforms if isinstance(t, FuseLinearCrossEntropy)]
+    assert [d.fused for c in fusion.compilations for d in c.decisions] == [True]
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda x: torch.narrow(input=x, dim=0, start=1, length=1),
+        lambda x: torch.special.entr(input=x.abs()),
+        lambda x: torch.nansum(input=x, dim=-1),
+        lambda x: torch.xlogy(x.abs(), other=x.abs()),
+        lambda x: F.kl_div(input=x, target=x.detach().softmax(-1), reduction="sum"),
+    ],
+    ids=["narrow", "entr", "nansum", "xlogy", "kl_div"],
+)
+def test_tensors_by_keyword(operation):
+    """thunder cannot differentiate them."""
+    x = torch.randn(3, 5, requires_grad=True)
+    compiled, program = thunder_flce.thunderfx(lambda x: operation(x).sum()), lambda x: operation(x).sum()
+    torch.testing.assert_close(run(compiled, [x]), run(program, [x]), **CLOSE)

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fresh
 import thunder_flce
+from front_ends import Model, batch
 from thunder_flce import FuseLinearCrossEntropy, Options
 from thunder_flce.backend import compile_graph
 from thunder_flce.engine import printing
@@ -116,38 +117,19 @@ def test_rich_is_optional():
     assert fresh.run(program).stdout == "plain\n"
 
 
-class Model(nn.Module):
-    """A head with, on request, operations that thunder leaves to Inductor."""
-
-    def __init__(self, unsupported=""):
-        super().__init__()
-        self.embedding = nn.Embedding(V, H)
-        self.head = nn.Linear(H, V, bias=False)
-        self.unsupported = unsupported
-
-    def forward(self, tokens, labels):
-        hidden = self.embedding(tokens)
-        if self.unsupported == "before":
-            hidden = torch.sinc(hidden)
-        if self.unsupported == "graph break":
-            torch._dynamo.graph_break()
-        return F.cross_entropy(self.head(hidden).view(-1, V), labels.view(-1))
-
-
-def _explained_fx(**settings):
-    compiled = thunder_flce.thunderfx(Model(**settings))
-    tokens = torch.randint(0, V, (2, 24))
-    compiled(tokens, tokens).backward()
-    return thunder_flce.explain(compiled)
+def compiled_by(compile, **settings):
+    compiled = compile(Model(), **settings)
+    compiled(*batch()).backward()
+    return compiled
 
 
 def test_thunderfx_names_the_users_line():
-    report = _explained_fx()
+    report = thunder_flce.explain(compiled_by(thunder_flce.thunderfx))
     (compilation,) = report
     (decision,) = report.decisions
     assert compilation.compiled_by == "thunderfx" and decision.fused
-    assert decision.source.startswith(__file__)
-    assert "F.cross_entropy(self.head(hidden).view(-1, V), labels.view(-1))" in str(report)
+    assert "tests/front_ends.py" in decision.source
+    assert "F.cross_entropy(logits.view(-1, V), labels.view(-1))" in str(report)
     # thunder compiles parts of Dynamo's graph, each by itself.
     assert compilation.saved is None and "saved for backward" not in str(report)
 
@@ -157,9 +139,7 @@ def test_thunders_own_thunderfx():
     with pytest.raises(ValueError, match="compile it with thunder_flce.thunderfx"):
         thunder_flce.explain(thunderfx(Model()))
     executors = [thunder_flce.executor, *thunder.get_default_executors()]
-    compiled = thunderfx(Model(), executors=executors, transforms=[FuseLinearCrossEntropy()])
-    tokens = torch.randint(0, V, (2, 24))
-    compiled(tokens, tokens).backward()
+    compiled = compiled_by(thunderfx, executors=executors, transforms=[FuseLinearCrossEntropy()])
     report = thunder_flce.explain(compiled)
     assert report[0].compiled_by == "thunderfx" and [decision.fused for decision in report.decisions] == [True]
 
@@ -170,10 +150,7 @@ def test_thunders_own_thunderfx():
 @pytest.fixture
 def compiled():
     """A model that the backend of torch.compile has compiled."""
-    compiled = torch.compile(Model(), backend=compile_graph)
-    tokens = torch.randint(0, V, (2, 24))
-    compiled(tokens, tokens).backward()
-    return compiled
+    return compiled_by(torch.compile, backend=compile_graph)
 
 
 class Wrapped(nn.Module):
