@@ -174,53 +174,38 @@ class NanoGPT(Model):
 
 
 RETURNS = {
-    "attribute": Output,
-    "dict": lambda loss, logits: {"logits": logits, **({} if loss is None else {"loss": loss})},
-    "tuple": lambda loss, logits: (logits,) if loss is None else (loss, logits),
+    "attribute": (Model, {}),
+    "dict": (partial(Model, lambda loss, logits: {"logits": logits, **({} if loss is None else {"loss": loss})}), {}),
+    "tuple": (partial(Model, lambda loss, logits: (logits,) if loss is None else (loss, logits)), {}),
+    "other names": (NanoGPT, {"labels": "targets", "loss": 1}),
 }
 
 
 @pytest.mark.parametrize("returns", RETURNS)
-def test_loss_only_of_other_outputs(returns):
-    model = Model(RETURNS[returns])
-    only = loss_only(model)
+def test_loss_only(returns):
+    make, names = RETURNS[returns]
+    model, labels = make(), names.get("labels", "labels")
+    only = loss_only(model, **names)
     expected = nn.functional.cross_entropy(model.lm_head(model.embedding(TOKENS)).view(-1, V), TOKENS.view(-1))
-    assert torch.equal(only(TOKENS, TOKENS), expected) and torch.equal(only(TOKENS, labels=TOKENS), expected)
-    with pytest.raises(
-        TypeError, match=r"Model returned no loss; call it with labels=….* this is a (Output|dict|tuple)"
-    ):
+    assert torch.equal(only(TOKENS, TOKENS), expected) and torch.equal(only(TOKENS, **{labels: TOKENS}), expected)
+    kind = r"Model returned no loss; call it with labels=….* this is a (Output|dict|tuple)"
+    with pytest.raises(TypeError, match="NanoGPT returned no loss; call it with targets=…" if names else kind):
         only(TOKENS)
+    for front_end in FRONT_ENDS.values():
+        jitted = front_end(only)
+        assert_agrees(model, lambda: only(TOKENS, TOKENS), lambda: jitted(TOKENS, **{labels: TOKENS}))  # noqa: B023
+        assert [decision.fused for decision in decisions(jitted)] == [True]
+        if returns == "attribute":
+            # Dynamo must not give up the frame, which it shares with the other cases.
+            with pytest.raises(TypeError, match="Model returned no loss; call it with labels"):
+                jitted(TOKENS)
 
 
-@pytest.mark.parametrize("front_end", FRONT_ENDS)
-@pytest.mark.parametrize("returns", RETURNS)
-def test_loss_only_compiled(returns, front_end):
-    model = Model(RETURNS[returns])
-    jitted = FRONT_ENDS[front_end](loss_only(model))
-    eager = loss_only(model)
-    assert_agrees(model, lambda: eager(TOKENS, TOKENS), lambda: jitted(TOKENS, labels=TOKENS))
-    (decision,) = decisions(jitted)
-    assert decision.fused
-    if returns == "attribute":
-        # Dynamo must not give up the frame, which it shares with the other cases.
-        with pytest.raises(TypeError, match="Model returned no loss; call it with labels"):
-            jitted(TOKENS)
-
-
-@pytest.mark.parametrize("front_end", FRONT_ENDS)
-def test_loss_only_by_other_names(front_end):
-    model = NanoGPT()
-    only = loss_only(model, labels="targets", loss=1)
-    assert torch.equal(only(TOKENS, targets=TOKENS), model(TOKENS, TOKENS)[1])
-    jitted = FRONT_ENDS[front_end](only)
-    assert_agrees(model, lambda: model(TOKENS, TOKENS)[1], lambda: jitted(TOKENS, targets=TOKENS))
-    assert [decision.fused for decision in decisions(jitted)] == [True]
-    with pytest.raises(TypeError, match="NanoGPT returned no loss; call it with targets=…"):
-        only(TOKENS)
+def test_loss_only_of_names_that_are_not_there():
     with pytest.raises(TypeError, match=r"NanoGPT returned no loss.* a tuple, and loss=0"):
-        loss_only(model, labels="targets", loss=0)(TOKENS, TOKENS)
+        loss_only(NanoGPT(), labels="targets", loss=0)(TOKENS, TOKENS)
     with pytest.raises(TypeError, match="the forward of NanoGPT takes no labels.*as labels=…"):
-        loss_only(model)
+        loss_only(NanoGPT())
     with pytest.raises(TypeError, match=r"Model returned no loss.* a Output, and loss='nll'"):
         loss_only(Model(), loss="nll")(TOKENS, TOKENS)
 
