@@ -16,15 +16,13 @@ from interpreted import (
     on_device,
     prepare_row_kernels,
 )
-from test_row_kernels import error, logits
+from test_row_kernels import BF16, FP16, FP32, NOTHING, Backend, Exact, Rows, check_both, close, error, logits
 from thunder_flce.device import ABSENT_DEVICE, Device
 from thunder_flce.engine.kernels import torch_divergence
-from thunder_flce.engine.kernels.torch_rows import TorchRowKernels
 from thunder_flce.operation.divergence import KINDS, Divergence
 from thunder_flce.operation.loss import LogitMap, RowCoefficients
 
 MAPS = [LogitMap(), LogitMap(scale=0.5), LogitMap(scale=-2.0, softcap=5.0), LogitMap(softcap=30.0)]
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 @pytest.fixture(autouse=INTERPRETED)
@@ -32,28 +30,7 @@ def interpreter(monkeypatch):
     prepare_row_kernels(monkeypatch)
 
 
-def _random(rows, vocab, dtype, fill=None):
-    """Random products between padding that must not matter."""
-    z = logits(rows, vocab, dtype, DEVICE)
-    z[:] = torch.randn(rows, vocab, device=DEVICE).mul_(4) if fill is None else fill
-    return z
-
-
-def _triton(logit_map=LogitMap()):  # noqa: B008
-    from thunder_flce.engine.kernels.triton_rows import TritonRowKernels
-
-    return TritonRowKernels(logit_map)
-
-
-def _double(coefficients):
-    return RowCoefficients(*(None if c is None else c.double() for c in coefficients))
-
-
-def _coefficients(rows, vocab):
-    """Of a size that makes gradients about 1."""
-    return RowCoefficients(vocab * torch.randn(rows, device=DEVICE), torch.randn(rows, device=DEVICE))
-
-
+TRITON = Backend("triton", DEVICE)
 # Every choice of a block, with and without a rest; smaller sizes are in test_row_kernels.
 SIZES = [(2047, MAPS[0], BF16), (2048, MAPS[2], FP32), (4099, MAPS[2], FP16), (16384, MAPS[0], FP32)]
 SIZES += [(17001, MAPS[2], BF16), (57343, MAPS[1], FP16), (57344, MAPS[0], BF16)]
@@ -64,33 +41,7 @@ SIZES += [(v, MAPS[0], BF16) for v in ((81_921,) if INTERPRETED else (81_920, 81
 @on_device
 @pytest.mark.parametrize(("vocab", "logit_map", "dtype"), SIZES, ids=str)
 def test_both(vocab, logit_map, dtype):
-    _check_both(_random(3, vocab, dtype), logit_map)
-
-
-def _check_both(z, logit_map):
-    (rows, vocab), dtype = z.shape, z.dtype
-    coefficients, kernels = _coefficients(rows, vocab), TorchRowKernels(logit_map)
-    target, exact, eager = torch.randint(vocab, (rows,), device=DEVICE), z.double(), z.clone()
-    products = exact.clone()
-    reference, exact_z_y = kernels.both_(exact, target, _double(coefficients))
-    kernels.both_(eager, target, coefficients)
-
-    triton = _triton(logit_map)
-    alone, at_target = triton.statistics(z), z.gather(1, target[:, None])[:, 0]
-    together, z_y = triton.both_(z, target, coefficients)
-    for statistics in (alone, together):
-        for computed, expected in zip(statistics, reference, strict=True):
-            torch.testing.assert_close(computed.double(), expected, rtol=2e-6, atol=5e-6 if INTERPRETED else 2e-6)
-    assert torch.equal(z_y.to(dtype), at_target) and torch.equal(z_y.double(), exact_z_y)
-    # The interpreter truncates to bfloat16, and its exp and tanh err by more. An error of the norm alone would not show
-    # a single wrong entry.
-    eps = max(torch.finfo(dtype).eps, 4e-6 if INTERPRETED else 1e-6)
-    # On a few numbers, PyTorch's own error may be small by chance.
-    floor = eps if INTERPRETED else eps / (2 if dtype is FP32 else 4)
-    assert error(z, exact) < max(1.5 * error(eager, exact), floor)
-    # The slope of a softcap is a small difference of two large numbers.
-    before_slope = 1 + (logit_map(products).softmax(1) * coefficients.probability.double()[:, None]).abs()
-    assert bool(((z - exact).abs() < 4 * eps * exact.abs() + 1e-6 * before_slope).all())
+    check_both(TRITON, Rows(TRITON, 3, vocab, dtype, logit_map, masked=False, given=NOTHING))
 
 
 @on_device
@@ -107,11 +58,13 @@ def test_rows_divided_among_programs(vocab, logit_map, dtype, monkeypatch):
     """
     from thunder_flce.engine.kernels import triton_rows
 
-    z = _random(5, vocab, dtype)
+    case = Rows(TRITON, 5, vocab, dtype, logit_map, masked=False, given=NOTHING)
+    z = case.z
     z[0] -= 60
     z[1, :1000] = float("-inf")
     z[2, 1:1000] = -1000 / logit_map.scale
     z[2, 0] = 0
+    case.exact = Exact(z.double(), logit_map)
     monkeypatch.setattr(triton_rows, "_LARGEST_ROW_BYTES", 0)
     monkeypatch.setattr(triton_rows, "_LARGEST_PART_BYTES", vocab * dtype.itemsize // 2)
     monkeypatch.setattr(triton_rows, "_PART_BLOCK", triton_rows._Block(math.inf, 256, 64, programs=24))
@@ -119,7 +72,7 @@ def test_rows_divided_among_programs(vocab, logit_map, dtype, monkeypatch):
     assert (parts.total, parts.slots) == (3, 4)
     exchange = _Exchange(logit_map(z.float()).split(parts.columns, 1), slots=4)
     monkeypatch.setattr(triton_rows, "_exchange", exchange)
-    _check_both(z, logit_map)
+    check_both(TRITON, case)
     exchange.check()
 
 
@@ -165,22 +118,15 @@ def test_gradient_with_column_sums(rows, vocab, programs, logit_map, dtype, monk
     from thunder_flce.engine.kernels import triton_rows
 
     monkeypatch.setattr(triton_rows, "_SUMS_PROGRAMS", programs)
-    memory, probability = _random(rows + 3, vocab, dtype), vocab * torch.randn(rows, device=DEVICE)
-    z, behind = memory[:rows], memory[rows:].clone()
-    exact, eager, kernels = z.double(), z.clone(), TorchRowKernels(logit_map)
-    statistics = _triton(logit_map).statistics(z)
-    coefficients = RowCoefficients(probability, torch.randn_like(probability), probability / vocab)
-    targets = {"target": torch.randint(-1, vocab, (rows,), device=DEVICE)}
-    found = kernels.statistics(exact)
-    sums = kernels.gradient_(exact, found, _double(coefficients), out=exact, column_sums=True, **targets)
-    eager_sums = kernels.gradient_(eager, statistics, coefficients, out=eager, column_sums=True, **targets)
-    computed = _triton(logit_map).gradient_(z, statistics, coefficients, out=z, column_sums=True, **targets)
-    assert computed.shape == (vocab,) and computed.dtype == FP32
-    eps = max(torch.finfo(dtype).eps, 4e-6 if INTERPRETED else 1e-6)
-    assert error(z, exact) < max(1.5 * error(eager, exact), eps)
+    case, memory = Rows(TRITON, rows, vocab, dtype, logit_map), logits(rows + 3, vocab, dtype, DEVICE, fill=7)
+    z, memory[:rows], target, expected = memory[:rows], case.z, case.target.clone(), case.gradient(one_hot=True)
+    target[::3], expected[::3] = -1, case.gradient(one_hot=False)[::3]
+    of = {"out": z, "column_sums": True, "target": target, "class_weight": case.class_weight}
+    sums = TRITON.kernels(logit_map).gradient_(z, case.statistics, case.coefficients, **of)
+    close(z, expected, TRITON.eps(dtype))
     # They are sums of what has not been rounded.
-    assert error(computed, sums) < 1.5 * error(eager_sums, sums) + 4e-6
-    assert torch.equal(memory[rows:], behind)
+    assert sums.shape == (vocab,) and sums.dtype == FP32 and error(sums, expected.sum(0)) < 2e-5
+    assert (memory[rows:] == 7).all()
 
 
 @on_device
@@ -189,7 +135,7 @@ def test_rows_of_the_gradient_may_be_shorter_or_longer(strides):
     """What lies behind the last row is left alone."""
     z, memory = (torch.randn(4, stride, device=DEVICE) for stride in strides)
     z, out, behind, vector = z[:3, :41], memory[:3, :41], memory[3:].clone(), torch.ones(3, device=DEVICE)
-    kernels = _triton()
+    kernels = TRITON.kernels(LogitMap())
     for sums in (False, True):
         out.fill_(7)
         kernels.gradient_(z, kernels.statistics(z), RowCoefficients(vector, vector), out=out, column_sums=sums)
@@ -200,7 +146,7 @@ def test_rows_of_the_gradient_may_be_shorter_or_longer(strides):
 def test_rows_that_are_not_aligned_are_refused():
     z = torch.zeros(2, 33, device=DEVICE)
     with pytest.raises(ValueError, match="the stride of rows must be a multiple of 8, but is 33"):
-        _triton().statistics(z)
+        TRITON.kernels(LogitMap()).statistics(z)
 
 
 @on_device
@@ -214,7 +160,7 @@ def test_divergences(kind, vocab, dtypes, in_place):
     """With and without gradients; one of the student's logits is -inf, and one of the teacher's where it may be."""
     from thunder_flce.engine.kernels.triton_divergence import divergence_
 
-    student, teacher = (_random(3, vocab, dtype) for dtype in dtypes)
+    student, teacher = (Rows(TRITON, 3, vocab, dtype, LogitMap(), masked=False).z for dtype in dtypes)
     divergence = Divergence(kind=kind, beta=0.3, temperature=1.7)
     if kind != "forward":
         student[1, 2] = float("-inf")
@@ -224,7 +170,7 @@ def test_divergences(kind, vocab, dtypes, in_place):
     doubled = [z.double() for z in (student, teacher)]
     right = torch_divergence.divergence_(*doubled, divergence, factors=factors.double(), out=doubled[0])
     loss_only = divergence_(student, teacher, divergence, factors=None, out=student)
-    out = student if in_place else _random(3, vocab, BF16)
+    out = student if in_place else logits(3, vocab, BF16, DEVICE)
     got = divergence_(student, teacher, divergence, factors=factors, out=out)
     assert error(got, right) < 1e-5 and error(loss_only, right) < 1e-5
     rounding = torch.finfo(out.dtype).eps
