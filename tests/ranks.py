@@ -83,6 +83,16 @@ def as_threads(count: int, run: Callable[[int], Any]) -> list[Any]:
     return results
 
 
+def errors_of(count: int, run: Callable[[int], Any]) -> list[BaseException]:
+    """The exceptions of ranks that all raise one."""
+    try:
+        found = as_threads(count, run)
+    except RankErrors as raised:
+        assert len(raised.errors) == count, raised.errors
+        return [raised.errors[rank] for rank in range(count)]
+    raise AssertionError(f"no rank raised: {found}")
+
+
 def as_processes(count: int, run: Callable[[int], Any], *, device: str = "cpu", timeout_s: int = 300) -> list[Any]:
     """What a function of a module returns for each rank, a process each; None for one that has died.
 

@@ -25,7 +25,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, loss_parallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import thunder_flce
@@ -331,47 +330,6 @@ def fsdp2_of_a_tied_weight(rank):
 
 
 # DTensors.
-
-
-class End(nn.Module):
-    """The end of a model in tensor and sequence parallel: nobody asks for the logits."""
-
-    def __init__(self, vocab: int):
-        super().__init__()
-        torch.manual_seed(0)
-        self.norm = nn.RMSNorm(H, dtype=torch.float64)
-        self.output = nn.Linear(H, vocab, bias=False, dtype=torch.float64)
-
-    def forward(self, hidden, labels):
-        return linear_cross_entropy(self.norm(hidden), self.output.weight, labels)
-
-
-@with_each(eager=False, compiled=True)
-def head_in_tensor_and_sequence_parallel(rank, of):
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    model, part = End(97), End(97)
-    hidden = torch.randn(3, 8, H, dtype=torch.float64).requires_grad_()
-    _, labels = batch(1)
-    exact = F.cross_entropy(model.output(model.norm(hidden)).flatten(0, 1), labels.flatten())
-    exact.backward()
-    of_logits = {"input_layouts": Shard(1), "output_layouts": Shard(-1), "use_local_output": False}
-    parallelize_module(part, mesh, {"norm": SequenceParallel(), "output": ColwiseParallel(**of_logits)})
-    x = distribute_tensor(hidden.detach(), mesh, [Replicate()]).requires_grad_()
-    step = torch.compile(part, backend="aot_eager") if of else part
-    loss = step(x.redistribute(placements=[Shard(1)]), labels)
-    loss.backward()
-    assert type(loss) is torch.Tensor and error(loss, exact) < 1e-12
-    for tensor, right, placements in (
-        (x, hidden, (Replicate(),)),
-        (part.output.weight, model.output.weight, (Shard(0),)),
-        (part.norm.weight, model.norm.weight, None),
-    ):
-        assert error(tensor.grad.full_tensor(), right.grad) < 1e-12
-        assert placements in (None, tensor.grad.placements)
-    with loss_parallel():
-        logits = part.output(part.norm(x.redistribute(placements=[Shard(1)])))
-        peer = F.cross_entropy(logits.flatten(0, 1), distribute_tensor(labels.flatten(), mesh, [Replicate()]))
-    assert error(loss, peer.full_tensor()) < 1e-12
 
 
 @on_two_ranks

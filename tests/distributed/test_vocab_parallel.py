@@ -14,9 +14,9 @@ from torch.distributed.tensor import Shard as DivideRows
 from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup
 
 import thunder_flce
-from divided import divided, part_of, parts
+from divided import divided, of_rank, part_of, parts
 from problems import SPECIAL, drawn, special_case
-from ranks import RankErrors, as_threads
+from ranks import as_threads, errors_of
 from reference import (
     assert_close_to_truth,
     error,
@@ -188,10 +188,7 @@ OF_TOKENS = {"counts": (12, 12, 12), "how": {"sequence_parallel": True}}
 def test_a_target_outside_the_vocabulary_raises_on_all_ranks(target, division):
     case = make_case(tokens=36)
     case.target[5] = target
-    with pytest.raises(RankErrors) as raised:
-        divided(case, UNEVEN, **division)
-    assert len(raised.value.errors) == 3
-    for found in raised.value.errors.values():
+    for found in errors_of(3, partial(of_rank, case=case, sizes=UNEVEN, **division)):
         assert isinstance(found, IndexError) and "neither in [0, 101)" in str(found)
 
 
@@ -315,10 +312,7 @@ def test_what_differs_between_ranks_raises_on_all_of_them(checks_every_call, mon
             how = {how[name]: True} if name in how else {}
             linear_cross_entropy(**given, vocab_parallel=VocabParallel(group=dist.group.WORLD, **how))
 
-        with pytest.raises(RankErrors) as raised:
-            as_threads(2, run)
-        assert len(raised.value.errors) == 2
-        for found in raised.value.errors.values():
+        for found in errors_of(2, run):
             assert isinstance(found, ValueError) and re.search(message, str(found))
 
 
@@ -368,9 +362,7 @@ def test_what_one_rank_refuses_raises_on_all_of_them(refused, message, data_para
         arguments |= refused(mine, mesh) if rank else {}
         linear_cross_entropy(**arguments, vocab_parallel=parallel)
 
-    with pytest.raises(RankErrors) as raised:
-        as_threads(2, run)
-    first, second = (raised.value.errors[rank] for rank in range(2))
+    first, second = errors_of(2, run)
     assert isinstance(first, ValueError) and "rank" in str(first) and "has refused its arguments" in str(first)
     assert isinstance(second, TypeError | ValueError) and message in str(second)
 
@@ -391,9 +383,8 @@ def test_what_is_wrong_on_all_ranks_of_data_parallel():
         ({"num_items": torch.tensor(True)}, "num_items must have one of the dtypes"),
         ({"num_items": [3]}, "num_items must be a number"),
     ):
-        with pytest.raises(RankErrors) as raised:
-            as_threads(2, partial(run, wrong=wrong))
-        assert [message in str(raised.value.errors[rank]) for rank in range(2)] == [True, True], raised.value.errors
+        found = errors_of(2, partial(run, wrong=wrong))
+        assert all(message in str(each) for each in found), found
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16], ids=str)
