@@ -58,7 +58,6 @@ class Entry:
     """What is between the linear and the loss, or else is particular, in words."""
     region: Mapping[str, Any] = field(default_factory=dict)
     """The same as the settings of the fused region that are not the defaults."""
-    regions: int = 1
     jit: Outcome = FUSED
     thunderfx: Outcome = FUSED
     backend: Outcome = FUSED
@@ -219,7 +218,6 @@ ENTRIES = [
         "litgpt Llama 3",
         _litgpt("Llama-3.2-1B", chunk_size=8, lm_head_chunk_size=6),
         head="`lm_head_chunk_size`, 2 chunks",
-        regions=1,
     ),
     Entry("litgpt Gemma", _litgpt("Gemma-2b")),
     Entry("litgpt Gemma 2", _litgpt("Gemma-2-2b"), head="softcap", region={"softcap": 30.0}),
@@ -251,15 +249,13 @@ def table() -> str:
     """The rows as Markdown."""
     lines = ["| model | head and loss | `thunder.jit` | `thunderfx` | the backend |", "| --- | --- | --- | --- | --- |"]
     for entry in ENTRIES:
-        outcomes = [_cell(outcome, entry.regions) for outcome in (entry.jit, entry.thunderfx, entry.backend)]
+        outcomes = map(_cell, (entry.jit, entry.thunderfx, entry.backend))
         lines.append(f"| {entry.model} | {entry.head} | {' | '.join(outcomes)} |")
     return "\n".join(lines)
 
 
-def _cell(outcome: Outcome, regions: int) -> str:
-    if isinstance(outcome, Reason):
-        return f"not fused: {outcome.value}"
-    return f"{outcome}, {regions} regions" if outcome == FUSED and regions > 1 else str(outcome)
+def _cell(outcome: Outcome) -> str:
+    return f"not fused: {outcome.value}" if isinstance(outcome, Reason) else str(outcome)
 
 
 def write_page() -> None:

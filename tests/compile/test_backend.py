@@ -34,29 +34,6 @@ def compiled_with(program, **settings):
     return torch.compile(program, backend="thunder_flce", **settings)
 
 
-@pytest.mark.parametrize("program", patterns.FUSED, ids=lambda program: program.__name__)
-def test_fused(program):
-    tensors = _arguments(program)
-    compiled = compiled_with(program, fullgraph=True)
-    torch.testing.assert_close(run(compiled, tensors), run(program, tensors), rtol=1e-4, atol=1e-5)
-    assert_fused(compiled)
-
-
-@pytest.mark.filterwarnings("ignore::thunder_flce.NotFusedWarning")
-@pytest.mark.parametrize(
-    "program",
-    # thunder's traces have changes in place as they are; here they are put out of place.
-    [program for program in patterns.NOT_FUSED if program is not patterns.changed_in_place],
-    ids=lambda program: program.__name__,
-)
-def test_not_fused(program):
-    tensors = _arguments(program)
-    compiled = compiled_with(program, fullgraph=True)
-    copies = [tensor.clone() if tensor.is_floating_point() else tensor for tensor in tensors]
-    torch.testing.assert_close(run(compiled, copies)[0], run(program, tensors)[0], rtol=1e-4, atol=1e-5)
-    assert patterns.NOT_FUSED[program] in {each.reason for each in thunder_flce.explain(compiled).decisions}
-
-
 @pytest.mark.parametrize(
     "program",
     [

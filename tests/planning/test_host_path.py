@@ -30,56 +30,44 @@ def no_poison(monkeypatch, poisoned_memory):
     monkeypatch.undo()
 
 
-@pytest.mark.parametrize(("strategy", "most"), [(None, 295), ("save_logits", 411), ("recompute_logits", 418)])
-def test_calls_of_an_eager_step(strategy, most):
-    x, weight = torch.randn(64, 32).requires_grad_(), torch.randn(100, 32).requires_grad_()
-    target, options = torch.randint(100, (64,)), Options(strategy=strategy)
+def step(tokens=64, *, num_items=None, reduction="mean", options=None):
+    """A step, which makes its own operands when it is made: what is counted is the call."""
+    x, weight = torch.randn(tokens, 32).requires_grad_(), torch.randn(100, 32).requires_grad_()
+    target, settings = torch.randint(100, (tokens,)), {"reduction": reduction, "options": options}
+    return lambda: linear_cross_entropy(x, weight, target, num_items=num_items, **settings).sum().backward()
 
-    def step():
-        linear_cross_entropy(x, weight, target, options=options).backward()
 
+def calls_when_known(run) -> int:
     for _ in range(3):
-        step()
+        run()
+    return calls(run)
+
+
+@pytest.mark.parametrize(("strategy", "most"), [(None, 297), ("save_logits", 413), ("recompute_logits", 420)])
+def test_calls_of_an_eager_step(strategy, most):
+    found = calls_when_known(step(options=Options(strategy=strategy)))
     # Where Dynamo has been imported, it is kept from looking into what runs.
-    found = calls(step) - (25 if "torch._dynamo" in sys.modules else 0)
+    found -= 25 if "torch._dynamo" in sys.modules else 0
     assert found <= most, found
 
 
 @pytest.mark.parametrize(
     ("options", "reduction"),
     [
-        (Options(), "mean"),
-        (Options(), "none"),
-        (Options(memory_budget=2**18), "mean"),
+        (Options(), "mean"), (Options(), "none"), (Options(memory_budget=2**18), "mean"),
         (Options(chunk_rows=256), "mean"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_a_new_number_of_tokens_in_a_known_tile(options, reduction):
     """Above 512 tokens, plans are for whole tiles: a new number costs nothing more."""
-    weight = torch.randn(100, 32).requires_grad_()
-
-    def step(tokens):
-        x = torch.randn(tokens, 32).requires_grad_()
-        target = torch.randint(100, (tokens,))
-        linear_cross_entropy(x, weight, target, reduction=reduction, options=options).sum().backward()
-
     for tokens in (1000, 999, 998):
-        step(tokens)
-    assert calls(lambda: step(997)) <= calls(lambda: step(998))
+        step(tokens, reduction=reduction, options=options)()
+    new, known = (step(tokens, reduction=reduction, options=options) for tokens in (997, 998))
+    assert calls(new) <= calls(known)
 
 
 def test_a_number_of_items_of_any_dtype():
     """As trainers count them, in int64: it is converted, and nothing else is done for it."""
-    x, weight = torch.randn(64, 32).requires_grad_(), torch.randn(100, 32).requires_grad_()
-    target = torch.randint(100, (64,))
-
-    def found(num_items):
-        def step():
-            linear_cross_entropy(x, weight, target, num_items=num_items).backward()
-
-        for _ in range(3):
-            step()
-        return calls(step)
-
-    assert found(torch.tensor(50)) <= found(torch.tensor(50.0)) + 5
+    of_integer, of_float = (calls_when_known(step(num_items=torch.tensor(items))) for items in (50, 50.0))
+    assert of_integer <= of_float + 5
