@@ -6,6 +6,7 @@ takes for granted: that inputs are as they were defined. It knows nothing of how
 
 import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,100 +81,53 @@ class FusionDefinition:
         return [value for value, alias in values if alias is None]
 
 
-def _dtypes_agree(*operands: Tensor) -> bool:
-    return len({operand.dtype for operand in operands}) == 1
+def _broadcast(tensor: Tensor, is_new: list[bool]) -> Tensor:
+    assert len(is_new) - sum(is_new) == tensor.ndim
+    for dim, new in enumerate(is_new):
+        tensor = tensor.unsqueeze(dim) if new else tensor
+    return tensor
+
+
+def _broadcast_in_dim(tensor: Tensor, *, shape: list[int], broadcast_dims: list[int]) -> Tensor:
+    sizes = [1] * len(shape)
+    for dim, size in zip(broadcast_dims, tensor.shape, strict=True):
+        sizes[dim] = size
+    return tensor.reshape(sizes).expand(shape)
+
+
+def _iota(count: Tensor, first: Tensor, by: Tensor, *, dtype: DataType) -> Tensor:
+    return first + by * torch.arange(count.item(), dtype=_TORCH_DTYPES[dtype])
+
+
+BINARY = {
+    **{name: getattr(operator, name) for name in ("add", "sub", "mul", "eq", "ne", "lt", "gt", "ge")},
+    **{"div": operator.truediv, "logical_and": operator.and_, "logical_or": operator.or_},
+}
+OPERATIONS: dict[str, Callable[..., Tensor]] = {
+    **BINARY,
+    **{name: getattr(torch, name) for name in ("exp", "expm1", "log", "log1p", "tanh", "reciprocal", "logical_not")},
+    "cast": lambda tensor, dtype: tensor.to(_TORCH_DTYPES[dtype]),
+    "where": torch.where,
+    "sum": lambda tensor, dims: tensor.sum(dims),
+    "max": lambda tensor, dims: tensor.amax(dims),
+    "broadcast": _broadcast,
+    "broadcast_in_dim": _broadcast_in_dim,
+    "reshape": lambda tensor, new_shape: tensor.reshape(new_shape),
+    "take_along_axis": lambda tensor, index, dim: tensor.gather(dim, index),
+    "iota": _iota,
+}
+"""Those of `nvfuser_direct.FusionDefinition.ops` that are used, by their names."""
 
 
 class Operations:
-    """Each operation of `nvfuser_direct.FusionDefinition.ops` that is used, by its name."""
-
-    _BINARY = {
-        "add": operator.add,
-        "sub": operator.sub,
-        "mul": operator.mul,
-        "div": operator.truediv,
-        "eq": operator.eq,
-        "ne": operator.ne,
-        "lt": operator.lt,
-        "gt": operator.gt,
-        "ge": operator.ge,
-        "logical_and": operator.and_,
-        "logical_or": operator.or_,
-    }
-    _UNARY = {
-        "exp": torch.exp,
-        "expm1": torch.expm1,
-        "log": torch.log,
-        "log1p": torch.log1p,
-        "tanh": torch.tanh,
-        "reciprocal": torch.reciprocal,
-        "logical_not": torch.logical_not,
-    }
+    """They give values of a definition."""
 
     def __getattr__(self, name: str) -> Callable[..., Value]:
-        if name in self._UNARY:
-            return lambda operand: Value(self._UNARY[name], operand)
-        if name not in self._BINARY:
-            raise AttributeError(name)
+        def compute(*arguments: Any, **settings: Any) -> Tensor:
+            if name in BINARY:
+                # nvFuser promotes; our definitions cast.
+                left, right = arguments
+                assert left.dtype == right.dtype and left.dtype not in (torch.float16, torch.bfloat16)
+            return OPERATIONS[name](*arguments, **settings)
 
-        def compute(left: Tensor, right: Tensor) -> Tensor:
-            # nvFuser promotes; our definitions cast.
-            assert _dtypes_agree(left, right) and left.dtype not in (torch.float16, torch.bfloat16)
-            return self._BINARY[name](left, right)
-
-        return lambda left, right: Value(compute, left, right)
-
-    def cast(self, operand: Value, dtype: DataType) -> Value:
-        """To another dtype."""
-        return Value(lambda tensor: tensor.to(_TORCH_DTYPES[dtype]), operand)
-
-    def where(self, condition: Value, chosen: Value, other: Value) -> Value:
-        """One or the other."""
-        return Value(torch.where, condition, chosen, other)
-
-    def sum(self, operand: Value, dims: list[int]) -> Value:
-        """Over `dims`, which are gone then."""
-        return Value(lambda tensor: tensor.sum(dims), operand)
-
-    def max(self, operand: Value, dims: list[int]) -> Value:
-        """Over `dims`, which are gone then."""
-        return Value(lambda tensor: tensor.amax(dims), operand)
-
-    def broadcast(self, operand: Value, is_new: list[bool]) -> Value:
-        """With new dimensions of size 1 where `is_new`."""
-
-        def compute(tensor: Tensor) -> Tensor:
-            assert len(is_new) - sum(is_new) == tensor.ndim
-            for dim, new in enumerate(is_new):
-                tensor = tensor.unsqueeze(dim) if new else tensor
-            return tensor
-
-        return Value(compute, operand)
-
-    def broadcast_in_dim(self, operand: Value, *, shape: list[int], broadcast_dims: list[int]) -> Value:
-        """Of `shape`, the operand's dimensions being `broadcast_dims` of it."""
-
-        def compute(tensor: Tensor) -> Tensor:
-            sizes = [1] * len(shape)
-            for dim, size in zip(broadcast_dims, tensor.shape, strict=True):
-                sizes[dim] = size
-            return tensor.reshape(sizes).expand(shape)
-
-        return Value(compute, operand)
-
-    def reshape(self, operand: Value, *, new_shape: list[int]) -> Value:
-        """Of another shape."""
-        return Value(lambda tensor: tensor.reshape(new_shape), operand)
-
-    def take_along_axis(self, operand: Value, index: Value, *, dim: int) -> Value:
-        """The elements at `index` of `dim`."""
-        return Value(lambda tensor, at: tensor.gather(dim, at), operand, index)
-
-    def iota(self, length: Value, start: Value, step: Value, *, dtype: DataType) -> Value:
-        """start, start + step, …: (length,)."""
-        return Value(
-            lambda count, first, by: first + by * torch.arange(count.item(), dtype=_TORCH_DTYPES[dtype]),
-            length,
-            start,
-            step,
-        )
+        return lambda *arguments, **settings: Value(partial(compute, **settings), *arguments)

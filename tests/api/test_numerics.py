@@ -237,6 +237,21 @@ def test_a_rest_that_is_nothing():
     torch.testing.assert_close(with_rest, without)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("offset", [0.0, 1e3, 1e5])
+def test_large_offset_of_all_logits(offset, strategy, device):
+    """pytorch/pytorch#195829: lse - logit loses the digits that log(sum) - (logit - max) keeps."""
+    # Integers and an offset that float32 holds exactly: only the loss itself can lose digits.
+    case = make_case(hidden=4, device=device, bias=True, ignored=0.0)
+    with torch.no_grad():
+        for tensor in (case.x, case.weight):
+            tensor.copy_(tensor.round())
+        case.bias.fill_(offset)
+    result, exact = ours(case, options=Options(strategy=strategy)), truth(case)
+    assert error(result.loss, exact.loss) < 1e-6
+    assert error(result.gradients[0], exact.gradients[0]) < 1e-5
+
+
 def test_no_hidden_size(device):
     x = torch.zeros(4, 0, device=device, requires_grad=True)
     weight = torch.zeros(9, 0, device=device, requires_grad=True)

@@ -43,20 +43,6 @@ def test_over_two_dimensions_of_a_mesh():
     assert as_threads(8, run) == [7 / 4] * 8
 
 
-def test_where_nothing_counts():
-    case = make_case()
-    case.target[:] = -100
-
-    def run(rank):
-        num_items = count_items(case.target, group=dist.group.WORLD)
-        assert num_items == 0
-        part = Case(case.x.detach().requires_grad_(), case.weight.detach().requires_grad_(), None, case.target)
-        return ours(part, num_items=num_items)
-
-    for result in as_threads(2, run):
-        assert result.loss == 0 and not any(gradient.any() for gradient in result.gradients)
-
-
 def test_alone_it_is_the_number_of_targets():
     target = torch.tensor([[1, -100, 3], [7, 7, 0]])
     assert count_items(target) == 5 and count_items(target, ignore_index=7) == 4
