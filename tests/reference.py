@@ -302,6 +302,18 @@ def run_by(monkeypatch, plan: Plan) -> None:
     monkeypatch.setattr(calls, "_known", {})
 
 
+def captured(step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A CUDA graph of a step, which has run before, and what the step gives in it."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph):
+        return graph, step()
+
+
 def run_inside(mode: TorchDispatchMode, function, arguments, settings):
     """What a mode runs in place of an operation, to see what the operator `linear_cross_entropy` runs, too."""
     if function is not torch.ops.thunder_flce.linear_cross_entropy.default:

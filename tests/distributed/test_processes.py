@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 from divided import joined, of_mesh, of_rank, part_of, parts
 from ranks import GPUS, as_processes
-from reference import Case, Result, assert_close_to_truth, composed, make_case
+from reference import Case, Result, assert_close_to_truth, captured, composed, make_case
 from thunder_flce import Options, linear_cross_entropy
 from thunder_flce.options import STRATEGIES
 from thunder_flce.vocab_parallel import CHECK_EVERY_CALL
@@ -94,19 +94,11 @@ def _captured(rank: int) -> list[bool]:
         loss = linear_cross_entropy(part.x, part.weight, part.target, vocab_parallel=dist.group.WORLD, options=options)
         return loss, *torch.autograd.grad(loss, (part.x, part.weight))
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, results = captured(step)
     with torch.no_grad():
         part.x.mul_(-2)
     graph.replay()
-    return [torch.equal(*pair) for pair in zip(captured, step(), strict=True)]
+    return [torch.equal(*pair) for pair in zip(results, step(), strict=True)]
 
 
 @pytest.mark.parametrize("device", DEVICES[1:])

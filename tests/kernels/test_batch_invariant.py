@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from reference import error
+from test_matmul import StandIn, take_for_cublaslt
 from test_plan import H200
 from test_plan import call as a_call
 from thunder_flce import Options, linear_cross_entropy, linear_kl_divergence
 from thunder_flce.device import Device
 from thunder_flce.engine.choose import choose
 from thunder_flce.engine.matmul import algorithms, cublaslt
-from thunder_flce.engine.matmul.cublaslt import Matmul, Signature, StoredMatrix
+from thunder_flce.engine.matmul.cublaslt import Matmul
 from thunder_flce.operation.call import Spec
 from thunder_flce.operation.divergence import KINDS
 from thunder_flce.options import STRATEGIES
@@ -173,37 +174,28 @@ def test_divergences(batch, kind):
 # The comparison at the first use on a device, of a library that is not there.
 
 
-class StandIn:
+class OtherBits(StandIn):
     """In place of cuBLASLt: an algorithm that adds in another order for some numbers of rows."""
 
     candidates = ("algorithm",)
-    ran: list[int] = []
     others: tuple[int, ...] = ()
 
-    def __init__(self, signature):
-        pass
-
     def run(self, matmul, algorithm, *, alpha=1.0):
-        rows = matmul.out.shape[0]
-        self.ran.append(rows)
-        result = matmul.a.double() @ matmul.b.double()
-        matmul.out.copy_(result * (1 + 2**-6) if rows in self.others else result)
+        super().run(matmul, algorithm, alpha=alpha)
+        if matmul.out.shape[0] in self.others:
+            matmul.out.mul_(1 + 2**-6)
         return True
 
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    def signature(call):
-        stored = [StoredMatrix.of(m.shape, m.stride(), m.element_size()) for m in (call.out, call.a, call.b)]
-        return Signature(0, call.a.dtype, call.out.dtype, *stored, call.bias is not None)
-
+    take_for_cublaslt(OtherBits, monkeypatch)
     for module, name, value in (
-        (algorithms, "_descriptor", StandIn), (algorithms, "_are_invariant", {}), (Signature, "of", signature),
-        (cublaslt, "loaded", lambda: True), (torch.cuda, "get_device_name", lambda device: "a GPU"),
-        (torch.cuda, "is_current_stream_capturing", lambda: False), (StandIn, "ran", []),
+        (algorithms, "_are_invariant", {}), (cublaslt, "loaded", lambda: True),
+        (torch.cuda, "get_device_name", lambda device: "a GPU"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)
-    return StandIn
+    return OtherBits
 
 
 def _logits(tokens, hidden=16, columns=24, dtype=torch.bfloat16):

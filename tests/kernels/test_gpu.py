@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import thunder_flce
-from reference import assert_as_exact_as_eager, error, make_case, ours, truth
+from reference import assert_as_exact_as_eager, captured, error, make_case, ours, truth
 from thunder_flce import Options, calls, linear_cross_entropy
 from thunder_flce.backend import compile_graph
 from thunder_flce.bench.shapes import Inputs, Shape
@@ -179,14 +179,7 @@ def test_cuda_graph(ranks, rows, dtype, strategy, reduction):
     def step():
         return ours(held, grad, options=options, reduction=reduction)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, result = captured(step)
     for case in (cases[1], cases[0]):
         case.weight.requires_grad_(not ranks)
         with torch.no_grad():
@@ -194,8 +187,8 @@ def test_cuda_graph(ranks, rows, dtype, strategy, reduction):
                 target.copy_(source)
         graph.replay()
         exact = truth(case, grad, reduction=reduction)
-        assert error(captured.loss, exact.loss) < (1e-5 if dtype == torch.float32 else 1e-3)
-        for got, right in zip(captured.gradients, exact.gradients, strict=True):
+        assert error(result.loss, exact.loss) < (1e-5 if dtype == torch.float32 else 1e-3)
+        for got, right in zip(result.gradients, exact.gradients, strict=True):
             assert error(got, right) < (1e-5 if dtype == torch.float32 else 5e-3)
 
 
@@ -209,17 +202,9 @@ def test_cuda_graph_of_each_backend(backend):
     def step():
         return ours(case, options=options, **settings)
 
-    for _ in range(2):
-        expected = step()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    results = [captured.loss, *captured.outputs, *captured.gradients]
+    expected = step()
+    graph, result = captured(step)
+    results = [result.loss, *result.outputs, *result.gradients]
     with torch.no_grad():
         for tensor in results:
             tensor.fill_(float("nan"))

@@ -183,24 +183,30 @@ class StandIn:
         return True
 
 
-@pytest.fixture
-def stand_in(fresh, monkeypatch):
-    """Tuning on a CPU; gives the list of what ran: (algorithm, accumulate)."""
+def take_for_cublaslt(stand_in: type[StandIn], monkeypatch) -> None:
+    """Also on a CPU."""
 
     def signature(call):
         stored = [StoredMatrix.of(m.shape, m.stride(), m.element_size()) for m in (call.out, call.a, call.b)]
         return Signature(0, call.a.dtype, call.out.dtype, *stored, call.bias is not None)
+
+    monkeypatch.setattr(algorithms, "_descriptor", lru_cache(stand_in))
+    monkeypatch.setattr(Signature, "of", signature)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(StandIn, "ran", [], raising=False)
+
+
+@pytest.fixture
+def stand_in(fresh, monkeypatch):
+    """Tuning on a CPU; gives the list of what ran: (algorithm, accumulate)."""
 
     def seconds(runs):
         for run in runs:
             run()
         return [1.0 if run.args[1] == "slow" else 0.5 for run in runs]
 
-    monkeypatch.setattr(algorithms, "_descriptor", lru_cache(StandIn))
     monkeypatch.setattr(algorithms, "_seconds", seconds)
-    monkeypatch.setattr(Signature, "of", signature)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(StandIn, "ran", [], raising=False)
+    take_for_cublaslt(StandIn, monkeypatch)
     return StandIn.ran
 
 
