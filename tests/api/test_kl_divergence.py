@@ -1,10 +1,13 @@
 """`linear_kl_divergence` against eager PyTorch in float64."""
 
+from functools import partial
+
 import pytest
 import thunder
 import torch
 import torch.nn.functional as F
 
+from problems import chooser, named
 from reference import error
 from thunder_flce import Options, linear_kl_divergence
 from thunder_flce.operation.divergence import KINDS
@@ -48,51 +51,40 @@ def composed(
     return of_rows.sum() / (valid.sum() if reduction == "mean" else 1)
 
 
-WAYS = {
-    "eager": {},
-    "chunks": {"options": Options(chunk_rows=5)},
-    "computed": {"options": Options(chunk_rows=4, ignored_rows="compute")},
-    "budget": {"options": Options(memory_budget=1)},
-    "expected": {"options": Options(expected_gradient=0.3)},
-    "torch.compile": {},
-}
+OPTIONS = (
+    None, Options(chunk_rows=5), Options(chunk_rows=4, ignored_rows="compute"), Options(memory_budget=1),
+    Options(expected_gradient=0.3),
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("divergence", KINDS)
-@pytest.mark.parametrize("way", WAYS)
-def test_function(way, divergence, reduction):
-    *tensors, target = operands()
-    settings = {"divergence": divergence, "reduction": reduction, "beta": 0.3, "temperature": 1.7}
-    for targets in (target, None):
-        call = lambda *a: linear_kl_divergence(*a, **settings, **WAYS[way])  # noqa: E731
-        if way == "torch.compile":
-            call = torch.compile(call, backend="aot_eager", fullgraph=True)
-        loss, right = call(*tensors, targets), composed(*tensors, targets, **settings)
-        torch.testing.assert_close(loss, right)
-        upstream = torch.randn_like(right)
-        got, right = (torch.autograd.grad(of, tensors[:2], upstream) for of in (loss, right))
-        torch.testing.assert_close(got, right)
-
-
-@pytest.mark.parametrize("needed", [(True, False), (False, True), (False, False)])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_frozen(needed, reduction):
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "torch.compile"])
+def test_any_call(is_compiled):
     """What needs no gradient gets none, and the teacher's weight none even if it requires one."""
-    *tensors, target = operands()
-    tensors = [
-        tensor.detach().requires_grad_(is_needed) for tensor, is_needed in zip(tensors[:3], needed, strict=False)
-    ]
-    tensors += [*operands()[2:3], torch.nn.Parameter(operands()[3])]
-    loss, right = (f(*tensors, target, reduction=reduction) for f in (linear_kl_divergence, composed))
-    torch.testing.assert_close(loss, right)
-    assert loss.requires_grad == any(needed)
-    if any(needed):
-        needing = [tensor for tensor, is_needed in zip(tensors, needed, strict=False) if is_needed]
-        expected = torch.autograd.grad(right.sum(), needing)
-        loss.sum().backward()
-        assert [tensor.grad is not None for tensor in tensors] == [*needed, False, False]
-        torch.testing.assert_close([tensor.grad for tensor in needing], list(expected))
+    for number in range(25 if is_compiled else 150):
+        one_of, (*tensors, target) = chooser(number), operands()
+        settings = {"reduction": one_of("mean", "sum", "none"), "divergence": one_of(*KINDS)}
+        settings |= {"beta": one_of(0.5, 0.3), "temperature": one_of(1.0, 1.7), "ignore_index": one_of(-100, 0)}
+        options, needed = one_of(*OPTIONS), one_of((True, True), (True, False), (False, True), (False, False))
+        for tensor, is_needed in zip(tensors[:2], needed, strict=True):
+            tensor.requires_grad_(is_needed)
+        tensors[3] = torch.nn.Parameter(tensors[3])
+        target = one_of(target, target, None)
+        if target is not None and settings["ignore_index"] == 0:
+            target = target.clamp(min=0)
+        call = partial(linear_kl_divergence, options=options, **settings)
+        if is_compiled:
+            torch._dynamo.reset()
+            call = torch.compile(call, backend="aot_eager", fullgraph=True)
+        with named((number, settings, options, needed, target is None)):
+            loss, right = call(*tensors, target), composed(*tensors, target, **settings)
+            torch.testing.assert_close(loss, right)
+            assert loss.requires_grad == any(needed)
+            needing, upstream = [each for each in tensors[:2] if each.requires_grad], torch.randn_like(right)
+            if needing:
+                got, right = (torch.autograd.grad(of, needing, upstream, retain_graph=True) for of in (loss, right))
+                torch.testing.assert_close(got, right)
+                loss.backward(upstream)
+                assert [tensor.grad is not None for tensor in tensors] == [*needed, False, False]
 
 
 @pytest.mark.parametrize("divergence", KINDS)
@@ -171,11 +163,6 @@ def _changed(position, change):
 def test_bad_input(change, settings, kind, message):
     with pytest.raises(kind, match=message):
         linear_kl_divergence(*change(operands()), **settings)
-
-
-def test_nothing_is_ignored_without_targets():
-    given = operands()[:4]
-    assert torch.equal(linear_kl_divergence(*given, ignore_index=0), linear_kl_divergence(*given))
 
 
 def test_inside_thunder():

@@ -29,7 +29,6 @@ import tiny  # noqa: E402
 
 B16 = torch.bfloat16
 VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
-needs_peft = pytest.mark.skipif(not find_spec("peft"), reason="needs peft")
 needs_trl = pytest.mark.skipif(not find_spec("trl"), reason="needs TRL")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -112,26 +111,62 @@ def assert_fused(trainer):
     assert len(report) == len(strategies)
 
 
-SETTINGS = {
-    "lengths": ({}, 1e-4),
-    "bf16": ({"bf16": True}, 2e-2),
-    "label smoothing": ({"label_smoothing_factor": 0.1}, 1e-4),
-    "gradient checkpointing": ({"gradient_checkpointing": True}, 1e-4),
-}
+def accuracy(results):
+    predicted, labels = results.predictions.argmax(-1)[:, :-1], results.label_ids[:, 1:]
+    return {"accuracy": (predicted == labels)[labels != -100].mean()}
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+def shifted_by_one(outputs, labels, num_items_in_batch=None):
+    logits = outputs.logits[:, :-1].flatten(0, 1)
+    return F.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch + 1
+
+
+def with_adapter(of_model=None, **of_adapter):
+    """Makes a model of PEFT."""
+
+    def make():
+        peft, made = pytest.importorskip("peft"), tiny.model(**(of_model or {}))
+        torch.manual_seed(1)
+        config = peft.LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **of_adapter)
+        return peft.get_peft_model(made, config)
+
+    return make
+
+
+CHECKPOINTS = {"gradient_checkpointing": True}
+WITHOUT_REENTRY = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
+TRAINED_HEAD = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+OLDER = pytest.mark.skipif(VERSION < (5, 23), reason="older ones break the graph around it")
+RUNS = {
+    "lengths": {},
+    "bf16": {"settings": {"bf16": True}},
+    "label smoothing": {"settings": {"label_smoothing_factor": 0.1}},
+    "gradient checkpointing": {"settings": CHECKPOINTS, "model": tiny.model},
+    "predictions and metrics": {"settings": {"max_steps": 1}, "compute_metrics": accuracy},
+    "loss function": {"settings": {"max_steps": 2}, "compute_loss_func": shifted_by_one},
+    "adapter of the head": {
+        "settings": {"label_smoothing_factor": 0.1}, "model": with_adapter(target_modules=["q_proj", "lm_head"]),
+    },
+    "trained head": {"model": with_adapter(**TRAINED_HEAD)},
+    "tied head": {"model": with_adapter({"tie_word_embeddings": True}, **TRAINED_HEAD)},
+    "frozen head": {"settings": CHECKPOINTS | WITHOUT_REENTRY, "model": with_adapter(target_modules=["q_proj"])},
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*tie_word_embeddings")
+@pytest.mark.parametrize("name", [pytest.param(name, marks=OLDER if "function" in name else ()) for name in RUNS])
 def test_trainer(name, tmp_path):
-    settings, rtol = SETTINGS[name]
-
-    def model():
-        return tiny.model(num_hidden_layers=int(name == "gradient checkpointing"))
-
-    expected = train(transformers.Trainer, tmp_path, model=model(), settings=settings)
-    ours = train(OurTrainer, tmp_path, model=model(), settings=settings)
-    assert_same(expected, ours, rtol)
-    assert_fused(ours)
+    run = dict(RUNS[name])
+    make = run.pop("model", partial(tiny.model, num_hidden_layers=0))
+    expected, ours = (train(each, tmp_path, model=make(), **run) for each in (transformers.Trainer, OurTrainer))
+    assert_same(expected, ours, 2e-2 if name == "bf16" else 1e-4)
     assert ours.model.config.to_dict() == expected.model.config.to_dict()
+    if "metrics" not in name:
+        assert_fused(ours)
+        return
+    assert "eval_accuracy" in ours.state.log_history[-1]
+    found, right = (torch.tensor(each.predict(tiny.rows(4)).predictions) for each in (ours, expected))
+    torch.testing.assert_close(found, right)
 
 
 ON_RANKS = {"lengths": {}, "all": {"bf16": True, "label_smoothing_factor": 0.1, "gradient_checkpointing": True}}
@@ -266,45 +301,12 @@ def test_data_parallel(tmp_path):
     torch.testing.assert_close(loss, trainer.model(**inputs).loss)
 
 
-def test_predictions_and_metrics(tmp_path):
-    """They need the logits."""
-
-    def accuracy(results):
-        predicted, labels = results.predictions.argmax(-1)[:, :-1], results.label_ids[:, 1:]
-        return {"accuracy": (predicted == labels)[labels != -100].mean()}
-
-    expected, ours = (
-        train(each, tmp_path, settings={"max_steps": 1, "gradient_accumulation_steps": 1}, compute_metrics=accuracy)
-        for each in (transformers.Trainer, OurTrainer)
-    )
-    assert_same(expected, ours)
-    assert "eval_accuracy" in ours.state.log_history[-1]
-    rows = tiny.rows(4)
-    torch.testing.assert_close(
-        torch.tensor(ours.predict(rows).predictions), torch.tensor(expected.predict(rows).predictions)
-    )
-
-
 def test_resumes(tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 2}
     rows = [{"input_ids": row["input_ids"][:4]} for row in tiny.rows(16)]
     whole = train(OurTrainer, tmp_path, settings=settings, rows=rows)
     resumed = train(OurTrainer, tmp_path, settings=settings, rows=rows, resume=str(tmp_path / "checkpoint-2"))
     assert_same(whole, resumed)
-
-
-@pytest.mark.skipif(VERSION < (5, 23), reason="older ones break the graph around it")
-def test_loss_function_of_the_user(tmp_path):
-    def loss(outputs, labels, num_items_in_batch=None):
-        logits = outputs.logits[:, :-1].flatten(0, 1)
-        return F.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch + 1
-
-    expected, ours = (
-        train(each, tmp_path, compute_loss_func=loss, settings={"max_steps": 2})
-        for each in (transformers.Trainer, OurTrainer)
-    )
-    assert_same(expected, ours)
-    assert_fused(ours)
 
 
 def test_batches_without_labels(tmp_path):
@@ -319,50 +321,17 @@ def test_batches_without_labels(tmp_path):
         trainer.train()
 
 
-def test_the_mixin_with_trl(tmp_path):
-    of_trl = type("SFTTrainer", (transformers.Trainer,), {"__module__": "trl.trainer.sft_trainer"})
-    ours = type("MyTrainer", (thunder_flce.LossTrainerMixin, of_trl), {})
-    with pytest.raises(TypeError, match=r"MyTrainer has LossTrainerMixin, but TRL .*replace_trl_head\(\)"):
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ({"__module__": "trl.trainer.sft_trainer"}, r"MyTrainer has LossTrainerMixin, but TRL .*replace_trl_head\(\)"),
+        ({"compute_loss": lambda *_: None}, "MyTrainer has LossTrainerMixin before a compute_loss of its own"),
+    ],
+)
+def test_trainers_that_the_mixin_does_not_fit(members, message, tmp_path):
+    ours = type("MyTrainer", (thunder_flce.LossTrainerMixin, type("Its", (transformers.Trainer,), members)), {})
+    with pytest.raises(TypeError, match=message):
         ours(model=tiny.model(num_hidden_layers=0), args=arguments(tmp_path))
-
-
-def test_the_mixin_with_a_loss_of_its_own(tmp_path):
-    own = type("Own", (transformers.Trainer,), {"compute_loss": lambda self, model, inputs, **_: model(**inputs).loss})
-    ours = type("MyTrainer", (thunder_flce.LossTrainerMixin, own), {})
-    with pytest.raises(TypeError, match="MyTrainer has LossTrainerMixin before a compute_loss of its own"):
-        ours(model=tiny.model(num_hidden_layers=0), args=arguments(tmp_path))
-
-
-ADAPTERS = {
-    "of the head": ({}, {"target_modules": ["q_proj", "lm_head"]}),
-    "trained head": ({}, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
-    "tied head": ({"tie_word_embeddings": True}, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
-    "frozen head": ({}, {"target_modules": ["q_proj"]}),
-}
-
-
-@needs_peft
-@pytest.mark.filterwarnings("ignore:.*tie_word_embeddings")
-@pytest.mark.parametrize("name", ADAPTERS)
-def test_peft(name, tmp_path):
-    from peft import LoraConfig, get_peft_model
-
-    of_model, of_adapter = ADAPTERS[name]
-
-    def model():
-        made = tiny.model(**of_model)
-        torch.manual_seed(1)
-        return get_peft_model(made, LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **of_adapter))
-
-    settings = {
-        "of the head": {"label_smoothing_factor": 0.1},
-        "frozen head": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
-    }.get(name)
-    expected, ours = (
-        train(each, tmp_path, model=model(), settings=settings) for each in (transformers.Trainer, OurTrainer)
-    )
-    assert_same(expected, ours)
-    assert_fused(ours)
 
 
 def test_reentrant_checkpoints_of_a_frozen_trunk(tmp_path):
