@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 import thunder_flce
-from poison import poison_memory
 from divided import BOTH, divided, on_a_mesh
+from poison import poison_memory
 from problems import DIFFERENTIABLE_OUTPUTS, Problem, chooser, drawn_problem, named
 from reference import Case, Result, assert_close_to_truth, differentiate, ours
 from thunder_flce import LinearCrossEntropyLoss, Options, linear_cross_entropy
