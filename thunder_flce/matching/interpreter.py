@@ -198,8 +198,7 @@ class Interpreter:
 
     def _is_view_of_written(self, op: Op) -> bool:
         """Whether the result shares memory with a number of each row, and one of them is changed in place."""
-        is_view = any(each.shares_memory(op.output) for each in op.operands)
-        return is_view and any(each.shares_memory(op.output) for each in self._written)
+        return any(each.shares_memory(op.output) for each in op.operands) and self.is_written(op.output)
 
     def _forget(self, op: Op) -> None:
         """After a change in place that is not described, a number of each row is no longer what it was."""
@@ -277,6 +276,10 @@ class Interpreter:
         if op is not None and op.name in LINEARS and (is_loss or _may_be_head(op)):
             return NotFused(Reason.ANOTHER_PRODUCT, f"by {op.name}{_at(op)}")
         return NotFused(Reason.NO_LINEAR)
+
+    def is_written(self, tensor: Tensor) -> bool:
+        """Whether an operation changes it in place, or what shares its memory."""
+        return any(each.shares_memory(tensor) for each in self._written)
 
     # What rules ask.
 

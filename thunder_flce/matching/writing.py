@@ -428,7 +428,10 @@ class _Writing:
             found = self._call(torch.detach, found)
         if not same_shape(found.shape, program.shape):
             found = self._call(torch.reshape, found, program.shape)
-        return found if found.dtype == program.dtype else self._call(torch.Tensor.to, found, program.dtype)
+        if found.dtype != program.dtype:
+            found = self._call(torch.Tensor.to, found, program.dtype)
+        # Others may be given the same tensor, and the operator's backward may read it.
+        return self._call(torch.clone, found) if self._known.is_written(program) else found
 
     # The upstream gradient.
 
