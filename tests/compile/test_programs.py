@@ -6,6 +6,7 @@ fine-tuning and reinforcement learning, and what only looks like a loss. `h` (B,
 torch.compile, and through thunder where it has something that thunder's traces have in another way.
 """
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -1012,6 +1013,45 @@ def value_loss_after_all_terms(h, w, y, a, m):
     return policy - 0.01 * entropies(h, w).mean() + 0.1 * value
 
 
+@expect(IN_FORWARD, thunder=True)
+def joined_with_constants(h, w, y, a, m):
+    """Summands without a gradient count, too."""
+    x = log_probs(h, w, y)
+    return (torch.cat([x, x.detach(), (2 * x).detach()]) * m.repeat(3, 1)).sum() + torch.stack([x.detach(), x]).mean()
+
+
+@expect(IN_FORWARD)
+def losses_joined_with_constants(h, w, y, a, m):
+    x = losses(h, w, y)
+    return torch.cat([x.flip(0), x.detach(), x.detach().square()]).mean()
+
+
+@expect(IN_FORWARD, thunder=True)
+def factors_of_a_sum_that_is_logged(h, w, y, a, m):
+    loss = (log_probs(h, w, y) * m).sum()
+    return -0.5 * loss / m.sum(), loss.detach()
+
+
+@expect(IN_FORWARD)
+def numbers_that_nothing_needs(h, w, y, a, m):
+    """Dynamo leaves what was computed of log-probabilities in its graph."""
+    x = log_probs(h, w, y)
+    of_sequences = x.cumsum(-1)
+    of_sequences.sum()
+    policy = (x * a).sum()
+    (x.exp() * m).view(of_sequences.shape)
+    return policy - (x.exp() * m).mean(), policy.detach()
+
+
+@expect(FUSED)
+def copies_changed_in_place(h, w, y, a, m):
+    """Each copy of a number of each row is memory of its own."""
+    x, entropy = log_probs(h, w, y), entropies(h, w)
+    first, second, third = x.clone().mul_(2), x.detach().clone().add_(1), entropy.clone()
+    third *= 3
+    return first.sum() + entropy.mean() + third.cumsum(-1).sum(), second, x.detach(), entropy.detach()
+
+
 # Heads that are written as other products.
 
 
@@ -1323,6 +1363,57 @@ def test_by_torch_compile(program, outcome):
     check(program, outcome, compiled, (12, 10, 14, 11) if outcome == IN_FORWARD else (6,))
     # At the first length and, once more, at all others; numbers of chunks are others.
     assert len(thunder_flce.explain(compiled)) <= (4 if program in (losses_of_chunks, chunks_backwards) else 2)
+
+
+def random_sum(seed: int) -> Callable:
+    """Sums, with weights and without, of numbers that are computed token by token, some of them logged."""
+    draw = random.Random(seed)
+    names = [draw.choice(("detach", "mask", "exp", "add", "mul", "min", "sub", "in place")) for _ in range(4)]
+    of_tokens = [(draw.randrange(8), draw.randrange(8), name) for name in names]
+    of_scalars = [(draw.randrange(8), draw.randrange(8), draw.randrange(6)) for _ in range(draw.randrange(1, 5))]
+    first, last, kinds = draw.randrange(4), draw.randrange(12), [draw.randrange(4) for _ in of_scalars]
+
+    def program(h, w, y, a, m):
+        logits = F.linear(h, w)
+        x = logits.log_softmax(-1)
+        tokens = [x.gather(-1, y[..., None]).squeeze(-1), -(x.exp() * x).sum(-1), logits.logsumexp(-1)]
+        tokens.append(F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none").view(B, -1))
+        tokens = tokens[first:]
+        for one, two, name in of_tokens:
+            t, u = tokens[one % len(tokens)], tokens[two % len(tokens)]
+            made = {
+                "detach": t.detach, "mask": lambda t=t: t * m, "exp": lambda t=t: (t * 0.1).exp(),
+                "add": lambda t=t, u=u: t + u, "mul": lambda t=t, u=u: t * u, "sub": lambda t=t: t - a,
+                "min": lambda t=t: torch.min(t * a, a), "in place": lambda t=t: t.clone().mul_(2),
+            }  # fmt: skip
+            tokens.append(made[name]())
+        loss = tokens[-1].mean()
+        scalar = F.cross_entropy(logits.flatten(0, 1), y.flatten())
+        for (one, two, kind), sign in zip(of_scalars, kinds, strict=True):
+            t, u = tokens[one % len(tokens)], tokens[two % len(tokens)]
+            sums = (
+                lambda t=t: (t * m).sum() / m.sum(),
+                lambda t=t, u=u: torch.cat([t, u]).sum(),
+                lambda t=t, u=u: torch.stack([t, u.detach()]).mean(),
+                lambda t=t: ((t * m).cumsum(-1) * 2).sum(),
+                lambda t=t: (t * m).sum(-1).sin().sum(),
+                lambda scalar=scalar: scalar,
+            )
+            scalar = sums[kind]()
+            loss = (loss + scalar, loss - 0.1 * scalar, scalar + loss, loss + scalar.detach())[sign]
+        loss = (loss, loss * 0.5, loss + h.square().mean())[last % 3]
+        return loss, *((), (tokens[-1].detach(),), (scalar.detach(),), (tokens[0].detach(), loss.detach()))[last // 3]
+
+    return program
+
+
+@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.filterwarnings("ignore")
+def test_random_sums(seed):
+    # All of them have one code, and Dynamo gives that up after a few compilations.
+    torch._dynamo.reset()
+    program = random_sum(seed)
+    check(program, ANY, compiled_by("torch.compile", program), (6,))
 
 
 def _focal(h, w, y, m):

@@ -53,7 +53,7 @@ def write_regions(gm: GraphModule, regions: Sequence[Region], known: Interpreter
             graph.replace(results)
             decisions.append(decision)
     kept = {item for item in order if isinstance(item, Op)}
-    graph.erase([op for op in known.program.ops if op not in kept])
+    graph.erase([op for op in known.program.all_ops if op not in kept])
     gm.graph.lint()
     return decisions
 

@@ -5,7 +5,7 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -126,7 +126,9 @@ class Program:
     """All operations in order, the tensors that are returned, and which tensors have equal values."""
 
     def __init__(self, ops: Iterable[Op], results: Sequence[Tensor]):
-        self.ops = _live(ops, results)
+        self.all_ops = list(ops)
+        """With those that nothing needs, such as one whose result was read for its shape alone"""
+        self.ops = live(self.all_ops, set(results))
         self.results = list(results)
         for position, op in enumerate(self.ops):
             op.position = position
@@ -182,11 +184,21 @@ class Program:
             self._number_of[out] = self._numbers[of_out]
 
 
-def _live(ops: Iterable[Op], results: Sequence[Tensor]) -> list[Op]:
-    """Without operations that nothing needs, such as one whose result was read for its shape alone."""
-    needed, kept = set(results), []
-    for op in reversed(list(ops)):
-        if op.writes or not op.outs or not needed.isdisjoint(op.outs):
+def live(
+    ops: Sequence[Op], needed: set[Tensor], *, given: Container[Tensor] = (), dropped: Container[Op] = ()
+) -> list[Op]:
+    """Without operations that nothing needs.
+
+    Args:
+        ops: in order.
+        needed: the tensors that are; those that the operations read are added.
+        given: tensors that something else computes.
+        dropped: changes in place that something else makes.
+    """
+    kept = []
+    for op in reversed(ops):
+        changes = (op.writes or not op.outs) and op not in dropped
+        if changes or any(out in needed and out not in given for out in op.outs):
             needed.update(op.operands)
             kept.append(op)
     return kept[::-1]

@@ -15,7 +15,7 @@ from thunder_flce.engine.plan import GRADIENTS_IN_FORWARD
 from thunder_flce.matching.algebra import Argmax, Labels, Logits, Row, value
 from thunder_flce.matching.decisions import PLURALS, Decision, NotFused, Reason
 from thunder_flce.matching.interpreter import Interpreter, Result, is_head
-from thunder_flce.matching.program import Op, Program, Tensor, hint, keeps_elements, same_shape
+from thunder_flce.matching.program import Op, Program, Tensor, hint, keeps_elements, live, same_shape
 from thunder_flce.matching.rules import has_float_factors
 from thunder_flce.matching.sums import NotASum, Tokens, TokenSum, find_sum
 from thunder_flce.operation.loss import NOTHING_IGNORED
@@ -360,9 +360,11 @@ def ordered(regions: Sequence[Region], known: Interpreter) -> tuple[list[Op | Re
     A region gives all its results at once, in the place of the first. What uses one before moves behind it. Operations
     whose results nothing needs any more are left out.
     """
-    given = {tensor: region for region in regions for tensor in region.gives}
-    items = _needed(regions, known, given)
-    missing = set(given)
+    missing = {tensor for region in regions for tensor in region.gives}
+    needed = {*known.program.results, *(tensor for region in regions for tensor in region.read_at)}
+    ops = live(known.program.ops, needed, given=frozenset(missing), dropped=dropped_writes(regions, known))
+    items: list[Op | Region] = [*regions, *ops]
+    items.sort(key=lambda item: (item if isinstance(item, Op) else item.place).position)
     # A region may stand before what it reads, where its parts are far from each other.
     missing |= {out for item in items if isinstance(item, Op) for out in item.outs}
     order: list[Op | Region] = []
@@ -379,28 +381,6 @@ def ordered(regions: Sequence[Region], known: Interpreter) -> tuple[list[Op | Re
             order.append(ready)
             missing.difference_update(ready.gives if isinstance(ready, Region) else ready.outs)
     return order, [each for each in waiting if isinstance(each, Region)]
-
-
-def _needed(regions: Sequence[Region], known: Interpreter, given: dict[Tensor, Region]) -> list[Op | Region]:
-    """The operations that are still needed, and the regions, in order."""
-    needed = set(known.program.results)
-    for region in regions:
-        needed.update(region.read_at)
-    dropped = dropped_writes(regions, known)
-    at: dict[Op, list[Region]] = {}
-    for region in regions:
-        at.setdefault(region.place, []).append(region)
-    kept: list[Op | Region] = []
-    for op in reversed(known.program.ops):
-        outs = op.outs
-        is_wanted = (
-            any(out in needed and out not in given for out in outs) or (op.writes or not outs) and op not in dropped
-        )
-        if is_wanted:
-            needed.update(op.operands)
-            kept.append(op)
-        kept += reversed(at.get(op, ()))
-    return kept[::-1]
 
 
 def dropped_writes(regions: Sequence[Region], known: Interpreter) -> set[Op]:

@@ -11,7 +11,7 @@ Of the linear part, only that each operation is linear has to be known. The weig
 writes the graph asks autograd for.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -31,6 +31,7 @@ from thunder_flce.matching.program import (
     has_elements,
     is_number,
     keeps_elements,
+    live,
     same,
     same_shape,
     tensors_in,
@@ -111,7 +112,7 @@ class TokenSum:
         """The sign of each set of rows and the label smoothing of all, where every summand has a `Result.as_loss`."""
         signs, smoothings = list[int](), set[Fraction]()
         for rows, tokens in enumerate(self.tokens):
-            of_sources = {tokens.own[each.tensor]: each.as_loss for each in tokens.results}
+            of_sources = {tokens.own[each.tensor]: each.as_loss for each in tokens.results if each.tensor.needs_grad}
             losses = {of_sources.get(summand.handle) for summand in self.of_rows(rows)}
             if len(losses) != 1 or (loss := losses.pop()) is None:
                 return None
@@ -147,35 +148,41 @@ class TokenSum:
 
 
 def find_sum(of_rows: Sequence[Tokens], known: Interpreter) -> TokenSum:
-    """The scalar through which alone gradients reach the sources of some sets of rows.
+    """The scalar through which alone gradients reach the sources of some sets of rows, with the factors behind it.
 
     Raises:
         NotASum: where gradients reach the sources in another way, too, or tokens are mixed.
     """
-    search = _Search(of_rows, known)
-    for op in known.program.ops:
-        if search.add(op):
-            return search.finished(op)
-    search.check_results()
-    raise NotASum("they do not become one sum")
+    search, found = _Search(of_rows, known), None
+    for place in search.scalars():
+        try:
+            total = search.sum_at(place)
+        except NotASum:
+            if found is None:
+                raise
+            break
+        if found is not None and found.kept != total.kept:
+            break  # It is needed without the factor, too.
+        found = total
+    if found is None:
+        raise NotASum(search.leak(None) or "they do not become one sum")
+    return found
 
 
 class _Search:
-    """Follows the program from the sources on."""
+    """What a program computes of the sources: forwards, token by token; and backwards from a scalar, what is linear."""
 
     def __init__(self, of_rows: Sequence[Tokens], known: Interpreter):
         self._known, self._program, self._of_rows = known, known.program, of_rows
         self._sources = {each.tensor: rows for rows, tokens in enumerate(of_rows) for each in tokens.results}
         self._tokens: dict[Tensor, tuple[int, Handle]] = {}
         """What is computed token by token: of which rows, and what it is in their recorder"""
-        self._sums: set[Tensor] = set()
-        """What is linear in numbers of tokens"""
+        self._problems: dict[Tensor, NotASum] = {}
+        """Why other tensors are not"""
         self._dependent = set(self._sources)
         self._with_grad = {each for each in self._sources if each.needs_grad}
-        self._linear: list[Op] = []
-        self._passed: set[Op] = set()
+        """What gradients come back from to the sources"""
         self._writes: set[Op] = set()
-        self._upstream = _with_upstream_gradients(known)
         for rows, tokens in enumerate(of_rows):
             for result in tokens.results:
                 handle = _recorded(result, tokens)
@@ -183,66 +190,112 @@ class _Search:
                     handle = tokens.recorder.detached(handle)
                 if result.reduction == "none":
                     self._tokens[result.tensor] = rows, handle
-                else:
-                    self._sums.add(result.tensor)
                 tokens.own[result.tensor] = handle
+        for op in self._program.ops:
+            self._follow(op)
 
-    def add(self, op: Op) -> bool:
-        """Follows one operation; returns whether it is the sum that all gradients come from."""
-        outs = op.outs
-        if any(out in self._sources for out in outs):
-            return len(outs) == 1 and self._is_place(outs[0])
-        operands = [each for each in dict.fromkeys(op.operands) if each in self._dependent]
-        if not operands or all(out in self._known.values for out in outs) and outs:
-            return False
-        has_grad = any(each in self._with_grad for each in operands) and self._passes_grad(op)
-        try:
-            self._follow(op, operands, has_grad)
-        except NotOfTokens as problem:
-            if has_grad:
-                raise NotASum(f"{problem}{_line(op)} is no operation on single tokens") from problem
-        except NotASum:
-            if has_grad:
-                raise
+    def _operands(self, op: Op) -> list[Tensor]:
+        return [each for each in dict.fromkeys(op.operands) if each in self._dependent]
+
+    def _follow(self, op: Op) -> None:
+        """Finds out whether the result of an operation is computed token by token."""
+        operands, outs, known = self._operands(op), op.outs, self._known
+        # What is described is computed from the logits, and a source, or another region's, where it is needed.
+        if not operands or (outs and all(out in known.values and not known.begins(out) for out in outs)):
+            return
         self._dependent.update(outs)
-        self._passed.add(op)
-        if has_grad:
+        if any(each in self._with_grad for each in operands):
             self._with_grad.update(out for out in outs if out.needs_grad)
-        return has_grad and len(outs) == 1 and self._is_place(outs[0])
+        if len(outs) != 1 or outs[0] in self._sources or not all(each in self._tokens for each in operands):
+            return
+        rows = {self._tokens[each][0] for each in operands}
+        number = rows.pop()
+        if rows or op.name in ("sum", "mean") or not same(outs[0].numel, self._of_rows[number].count):
+            return
+        try:
+            self._tokens[outs[0]] = number, self._written(op, number, outs[0] in self._with_grad)
+        except NotOfTokens as problem:
+            self._problems[outs[0]] = NotASum(f"{problem}{_line(op)} is no operation on single tokens")
+        except NotASum as problem:
+            self._problems[outs[0]] = problem
 
-    def _is_place(self, out: Tensor) -> bool:
-        return out in self._sums and out in self._with_grad and out.ndim == 0 and self._is_closed(out)
+    def scalars(self) -> Iterator[Tensor]:
+        """The scalars through which alone gradients come to the sources, in order."""
+        for out in (out for op in self._program.ops if len(op.outs) == 1 for out in op.outs):
+            if out.ndim == 0 and out in self._with_grad and out not in self._tokens and self.leak(out) is None:
+                yield out
 
-    def _follow(self, op: Op, operands: list[Tensor], has_grad: bool) -> None:
-        outs = op.outs
-        if not outs:
-            raise NotASum(f"{op.name}{_line(op)} changes a tensor in place")
-        if all(each in self._tokens for each in operands) and len(outs) == 1 and op.name not in ("sum", "mean"):
-            rows = {self._tokens[each][0] for each in operands}
-            if len(rows) == 1 and same(outs[0].numel, self._of_rows[next(iter(rows))].count):
-                try:
-                    self._tokens[outs[0]] = next(iter(rows)), self._written(op, next(iter(rows)), has_grad)
-                    return
-                except NotOfTokens:
-                    if not _is_linear(op, operands, self._is_zero):
-                        raise
-        if not has_grad:
-            raise NotASum(f"{op.name} is of no token")
-        if any(each not in self._tokens and each not in self._sums for each in operands):
-            raise NotASum(f"{op.name}{_line(op)} mixes tokens")
-        if not _is_linear(op, operands, self._is_zero):
-            if op.name in ("add", "sub") and len(operands) == 1 and outs[0].ndim == 0:
-                raise NotASum(f"{op.name}{_line(op)} adds another loss before all terms of this one: add that last")
-            raise NotASum(f"{op.name}{_line(op)} of a sum over tokens is not linear")
-        if any(depends_on_values(size) for out in outs for size in out.shape):
+    def leak(self, place: Tensor | None) -> str | None:
+        """How gradients come to the sources in another way than through a scalar."""
+        reached = {each for each in self._sources if each.needs_grad and each is not place}
+        for op in self._program.ops:
+            if reached.isdisjoint(op.operands):
+                continue
+            if not op.outs:
+                return f"{op.name}{_line(op)} changes a tensor in place"
+            reached.update(out for out in op.outs if out.needs_grad and out is not place)
+        is_returned = not reached.isdisjoint(self._program.results)
+        return "its result, or what is made of it, is returned and not detached" if is_returned else None
+
+    def sum_at(self, place: Tensor) -> TokenSum:
+        """The sum that a scalar is.
+
+        Raises:
+            NotASum: where it is none.
+        """
+        linear: dict[Op, None] = {}
+        starts: dict[Tensor, None] = {}
+        waiting = [place]
+        while waiting:
+            tensor = waiting.pop()
+            op = tensor.op
+            if tensor in self._sources or op is None or not self._is_linear_step(tensor, op):
+                starts[tensor] = None
+            elif op not in linear:
+                linear[op] = None
+                waiting += self._operands(op)
+        order = sorted(linear, key=lambda op: op.position)
+        in_order = [each for op in order for each in op.operands if each in starts] or [place]
+        summands = []
+        for each in dict.fromkeys(in_order):
+            if each in self._tokens:
+                rows, handle = self._tokens[each]
+                summands.append(Summand(rows, each, handle))
+            else:
+                rows = self._sources[each]
+                summands.append(Summand(rows, each, self._of_rows[rows].own[each], self._known.results[each].reduction))
+        needed = set(self._program.results)
+        live(self._program.ops, needed, given={place, *self._sources}, dropped=self._writes)
+        kept = needed.intersection(self._sources) - {place}
+        return TokenSum(place, summands, order, list(self._of_rows), kept, self._writes)
+
+    def _is_linear_step(self, tensor: Tensor, op: Op) -> bool:
+        """Whether a tensor is taken for a linear combination of others, in place of numbers of tokens that are added.
+
+        So are products that come last, as with a mask: they become weights, and tokens of weight 0 are left out.
+        """
+        operands = self._operands(op)
+        is_linear = _is_linear(op, operands, self._is_zero)
+        if tensor in self._tokens:
+            is_product = is_linear and len(operands) == 1 and operands[0] in self._with_grad and not op.writes
+            return is_product and tensor in self._with_grad and tensor.dtype == operands[0].dtype
+        where = f"{op.name}{_line(op)}"
+        if not is_linear:
+            if any(each not in self._tokens and each not in self._with_grad for each in operands):
+                raise NotASum(f"{where} mixes tokens")
+            if op.name in ("add", "sub") and len(operands) == 1 and tensor.ndim == 0:
+                raise NotASum(f"{where} adds another loss before all terms of this one: add that last")
+            raise self._problems.get(tensor) or NotASum(f"{where} of a sum over tokens is not linear")
+        if tensor not in self._with_grad:
+            raise NotASum(f"{where} mixes tokens")
+        if any(depends_on_values(size) for out in op.outs for size in out.shape):
             # Its derivative, traced, would have another size of that kind.
-            raise NotASum(f"how many tokens {op.name}{_line(op)} gives depends on values")
+            raise NotASum(f"how many tokens {where} gives depends on values")
         for other in op.operands:
             if other not in operands:
                 self._check_known(other, op)
         self._check_writes(op)
-        self._linear.append(op)
-        self._sums.update(outs)
+        return True
 
     def _written(self, op: Op, rows: int, has_grad: bool) -> Handle:
         """The result of an operation on single tokens."""
@@ -319,107 +372,6 @@ class _Search:
         numbers = [each for each in (*op.args[1:], *op.kwargs.values()) if is_number(each)] if is_full else []
         return op.name in ("zeros", "zeros_like", "new_zeros") or (bool(numbers) and not any(numbers))
 
-    def _is_closed(self, place: Tensor) -> bool:
-        """Whether no gradient reaches the sources but through one sum."""
-        self.check_results(place)
-        values, sources = self._known.values, self._sources
-        # What is known of what other linears make of them is not known of the sources.
-        begins = self._known.begins
-        known = (op for op in self._program.ops if all(out in values and not begins(out) for out in op.outs))
-        done = {*self._passed, *known, *(op for op in self._program.ops if any(out in sources for out in op.outs))}
-        users = {user for each in self._with_grad - {place} for user in each.users}
-        return not any(self._passes_grad(user) for user in users - done)
-
-    def check_results(self, place: Tensor | None = None) -> None:
-        """Raises where the program returns something else that gradients come from."""
-        if any(each in self._with_grad and each is not place for each in self._program.results):
-            raise NotASum("its result, or what is made of it, is returned and not detached")
-
-    def _passes_grad(self, op: Op) -> bool:
-        """Whether a gradient may come back through an operation."""
-        return any(out in self._upstream for out in op.outs)
-
-    def finished(self, op: Op) -> TokenSum:
-        """The sum, with the factors of a scalar that follow it."""
-        place = self._last_scalar(op.outs[0])
-        self._peel()
-        made = {out for each in self._linear for out in each.outs}
-        starts = [
-            each for step in self._linear for each in step.operands if each in self._with_grad and each not in made
-        ]
-        starts = list(dict.fromkeys(starts)) or [place]
-        summands = []
-        for each in starts:
-            if each in self._tokens:
-                rows, handle = self._tokens[each]
-                summands.append(Summand(rows, each, handle))
-            else:
-                rows = self._sources[each]
-                summands.append(Summand(rows, each, self._of_rows[rows].own[each], self._known.results[each].reduction))
-        needed = _ops_between(self._linear, place)
-        assert place.op is not None
-        return TokenSum(place, summands, needed, list(self._of_rows), self._kept(place.op), self._writes)
-
-    def _last_scalar(self, place: Tensor) -> Tensor:
-        while len(place.users) == 1 and place not in self._program.results:
-            (user,) = place.users
-            is_scalar = len(user.outs) == 1 and user.outs[0].ndim == 0 and user.outs[0].needs_grad and not user.writes
-            if not is_scalar or not _is_linear(user, [place], self._is_zero):
-                break
-            try:
-                for other in user.operands:
-                    if other is not place:
-                        self._check_known(other, user)
-            except NotASum:
-                break
-            self._linear.append(user)
-            place = user.outs[0]
-        return place
-
-    def _peel(self) -> None:
-        """Takes the products that come last, as with a mask, for weights: tokens of weight 0 are left out."""
-        while True:
-            made = {out for each in self._linear for out in each.outs}
-            starts = {
-                each for step in self._linear for each in step.operands if each in self._tokens and each not in made
-            }
-            for each in starts:
-                op = each.op
-                if op is None or op not in self._passed or op.writes or each not in self._with_grad:
-                    continue
-                operands = [operand for operand in op.operands if operand in self._dependent]
-                users = [user for user in each.users if self._passes_grad(user)]
-                if len(operands) != 1 or operands[0] not in self._with_grad or not set(users) <= set(self._linear):
-                    continue
-                if _is_linear(op, operands, self._is_zero) and op.output.dtype == operands[0].dtype:
-                    self._linear.insert(0, op)
-                    self._sums.add(each)
-                    break
-            else:
-                self._linear.sort(key=lambda op: op.position)
-                return
-
-    def _kept(self, place: Op) -> set[Tensor]:
-        """The sources that something else than the sum needs."""
-        needed = set(self._program.results)
-        for op in reversed(self._program.ops):
-            if op is place:
-                continue
-            outs = op.outs
-            is_wanted = not needed.isdisjoint(outs) or not outs or (op.writes and op not in self._passed)
-            if is_wanted and not any(out in self._sources for out in outs):
-                needed.update(op.operands)
-        return {each for each in needed if each in self._sources and each is not place.outs[0]}
-
-
-def _ops_between(linear: list[Op], place: Tensor) -> list[Op]:
-    needed, found = {place}, []
-    for op in reversed(linear):
-        if not needed.isdisjoint(op.outs):
-            needed.update(op.operands)
-            found.append(op)
-    return found[::-1]
-
 
 def _recorded(result: Result, tokens: Tokens) -> Handle:
     """A source in the recorder. Which rows a mean or a sum is of, its weights say."""
@@ -491,15 +443,6 @@ def _is_linear(op: Op, operands: Sequence[Tensor], is_zero: Callable[[Any, Op], 
 
 def _is_sum_of_floats(op: Op) -> bool:
     return all(out.dtype.is_floating_point for out in op.outs)
-
-
-def _with_upstream_gradients(known: Interpreter) -> set[Tensor]:
-    """The tensors that a gradient may come back to, from what the program returns."""
-    found = {each for each in known.program.results if each.needs_grad}
-    for op in reversed(known.program.ops):
-        if any(out in found and out.needs_grad for out in op.outs) or (op.writes and not op.outs):
-            found.update(each for each in op.operands if each.needs_grad)
-    return found
 
 
 def _name(tensor: Tensor) -> str:
