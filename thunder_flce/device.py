@@ -38,7 +38,7 @@ class Rates(NamedTuple):
     """Bytes a second, read and written"""
 
 
-# By a word of the name that the driver reports. Only the first was measured: matmul is 6·T·H·V over the time of "three
+# By a word of the name that the driver reports. Only the first is measured: matmul is 6·T·H·V over the time of "three
 # matmuls" in traces/h200/regions.jsonl, bandwidth what an in-place pass over logits reaches. The others are estimates,
 # for where PyTorch does not tell the clocks.
 KNOWN_RATES = {
@@ -53,7 +53,8 @@ KNOWN_RATES = {
     "GB10": Rates(90e12, 0.24e12),
     "MI300X": Rates(600e12, 4e12),
 }
-_MEASURED = "H200"
+# On an H100, `bench --rates` found 675e12 and 3.0e12, where the clocks give 680e12 and 3.02e12.
+_MEASURED = ("H200", "H100 80GB HBM3")
 _H200_MULTIPROCESSORS = 132
 # Operations in 16 bits that a multiprocessor reaches for long in a cycle of the highest clock, by compute capability:
 # 0.65 to 0.8 of the data sheets'. GeForce cards have half as many units where they sum in float32, which reach more.
@@ -116,7 +117,7 @@ class Device:
         return _cuda(torch.cuda.current_device()) if torch.cuda.is_available() else ABSENT_DEVICE
 
 
-ABSENT_DEVICE = Device("cuda", _H200_MULTIPROCESSORS, *KNOWN_RATES[_MEASURED], capability=(HOPPER, 0), is_measured=True)
+ABSENT_DEVICE = Device("cuda", _H200_MULTIPROCESSORS, *KNOWN_RATES["H200"], capability=(HOPPER, 0), is_measured=True)
 
 
 @cache
@@ -136,16 +137,17 @@ def described(properties: Any) -> Device:
     return Device(
         "cuda", properties.multi_processor_count, *_rates(properties), capability=(properties.major, properties.minor),
         is_hip=bool(torch.version.hip), memory=properties.total_memory, warp_size=properties.warp_size,
-        resident_threads=properties.max_threads_per_multi_processor, is_measured=_MEASURED in properties.name,
+        resident_threads=properties.max_threads_per_multi_processor,
+        is_measured=any(name in properties.name for name in _MEASURED),
     )  # fmt: skip
 
 
 def _rates(properties: Any) -> Rates:
     """Those measured, or else by the clocks, the name, or the number of multiprocessors in the ratios of an H200."""
     by_name = next((rates for name, rates in KNOWN_RATES.items() if name in properties.name), None)
-    if _MEASURED in properties.name and by_name is not None:
+    count, of_h200 = properties.multi_processor_count, KNOWN_RATES["H200"]
+    if by_name is of_h200:
         return by_name
-    count, of_h200 = properties.multi_processor_count, KNOWN_RATES[_MEASURED]
     # In kHz and bits. Twice a clock, and nine tenths of that are reached; AMD's memory is faster than its clock says.
     names = "clock_rate", "memory_clock_rate", "memory_bus_width"
     clock, memory_clock, width = (getattr(properties, name, 0) for name in names)
