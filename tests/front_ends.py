@@ -14,18 +14,18 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
 
 def flattened_loss(logits, labels):
-    return F.cross_entropy(logits.view(-1, V), labels.view(-1))
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
 
 
 class Model(nn.Module):
     """An embedding, a hidden layer, dropout and a head with its loss; the points where a subclass may put something."""
 
-    def __init__(self, loss=flattened_loss, *, dropout=0.0, bias=False, dtype=torch.float32):
+    def __init__(self, loss=flattened_loss, *, vocab=V, dropout=0.0, bias=False, dtype=torch.float32):
         super().__init__()
-        self.embedding = nn.Embedding(V, H, dtype=dtype)
+        self.embedding = nn.Embedding(vocab, H, dtype=dtype)
         self.hidden = nn.Linear(H, H, dtype=dtype)
         self.dropout = nn.Dropout(dropout)
-        self.lm_head = nn.Linear(H, V, bias=bias, dtype=dtype)
+        self.lm_head = nn.Linear(H, vocab, bias=bias, dtype=dtype)
         self.loss = loss
 
     def before_head(self, hidden):
@@ -34,9 +34,11 @@ class Model(nn.Module):
     def after_head(self, logits):
         return logits
 
+    def last_hidden(self, tokens):
+        return self.dropout(torch.tanh(self.hidden(self.embedding(tokens))))
+
     def logits(self, tokens):
-        hidden = self.dropout(torch.tanh(self.hidden(self.embedding(tokens))))
-        return self.after_head(self.lm_head(self.before_head(hidden)))
+        return self.after_head(self.lm_head(self.before_head(self.last_hidden(tokens))))
 
     def forward(self, tokens, labels):
         return self.loss(self.logits(tokens), labels)
@@ -70,6 +72,13 @@ def assert_fused(compiled, times: int | None = None) -> None:
     found = decisions(compiled)
     assert found and all(decision.fused for decision in found), [str(decision) for decision in found]
     assert times is None or len(found) == times
+
+
+def symbols(trace):
+    """The bound symbols of a trace, and those that they are made of."""
+    for bsym in getattr(trace, "bound_symbols", None) or trace.subsymbols:
+        yield bsym
+        yield from symbols(bsym)
 
 
 def gradients(model) -> dict[str, torch.Tensor | None]:

@@ -43,6 +43,11 @@ class Case:
         with torch.no_grad():
             return linear(Case(*map(doubled, (self.x, self.weight, self.bias)), self.target, None, doubled(self.terms)))
 
+    def exact_logits(self, **settings) -> Tensor:
+        """(..., V) what a call with these settings makes of them."""
+        transforms = {name: settings.get(name) for name in ("softcap", "vocab_size")}
+        return map_logits(self.exact_products(), logit_scale=settings.get("logit_scale", 1.0), **transforms)
+
     def needing_grad(self) -> list[Tensor]:
         """The tensors that need one."""
         return [t for t in self.operands() if t.requires_grad]
@@ -377,7 +382,7 @@ def assert_close_to_truth(
         else:
             if name in ("mean_logit", "log_sum_exp"):
                 # Relative to the largest logit: nothing is left where that is infinite.
-                got = torch.where(_largest_is_infinite(case, **settings), right.to(got.dtype), got)
+                got = torch.where(case.exact_logits(**settings).amax(-1).isinf(), right.to(got.dtype), got)
             check(name, got, theirs, right, sizes.output)
     for operand, size, *gradients in zip(
         case.needing_grad(), sizes.gradients(case), result.gradients, peer.gradients, exact.gradients, strict=True
@@ -413,9 +418,7 @@ class Magnitudes:
         """Of the results of `linear_cross_entropy`."""
         rows = max(case.target.numel(), 1)
         z_loss, names, reduction = settings.get("z_loss", 0.0), settings.get("outputs", ()), settings.get("reduction")
-        products = case.exact_products()
-        transforms = {name: settings.get(name) for name in ("softcap", "vocab_size")}
-        logits = map_logits(products, logit_scale=settings.get("logit_scale", 1.0), **transforms).nan_to_num(0, 0, 0)
+        logits = case.exact_logits(**settings).nan_to_num(0, 0, 0)
         logit = float(logits.abs().max()) + math.log(logits.shape[-1]) if logits.numel() else 0.0
         class_weight = 1.0 if case.class_weight is None else max(1.0, float(case.class_weight.max()))
         terms = {"mean": 1.0, "sum": rows, "none": rows}[reduction or "mean"]
@@ -446,13 +449,6 @@ class Magnitudes:
         return [size(operand) for operand in case.needing_grad()]
 
 
-def _largest_is_infinite(case: Case, **settings) -> Tensor:
-    """(...) whether the largest logit of a row is."""
-    transforms = {name: settings.get(name) for name in ("softcap", "vocab_size")}
-    logits = map_logits(case.exact_products(), logit_scale=settings.get("logit_scale", 1.0), **transforms)
-    return logits.amax(-1).isinf()
-
-
 def _check_choice(name: str, got: Tensor, case: Case, **settings) -> None:
     """Of "argmax", "valid_argmax" and "accuracy", what does not hang on how logits are rounded."""
     ignore_index, token_weights = settings.get("ignore_index", -100), settings.get("token_weights")
@@ -461,14 +457,10 @@ def _check_choice(name: str, got: Tensor, case: Case, **settings) -> None:
     valid = valid if target.ndim == 1 else valid.any(1)
     if token_weights is not None:
         valid &= token_weights.reshape(-1) != 0
-    transforms = {name: settings.get(name) for name in ("softcap", "vocab_size")}
-    logit_scale = settings.get("logit_scale", 1.0)
-    products = case.exact_products()
-    products = products.reshape(target.shape[0], products.shape[-1])
     if name == "argmax":
         valid = torch.ones_like(valid)
-    products = products[valid]
-    logits = map_logits(products, logit_scale=logit_scale, **transforms)
+    of_rows = (each.reshape(-1, each.shape[-1]) for each in (case.exact_products(), case.exact_logits(**settings)))
+    products, logits = (each[valid] for each in of_rows)
     # A product is rounded once, after a sum in float32, or once a term; a softcap only brings logits together.
     largest, rounding = logits.new_zeros(0), 0.0
     if products.numel():
@@ -476,7 +468,7 @@ def _check_choice(name: str, got: Tensor, case: Case, **settings) -> None:
         largest_product = products.nan_to_num(0, 0, 0).abs().max()
         for x, weight in case.terms:
             largest_product += (x.detach().double() @ weight.detach().double().t()).nan_to_num(0, 0, 0).abs().max()
-        rounding = (torch.finfo(case.x.dtype).eps + 1e-6) * abs(logit_scale) * largest_product
+        rounding = (torch.finfo(case.x.dtype).eps + 1e-6) * abs(settings.get("logit_scale", 1.0)) * largest_product
     has_nan = logits.isnan().any(1)
     if name != "accuracy":
         got = got.reshape(-1)

@@ -295,19 +295,6 @@ def test_inductor():
     assert thunder_flce.explain(compiled).decisions[0].plan.chunk_rows == 7
 
 
-def test_a_step_and_an_evaluation():
-    model, arguments = Model(dropout=0.5), batch()
-    compiled = compiled_with(model)
-    compiled(*arguments).backward()
-    model.eval()
-    with torch.no_grad():
-        loss = compiled(*arguments)
-    torch.testing.assert_close(loss, model(*arguments).detach())
-    assert not loss.requires_grad
-    strategies = [decision.plan.strategy for decision in thunder_flce.explain(compiled).decisions]
-    assert strategies == ["gradients_in_forward", "loss_only"]
-
-
 @pytest.mark.parametrize(("of_head", "of_loss"), [(True, False), (True, True), (False, True)])
 def test_autocast(of_head, of_loss):
     """The region must not be cast where the loss is, whose place it takes."""

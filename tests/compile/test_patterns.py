@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from thunder.core.proxies import TensorProxy
 
 import thunder_flce
-from front_ends import assert_fused, decisions, run
+from front_ends import assert_fused, decisions, run, symbols
 from reference import error
 from thunder_flce import NotFusedError, NotFusedWarning
 from thunder_flce.backend import compile_graph
@@ -43,16 +43,9 @@ def _arguments(program, dtype=torch.float32):
 
 def _largest_with_vocabulary(jitted):
     """Elements of the largest tensor in the final traces that has the vocabulary as one of its dimensions."""
-    largest = 0
-    for traces in (thunder.last_traces(jitted), thunder.last_backward_traces(jitted)):
-        waiting = list(traces[-1].bound_symbols) if traces else []
-        while waiting:
-            bsym = waiting.pop()
-            waiting += bsym.subsymbols
-            for proxy in bsym.flat_proxy_outs:
-                if isinstance(proxy, TensorProxy) and SIZES.vocab in proxy.shape:
-                    largest = max(largest, proxy.numel)
-    return largest
+    traces = [traces[-1] for traces in (thunder.last_traces(jitted), thunder.last_backward_traces(jitted)) if traces]
+    proxies = (proxy for trace in traces for bsym in symbols(trace) for proxy in bsym.flat_proxy_outs)
+    return max((p.numel for p in proxies if isinstance(p, TensorProxy) and SIZES.vocab in p.shape), default=0)
 
 
 def _assert_in_table(program, decisions):

@@ -6,10 +6,11 @@ import torch
 import torch.nn.functional as F
 
 import thunder_flce
+from front_ends import symbols
 from problems import chooser, named
 from reference import doubled
 
-COUNT = 60
+COUNT, OURS = 60, "flce_cross_entropy_fwd"
 TOLERANCES = {torch.float32: 2e-5, torch.float64: 1e-12, torch.bfloat16: 3e-2}
 
 
@@ -32,14 +33,8 @@ def drawn(number, device):
     return logits, target, weight, settings
 
 
-def symbols(bound_symbols) -> set[str]:
-    """Our symbol, and thunder's own, on their own or in a fusion."""
-    found = {bsym.sym.name for bsym in bound_symbols} & {"flce_cross_entropy_fwd", "cross_entropy"}
-    return found.union(*(symbols(bsym.subsymbols) for bsym in bound_symbols))
-
-
 def check(program, tensors):
-    """Results and gradients, jitted and in float64; returns the symbols."""
+    """Results and gradients, jitted and in float64; returns our symbol, or thunder's own, on its own or in a fusion."""
     jitted = thunder.jit(program, executors=[thunder_flce.executor, *thunder.get_default_executors()])
     found, upstream = [], None
     for function, of in ((jitted, tensors), (program, tuple(map(doubled, tensors)))):
@@ -54,7 +49,7 @@ def check(program, tensors):
         # The error of a sum that cancels is relative to its largest summand.
         largest = float(right.nan_to_num(0, 0, 0).abs().max()) if right.numel() else 0.0
         torch.testing.assert_close(got, right, rtol=tolerance, atol=tolerance * max(1.0, largest), equal_nan=True)
-    return symbols(thunder.last_traces(jitted)[-1].bound_symbols)
+    return {bsym.sym.name for bsym in symbols(thunder.last_traces(jitted)[-1])} & {OURS, "cross_entropy"}
 
 
 def test_cross_entropies(device):
@@ -64,7 +59,7 @@ def test_cross_entropies(device):
         with named((number, logits.shape, logits.dtype, target.dtype, weight is not None, settings)):
             found = check(lambda x, y, w, of=settings: F.cross_entropy(x, y, w, **of), (logits, target, weight))
             is_ours = logits.numel() and not target.is_floating_point()
-            assert found == ({"flce_cross_entropy_fwd"} if is_ours else set())
+            assert found == ({OURS} if is_ours else set())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

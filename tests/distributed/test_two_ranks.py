@@ -13,7 +13,6 @@ import thunder
 import thunder.distributed
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from thunder.distributed import FSDPType
 from thunder.distributed.transforms.ddp_v2 import DDPTransform
 from thunder.distributed.transforms.fsdp_v2 import FSDPTransform
@@ -27,9 +26,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
+import front_ends
 import thunder_flce
 from divided import part_of, parts
-from front_ends import assert_fused
+from front_ends import H, assert_fused
 from ranks import GPUS, as_processes
 from reference import error, make_case
 from thunder_flce import (
@@ -41,7 +41,6 @@ from thunder_flce import (
 )
 from thunder_flce.backend import compile_graph
 
-H = 16
 CASES = {}
 
 
@@ -62,23 +61,14 @@ def with_each(**values):
     return mark
 
 
-class Model(nn.Module):
-    """An embedding, a layer and a head, whose loss PyTorch computes."""
+class Model(front_ends.Model):
+    """The same on all ranks, whose loss PyTorch computes."""
 
     def __init__(self, vocab: int = 96, *, tied: bool = False):
-        super().__init__()
         torch.manual_seed(0)
-        self.embedding = nn.Embedding(vocab, H)
-        self.hidden = nn.Linear(H, H)
-        self.lm_head = nn.Linear(H, vocab, bias=False)
+        super().__init__(vocab=vocab)
         if tied:
             self.lm_head.weight = self.embedding.weight
-
-    def last_hidden(self, tokens):
-        return torch.tanh(self.hidden(self.embedding(tokens)))
-
-    def forward(self, tokens, labels):
-        return F.cross_entropy(self.lm_head(self.last_hidden(tokens)).flatten(0, 1), labels.flatten())
 
 
 class ModelWithLoss(Model):

@@ -5,19 +5,19 @@ import torch
 
 import fresh
 
-WITHOUT = """
-import sys, warnings
+ABSENT = """
+import sys, warnings, torch, torch._inductor.compile_fx
 
 class Absent:
-    names = {"thunder", "triton", "nvfuser", "nvfuser_direct", "litgpt", "transformers"}
-
     def find_spec(self, name, *_):
-        if name in self.names:
-            raise ModuleNotFoundError(f"no {name} here")
+        if name in self.names or name.startswith(self.prefixes):
+            raise ModuleNotFoundError(f"no {name} here", name=name)
 
 absent = Absent()
+absent.names, absent.prefixes = {"thunder", "triton", "nvfuser", "nvfuser_direct", "litgpt", "transformers"}, ()
 sys.meta_path.insert(0, absent)
-import torch
+"""
+WITHOUT = """
 import thunder_flce
 
 x, w = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4)
@@ -84,45 +84,34 @@ assert not found, found
 
 def test_without_torch_distributed():
     """As in a PyTorch that was built without it."""
-    _run("""
-import sys, torch
-
-class Absent:
-    def find_spec(self, name, *_):
-        if name.startswith(("torch.distributed.", "torch.testing._internal.distributed")):
-            raise ModuleNotFoundError(f"no {name} here")
-
+    _run(
+        ABSENT
+        + """
+absent.prefixes = ("torch.distributed.", "torch.testing._internal.distributed")
 torch.distributed.is_available = lambda: False
 for name in [*sys.modules]:
     if name.startswith("torch.distributed."):
         del sys.modules[name]
-sys.meta_path.insert(0, Absent())
 import thunder_flce
 x, w, y = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True), torch.tensor([0, 1, 2])
 thunder_flce.linear_cross_entropy(x, w, y).backward()
 thunder_flce.linear_cross_entropy(x, w, y, terms=[(x, w)], reduction="none").sum().backward()
 thunder_flce.LinearCrossEntropyLoss(4, 5)(x, y).backward()
 assert x.grad.isfinite().all()
-""")
+"""
+    )
 
 
 def test_without_thunder(tmp_path):
     package = tmp_path / "thunder"
     package.mkdir()
     (package / "__init__.py").write_text("is_another = True")
-    _run(WITHOUT, str(tmp_path))
+    _run(ABSENT + WITHOUT, str(tmp_path))
 
 
 BACKEND = """
-import sys, torch, torch._inductor.compile_fx
 import torch.nn.functional as F
-
-class Absent:
-    def find_spec(self, name, *_):
-        if name == "thunder":
-            raise ModuleNotFoundError(f"no {name} here", name=name)
-
-sys.meta_path.insert(0, Absent())
+absent.names = {"thunder"}
 torch._inductor.compile_fx.compile_fx = lambda graph, inputs, **_: graph
 import thunder_flce
 from thunder_flce.backend import compile_graph
@@ -152,7 +141,7 @@ else:
 
 def test_the_backend_and_explain_need_no_thunder():
     """A command that needs it says so."""
-    process = fresh.run(BACKEND)
+    process = fresh.run(ABSENT + BACKEND)
     assert process.returncode == 0 and "thunder" in process.stderr.splitlines()[-1], process.stderr
 
 
