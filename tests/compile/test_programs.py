@@ -108,11 +108,6 @@ def entropies(h, w):
 
 
 @expect(IN_FORWARD)
-def sum_of_log_probabilities(h, w, y, a, m):
-    return -log_probs(h, w, y).sum()
-
-
-@expect(IN_FORWARD)
 def ppo(h, w, y, a, m):
     """As verl has it: three means over the tokens of the mask, one of them of entropies."""
     logits = F.linear(h, w)
@@ -137,20 +132,6 @@ def grpo(h, w, y, a, m):
 
 
 @expect(IN_FORWARD, thunder=True)
-def on_policy(h, w, y, a, m):
-    """Every ratio is 1."""
-    x = log_probs(h, w, y)
-    ratio = torch.exp(x - x.detach())
-    return (-torch.min(ratio * a, ratio.clamp(0.8, 1.2) * a) * m).sum() / m.sum()
-
-
-@expect(IN_FORWARD)
-def cispo(h, w, y, a, m):
-    x = log_probs(h, w, y)
-    return -((x - a).exp().clamp(max=1.2).detach() * a * x * m).sum() / m.sum()
-
-
-@expect(IN_FORWARD, thunder=True)
 def dft(h, w, y, a, m):
     of_tokens = losses(h, w, y)
     return (of_tokens * torch.exp(-of_tokens.detach())).mean()
@@ -162,13 +143,6 @@ def ignored_tokens_count(h, w, y, a, m):
     labels = torch.where(m.bool(), y, -100)
     of_tokens = F.cross_entropy(F.linear(h, w).transpose(1, 2), labels, reduction="none")
     return torch.exp(a - of_tokens).sum(-1).mean()
-
-
-@expect(IN_FORWARD, thunder=True)
-def predictions_logged(h, w, y, a, m):
-    logits = F.linear(h, w)
-    x = logits.log_softmax(-1).gather(-1, y[..., None]).squeeze(-1)
-    return (torch.exp(x - a) * m).sum(), (logits.argmax(-1) == y).sum(), x.detach()
 
 
 @expect(IN_FORWARD, thunder=True)
@@ -216,11 +190,6 @@ def scaled_in_place(h, w, y, a, m):
     logits = F.linear(h, w)
     logits.div_(0.7)
     return -(logits.log_softmax(-1).gather(-1, y[..., None]).squeeze(-1) * m).sum()
-
-
-@expect(IN_FORWARD)
-def smooth_l1(h, w, y, a, m):
-    return (F.smooth_l1_loss(log_probs(h, w, y), a, reduction="none") * m).sum()
 
 
 @expect(IN_FORWARD)
@@ -368,11 +337,6 @@ def several_weights_a_token(h, w, y, a, m):
 
 
 @expect(IN_FORWARD)
-def squares_of_weighted_losses(h, w, y, a, m):
-    return (losses(h, w, y) * a).square().sum()
-
-
-@expect(IN_FORWARD)
 def losses_used_twice(h, w, y, a, m):
     of_tokens = losses(h, w, y)
     return (of_tokens * a).sum() + of_tokens.square().sum()
@@ -502,12 +466,6 @@ def gspo(h, w, y, a, m):
     return -gains.mean() + torch.minimum(log_ratios, log_ratios + 0.0).mean()
 
 
-@expect("log_sigmoid in line")
-def preferences(h, w, y, a, m):
-    chosen, rejected = (log_probs(h, w, y) * m).sum(-1).chunk(2)
-    return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
-
-
 @expect("mixes tokens", thunder=True)
 def weighted_by_other_tokens(h, w, y, a, m):
     x = log_probs(h, w, y)
@@ -544,12 +502,6 @@ LOG_SOFTMAX = nn.LogSoftmax()
 @expect(FUSED, thunder=True)
 def of_a_module(h, w, y, a, m):
     return -LOG_SOFTMAX(F.linear(h[0], w)).gather(1, y[0][:, None])
-
-
-@expect(Reason.LOGITS_RETURNED, thunder=True)
-def logits_returned(h, w, y, a, m):
-    logits = F.linear(h, w)
-    return F.cross_entropy(logits.flatten(0, 1), y.flatten()), logits
 
 
 @expect("depend", thunder=True)
@@ -621,11 +573,6 @@ def of_all_classes(h, w, y, a, m):
     logits = F.linear(h, w)
     loss = 0.9 * F.cross_entropy(logits.flatten(0, 1), y.flatten())
     return loss - 0.1 * F.log_softmax(logits, -1).mean() + 1e-3 * (logits.softmax(-1) * logits.log_softmax(-1)).sum()
-
-
-@expect(IN_FORWARD, thunder=True)
-def uniform(h, w, y, a, m):
-    return -F.log_softmax(F.linear(h, w), -1).mean()
 
 
 @expect(FUSED)

@@ -320,6 +320,33 @@ def test_kernels_fit_their_target(name, launched, launches):
 
 
 @needs_compiler
+@pytest.mark.parametrize(("dtype", "softcap"), [(torch.bfloat16, None), (torch.float32, 5.0)], ids=str)
+@pytest.mark.parametrize("vocab", [8193, 17001, 40960, 65536, 128257, 300032])
+def test_order_of_what_one_pass_reads_and_writes(vocab, dtype, softcap, launches):
+    """Of rows that a program has to itself, and that are divided."""
+    launches.chip = CHIPS["sm90"]
+    target, plain = vector(torch.int64), RowCoefficients(vector(), vector())
+    row_kernels(LogitMap(scale=-2.0 if softcap else 1.0, softcap=softcap)).both_(logits(vocab, dtype), target, plain)
+    (launch,) = launches
+    ptx, is_divided = launch.text, vocab * dtype.itemsize > 160 * KIB
+    # Rows are loaded 16 bytes at a time, the first time to stay in the cache; so they are stored.
+    assert re.search(r"ld\.global\S*evict_last\S*\.v4\.b32", ptx)
+    assert re.search(r"ld\.global\S*evict_first\S*\.v4\.b32", ptx)
+    assert re.search(r"st\.global\S*evict_first\S*\.v4\.b32", ptx)
+    # Who waits for other programs reads what they have written, not what it has read before.
+    reads = [match.start() for match in re.finditer(r"ld\.volatile\.global", ptx)]
+    assert len(reads) == (2 if is_divided else 0)
+    if is_divided:
+        # It has left its own statistics before, and its warps need not wait for each other meanwhile. Which part it is
+        # follows from when it started.
+        assert ptx.index("exch.b64") < reads[0] and "bar.sync" not in ptx[reads[0] : reads[1]]
+        assert "add.u64" in re.search(r"atom\S+", ptx)[0] and "%ctaid" not in ptx
+    # The target's entry is written when all threads have written theirs.
+    stores = [match.start() for match in re.finditer(r"st\.global", ptx)]
+    assert stores[-2] < ptx.rindex("bar.sync") < stores[-1]
+
+
+@needs_compiler
 def test_no_kernel_is_left_out():
     """Every kernel of the package is among those that are compiled here."""
     package = Path(find_spec("thunder_flce.engine.kernels").submodule_search_locations[0])

@@ -1,10 +1,9 @@
-"""What only Triton's kernels have: blocks of many sizes, rows divided among programs, divergences, compiled code.
+"""What only Triton's kernels have: blocks of many sizes, rows divided among programs, divergences.
 
 On a GPU and, in a process of its own, in Triton's interpreter. The rows' results in general: test_row_kernels.
 """
 
 import math
-import re
 
 import pytest
 import torch
@@ -12,12 +11,11 @@ import torch
 from interpreted import (
     DEVICE,
     INTERPRETED,
-    needs_compiler,
     on_device,
     prepare_row_kernels,
 )
 from test_row_kernels import BF16, FP16, FP32, NOTHING, Backend, Exact, Rows, check_both, close, error, logits
-from thunder_flce.device import ABSENT_DEVICE, Device
+from thunder_flce.device import Device
 from thunder_flce.engine.kernels import torch_divergence
 from thunder_flce.operation.divergence import KINDS, Divergence
 from thunder_flce.operation.loss import LogitMap, RowCoefficients
@@ -175,80 +173,3 @@ def test_divergences(kind, vocab, dtypes, in_place):
     assert error(got, right) < 1e-5 and error(loss_only, right) < 1e-5
     rounding = torch.finfo(out.dtype).eps
     assert error(out, doubled[0]) < max(rounding, 1e-5)
-
-
-class Compiler:
-    """Compiles kernels for a GPU that is not there; the interpreter takes more than the compiler does."""
-
-    TYPES = dict.fromkeys(
-        ("rows", "columns", "rows_each", "tokens", "vocab", "ignore_index", "size_1", "size_2", "size_3"), "i32"
-    )
-    TYPES |= dict.fromkeys(("target", "exchange", "integers", "num_items", "valid_count"), "*i64")
-
-    def __init__(self, dtype, logit_map):
-        of_logits = ("z", "z_target", "z_y", "out", "gradient", "student", "teacher")
-        self._types = {**self.TYPES, **dict.fromkeys(of_logits, f"*{dtype}")}
-        self._map = {"SCALE": logit_map.scale, "SOFTCAP": logit_map.softcap}
-
-    def ptx(self, kernel, block, *, absent=(), **constants):
-        """Of a kernel without the arguments named in `absent`."""
-        import triton
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource
-
-        from thunder_flce.engine.kernels.launch import for_compiler
-
-        constants = {**self._map, "BLOCK": block.elements, **constants, **dict.fromkeys(absent)}
-        constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-        arguments = {name: self._types.get(name, "*fp32") for name in kernel.arg_names}
-        signature = {name: "constexpr" if name in constants else type for name, type in arguments.items()}
-        aligned = {
-            (at,): [["tt.divisibility", 16]] for at, type in enumerate(signature.values()) if type.startswith("*")
-        }
-        source = ASTSource(kernel, signature, constants, aligned)
-        settings = block.on(ABSENT_DEVICE).settings
-        options = for_compiler(ABSENT_DEVICE, threads=settings["threads"], registers=settings["registers"])
-        return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
-
-
-@pytest.fixture(params=[("bf16", MAPS[0]), ("fp32", MAPS[2])], ids=str)
-def compiler(request):
-    return Compiler(*request.param)
-
-
-@needs_compiler
-@pytest.mark.parametrize("parts", [1, 3, 15])
-def test_compiled_both(compiler, parts):
-    """Of rows that a program has to itself, and that are divided."""
-    import triton
-
-    from thunder_flce.engine.kernels import triton_rows
-
-    for block in triton_rows._ONE_PASS_BLOCKS if parts == 1 else [triton_rows._PART_BLOCK]:
-        part = 2 * block.elements + 64
-        vocab = parts * part - 63
-        ptx = compiler.ptx(
-            triton_rows._both_kernel,
-            block,
-            absent=("exchange",) if parts == 1 else (),
-            STRIDE=vocab + 63,
-            VOCAB=vocab,
-            PARTS=parts,
-            PART=part,
-            SLOTS=triton.next_power_of_2(parts),
-        )
-        # Rows are loaded 16 bytes at a time, the first time to stay in the cache; so they are stored.
-        assert re.search(r"ld\.global\S*evict_last\S*\.v4\.b32", ptx)
-        assert re.search(r"ld\.global\S*evict_first\S*\.v4\.b32", ptx)
-        assert re.search(r"st\.global\S*evict_first\S*\.v4\.b32", ptx)
-        # Who waits for other programs reads what they have written, not what it has read before.
-        reads = [match.start() for match in re.finditer(r"ld\.volatile\.global", ptx)]
-        assert len(reads) == (2 if parts > 1 else 0)
-        if parts > 1:
-            # It has left its own statistics before, and its warps need not wait for each other meanwhile. Which part
-            # it is follows from when it started.
-            assert ptx.index("exch.b64") < reads[0] and "bar.sync" not in ptx[reads[0] : reads[1]]
-            assert "add.u64" in re.search(r"atom\S+", ptx)[0] and "%ctaid" not in ptx
-        # The target's entry is written when all threads have written theirs.
-        stores = [match.start() for match in re.finditer(r"st\.global", ptx)]
-        assert stores[-2] < ptx.rindex("bar.sync") < stores[-1]
