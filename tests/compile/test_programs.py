@@ -6,6 +6,7 @@ fine-tuning and reinforcement learning, and what only looks like a loss. `h` (B,
 torch.compile, and through thunder where it has something that thunder's traces have in another way.
 """
 
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -107,6 +108,31 @@ def entropies(h, w):
 # Sums over tokens.
 
 
+NOT_LINEAR = "of a sum over tokens is not linear"
+OF_TOKENS = {
+    "dft": (losses, IN_FORWARD, lambda x, a, m: (x * torch.exp(-x.detach())).mean()),
+    "by_axis": (log_probs, IN_FORWARD, lambda x, a, m: (((x - a).exp() * m).sum(axis=-1) / m.sum(axis=-1)).mean()),
+    "by_einsum": (log_probs, IN_FORWARD, lambda x, a, m: -torch.einsum("bt,bt->", x, m)),
+    # thunder has its gradient from PyTorch, which reads the rows.
+    "by_dot": (losses, IN_FORWARD, lambda x, a, m: torch.dot(x[0], m[0])),
+    "used_twice": (losses, IN_FORWARD, lambda x, a, m: (x * a).sum() + x.square().sum()),
+    "means_of_sequences": (
+        log_probs, IN_FORWARD,
+        lambda x, a, m: -((x * m).sum(1) / m.sum(1).clamp(min=1)).where(m.sum(1) > 0, m.new_zeros(())).mean(),
+    ),
+    "by_other_tokens": (log_probs, "mixes tokens", lambda x, a, m: (torch.exp(x - a) * x.detach().softmax(-1)).sum()),
+    "returned": (log_probs, "is returned and not detached", lambda x, a, m: (torch.exp(x - a).mean(), x)),
+    "product_of_sums": (log_probs, NOT_LINEAR, lambda x, a, m: (x - a).exp().sum() * (x - a).exp().square().sum()),
+}  # fmt: skip
+"""What is made of the numbers of tokens, and what becomes of that"""
+
+
+for name, (of_tokens, outcome, made) in OF_TOKENS.items():
+    expect(outcome, thunder=name not in ("by_axis", "by_einsum"))(
+        lambda h, w, y, a, m, of_tokens=of_tokens, made=made: made(of_tokens(h, w, y), a, m)
+    ).__name__ = name
+
+
 @expect(IN_FORWARD)
 def ppo(h, w, y, a, m):
     """As verl has it: three means over the tokens of the mask, one of them of entropies."""
@@ -129,12 +155,6 @@ def grpo(h, w, y, a, m):
     loss = ((of_tokens * m).sum(-1) / m.sum(-1).clamp(min=1.0)).mean()
     is_clipped = (ratio < 0.8) & (advantages < 0)
     return loss / 4, ((divergence * m).sum() / m.sum()).detach(), (is_clipped.double() * m).sum()
-
-
-@expect(IN_FORWARD, thunder=True)
-def dft(h, w, y, a, m):
-    of_tokens = losses(h, w, y)
-    return (of_tokens * torch.exp(-of_tokens.detach())).mean()
 
 
 @expect(IN_FORWARD, thunder=True)
@@ -181,11 +201,6 @@ def masks_and_integers(h, w, y, a, m):
 
 
 @expect(IN_FORWARD)
-def sums_by_axis(h, w, y, a, m):
-    return (((log_probs(h, w, y) - a).exp() * m).sum(axis=-1) / m.sum(axis=-1)).mean()
-
-
-@expect(IN_FORWARD)
 def scaled_in_place(h, w, y, a, m):
     logits = F.linear(h, w)
     logits.div_(0.7)
@@ -198,24 +213,6 @@ def added_in_place(h, w, y, a, m):
     for x, of_x, of_m in zip(h.chunk(2), y.chunk(2), m.chunk(2), strict=True):
         total += (log_probs(x, w, of_x) * of_m).sum()
     return total / m.sum()
-
-
-@expect(IN_FORWARD)
-def by_einsum(h, w, y, a, m):
-    return -torch.einsum("bt,bt->", log_probs(h, w, y), m)
-
-
-@expect(IN_FORWARD, thunder=True)
-def by_dot(h, w, y, a, m):
-    """thunder has its gradient from PyTorch, which reads the rows."""
-    return torch.dot(losses(h, w, y)[0], m[0])
-
-
-@expect(IN_FORWARD)
-def means_of_sequences(h, w, y, a, m):
-    count = m.sum(1)
-    means = (log_probs(h, w, y) * m).sum(1) / count.clamp(min=1)
-    return -means.where(count > 0, torch.zeros((), dtype=h.dtype)).mean()
 
 
 @expect(IN_FORWARD)
@@ -334,12 +331,6 @@ def weighted_sequences(h, w, y, a, m):
 @expect(IN_FORWARD, thunder=True)
 def several_weights_a_token(h, w, y, a, m):
     return (F.cross_entropy(F.linear(h, w)[:, 0], y[:, 0], reduction="none") * a.t()).sum()
-
-
-@expect(IN_FORWARD)
-def losses_used_twice(h, w, y, a, m):
-    of_tokens = losses(h, w, y)
-    return (of_tokens * a).sum() + of_tokens.square().sum()
 
 
 @expect(IN_FORWARD, thunder=True)
@@ -466,27 +457,9 @@ def gspo(h, w, y, a, m):
     return -gains.mean() + torch.minimum(log_ratios, log_ratios + 0.0).mean()
 
 
-@expect("mixes tokens", thunder=True)
-def weighted_by_other_tokens(h, w, y, a, m):
-    x = log_probs(h, w, y)
-    return (torch.exp(x - a) * x.detach().softmax(-1)).sum()
-
-
-@expect("is returned and not detached", thunder=True)
-def returned(h, w, y, a, m):
-    x = log_probs(h, w, y)
-    return torch.exp(x - a).mean(), x
-
-
 @expect("needs a gradient, too", thunder=True)
 def trained_weights(h, w, y, a, m):
     return (torch.exp(log_probs(h, w, y) - a) * h.mean(-1).exp().square()).sum()
-
-
-@expect("of a sum over tokens is not linear", thunder=True)
-def product_of_two_sums(h, w, y, a, m):
-    x = torch.exp(log_probs(h, w, y) - a)
-    return x.sum() * x.square().sum()
 
 
 @expect(FUSED, thunder=True)
@@ -717,16 +690,31 @@ def columns_of_logits_beside_a_loss(h, w, y, a, m):
 # Changes in place, and operations that look linear and are not.
 
 
-@expect(ANY)
-def padded(h, w, y, a, m):
-    x = losses(h, w, y)
-    return F.pad(x, (0, 2), value=5.0).sum() + F.pad(x[None], (0, 2), mode="replicate").sum()
+def _without_gradients(function, *tensors):
+    with torch.no_grad():
+        return function(*tensors)
 
 
-@expect(ANY)
-def operands_by_keyword(h, w, y, a, m):
-    x = losses(h, w, y)
-    return x.diff(prepend=m[:, :1]).sum() + torch.add(x, other=m).sum() + torch.div(x.sum(), other=3.0)
+OF_LOSSES = {
+    "padded": lambda s, m: F.pad(s, (0, 2), value=5.0).sum() + F.pad(s[None], (0, 2), mode="replicate").sum(),
+    "by keyword": lambda s, m: (
+        s.diff(prepend=m[:, :1]).sum() + torch.add(s, other=m).sum() + torch.div(s.sum(), other=3.0)
+    ),
+    "under a view": lambda s, m: (s.view(-1), s.mul_(m))[0].sum(),
+    "under a detached view": lambda s, m: (s.detach().mul_(m), (s * m).sum())[1],
+    "through a view": lambda s, m: (u := s.sum(1), v := u.view(2, 2).mul_(2.0), u.sum() + v.sum())[2],
+    "twice": lambda s, m: (t := s.mul_(m), u := t.add_(1.0), (s * m).sum() + u.sum() + t.mean())[2],
+    # By another name, which has no gradient.
+    "and returned": lambda s, m: (t := s.detach(), s.mul_(m), (s.sum(), t))[2],
+    "without gradients": lambda s, m: (t := s * 1.0, _without_gradients(t.mul_, m), t.sum())[2],
+    "transposed": lambda s, m: (s.t_(), (s * m.t()).sum())[1],
+}
+
+
+for (name, made), of_tokens in itertools.product(OF_LOSSES.items(), (losses, log_probs)):
+    expect(ANY)(
+        lambda h, w, y, a, m, of_tokens=of_tokens, made=made: made(of_tokens(h, w, y), m)
+    ).__name__ = f"{name}, {of_tokens.__name__}"
 
 
 @expect(ANY)
@@ -747,22 +735,6 @@ def changed_before_it_is_read(h, w, y, a, m):
 
 
 @expect(ANY)
-def changed_under_a_view(h, w, y, a, m):
-    s = log_probs(h, w, y)
-    flat = s.view(-1)
-    s *= m
-    return flat.sum()
-
-
-@expect(ANY)
-def changed_under_a_detached_view(h, w, y, a, m):
-    s = log_probs(h, w, y)
-    d = s.detach()
-    d *= m
-    return (s * m).sum()
-
-
-@expect(ANY)
 def masked_through_a_view(h, w, y, a, m):
     s = log_probs(h, w, y)
     s[None][m[None] == 0] = 0.0
@@ -774,45 +746,6 @@ def logits_changed_under_a_detached_view(h, w, y, a, m):
     logits = F.linear(h, w)
     logits.detach().mul_(2.0)
     return F.cross_entropy(logits.flatten(0, 1), y.flatten())
-
-
-@expect(ANY)
-def sums_changed_through_a_view(h, w, y, a, m):
-    s = losses(h, w, y).sum(1)
-    u = s.view(2, 2).mul_(2.0)
-    return s.sum() + u.sum()
-
-
-@expect(ANY)
-def changed_twice(h, w, y, a, m):
-    s = log_probs(h, w, y)
-    t = s.mul_(m)
-    u = t.add_(1.0)
-    return (s * m).sum() + u.sum() + t.mean()
-
-
-@expect(ANY)
-def changed_and_returned(h, w, y, a, m):
-    """By another name, which has no gradient."""
-    s = losses(h, w, y)
-    detached = s.detach()
-    s.mul_(m)
-    return s.sum(), detached
-
-
-@expect(ANY)
-def changed_without_gradients(h, w, y, a, m):
-    s = losses(h, w, y) * 1.0
-    with torch.no_grad():
-        s.mul_(m)
-    return s.sum()
-
-
-@expect(ANY)
-def transposed_in_place(h, w, y, a, m):
-    s = losses(h, w, y)
-    s.t_()
-    return (s * m.t()).sum()
 
 
 @expect(FUSED)
@@ -1108,11 +1041,6 @@ def loss_in_vmap(h, w, y, a, m):
 
 def _of_labels(z, y):
     return z.log_softmax(-1).gather(-1, y[:, None]).squeeze(-1)
-
-
-def _without_gradients(function, *tensors):
-    with torch.no_grad():
-        return function(*tensors)
 
 
 def _less_maximum(z):
