@@ -7,7 +7,7 @@ import thunder
 import torch
 import torch.nn.functional as F
 
-from problems import chooser, named
+from random_calls import chooser, named
 from reference import error
 from thunder_flce import Options, linear_kl_divergence
 from thunder_flce.operation.divergence import KINDS

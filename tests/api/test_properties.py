@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import random_calls
-from problems import SPECIAL, check, drawn, special_case
+from random_calls import SPECIAL, check, drawn, special_case
 from reference import run_by
 from thunder_flce import Options
 from thunder_flce.engine.kernels import dispatch, torch_rows

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGr
 
 import thunder_flce
 from divided import divided, of_rank, part_of, parts
-from problems import SPECIAL, drawn, special_case
+from random_calls import SPECIAL, drawn, special_case
 from ranks import as_threads, errors_of
 from reference import (
     assert_close_to_truth,

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 import random_calls
 from interpreted import INTERPRETED, prepare_row_kernels
-from problems import Problem, check, drawn
+from random_calls import Problem, check, drawn
 from reference import make_case, run_inside
 from test_kl_divergence import composed
 from thunder_flce import Options, linear_cross_entropy, linear_kl_divergence

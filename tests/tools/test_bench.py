@@ -5,7 +5,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -115,24 +114,6 @@ def test_regions(tmp_path, capsys, monkeypatch):
     assert str(picture) in printed
     pixels = image.imread(picture)
     assert min(pixels.shape[:2]) > 100 and pixels.std() > 0.01
-
-
-def test_slow_steps_run_as_often_as_they_have_to(tmp_path, monkeypatch):
-    """On a CPU: for the result, for the memory, and once a round where one call takes all of the turn."""
-    calls = []
-    eager = METHODS["eager"]()
-
-    def slow(inputs):
-        calls.append("slow")
-        time.sleep(0.02)
-        return eager(inputs)
-
-    monkeypatch.setitem(METHODS, "slow", lambda: slow)
-    monkeypatch.setattr(cli, "SUBSETS", {"regions": replace(cli.SUBSETS["regions"], turns={"turn_ms": 10})})
-    cli.main(["--device", "cpu", "--shapes", SHAPE, "--methods", "slow", "--rounds", "3"], cli.SUBSETS)
-    assert len(calls) == 2 + 3
-    once = {"method": "once", "time_ms": 1.0, "time_ms_p20": 1.0, "time_ms_p80": 1.0}
-    assert "| once   |    1.000 |" in output.markdown("", [once])
 
 
 def test_a_low_rank_adapter_beside_a_frozen_head(tmp_path, monkeypatch):
