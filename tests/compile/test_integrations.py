@@ -254,6 +254,11 @@ def _sharded_on_a_rank(rank, version, dtype, tied, folder):
         report = thunder_flce.explain(trainer.compiled_loss)
         assert {each.region.plan.strategy for each in report.decisions} == {"gradients_in_forward"}
         assert "forward" not in {name for module in model.modules() for name in vars(module)}
+        inner = trainer.accelerator.unwrap_model(model)
+        patch.setattr(inner, "forward", lambda forward=inner.forward, **given: forward(**given) and forward(**given))
+        patch.setattr(OurTrainer, "backend_options", {})
+        with pytest.raises(RuntimeError, match="the layers once a step, and this model's forward calls them again"):
+            OurTrainer(model=tiny.model(), args=arguments(folder)).compute_loss(model, inputs)
     return found
 
 

@@ -33,6 +33,7 @@ class LossTrainerMixin:
         TypeError: for a trainer of TRL's, which has a head of its own: call `thunder_flce.replace_trl_head()` instead;
             for a class that has a `compute_loss` of its own.
         ValueError: in training, for reentrant gradient checkpointing of a model that needs a hook for it, as with peft.
+        RuntimeError: under FSDP, for a model that calls its layers twice in a forward.
     """
 
     backend_options: Mapping[str, Any] = {}
@@ -60,7 +61,7 @@ class LossTrainerMixin:
         self._needs_loss_only = False
         # The same function in each step, for which nothing is compiled anew.
         self._decoded: list[Any] = []
-        self._returning = partial(_first, self._decoded)
+        self._returning = partial(_once, self._decoded)
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
         model = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model  # peft's
@@ -236,8 +237,13 @@ def _around_sharded(model: nn.Module) -> nn.Module | None:
     return model.get_submodule(".".join(path)) if path else None
 
 
-def _first(outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
-    return outputs[0]
+def _once(outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
+    if not outputs:
+        raise RuntimeError(
+            "under FSDP, LossTrainerMixin runs the layers once a step, and this model's forward calls them again; "
+            "leave the mixin out"
+        )
+    return outputs.pop()
 
 
 class _Decoded(BaseException):
