@@ -932,6 +932,12 @@ def copies_changed_in_place(h, w, y, a, m):
     return first.sum() + entropy.mean() + third.cumsum(-1).sum(), second, x.detach(), entropy.detach()
 
 
+@expect(Reason.NOT_FOLLOWED, thunder=True)
+def normalised_twice(h, w, y, a, m):
+    """The gradient is 0, and there is one."""
+    return F.linear(h, w).log_softmax(-1).logsumexp(-1).square().sum()
+
+
 # Heads that are written as other products.
 
 
