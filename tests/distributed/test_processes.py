@@ -78,10 +78,10 @@ def test_results(device):
         case = _case(device, settings.pop("dtype", torch.float32))
         case = Case(*(each.detach().cpu().requires_grad_() for each in (case.x, case.weight, case.bias)),
                     case.target.cpu(), case.class_weight.cpu())  # fmt: skip
-        counts = settings.get("counts")
-        whole = results[0] if "placements" in settings else joined(case, results, counts)
+        has_whole, counts = "placements" in settings, settings.get("counts")
         settings = {name: each for name, each in settings.items() if name in inspect.signature(composed).parameters}
-        assert_close_to_truth(whole, case, tiny=True, **settings)
+        for result in results if has_whole else [joined(case, results, counts)]:
+            assert_close_to_truth(result, case, tiny=True, **settings)
 
 
 def _captured(rank: int) -> list[bool]:

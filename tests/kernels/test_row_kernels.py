@@ -27,6 +27,8 @@ MAPS = [LogitMap(), LogitMap(scale=-0.5), LogitMap(scale=2.0, softcap=5.0)]
 SETTINGS = [(BF16, MAPS[0]), (FP16, MAPS[1]), (BF16, MAPS[2]), (FP32, MAPS[2])]
 INF = float("inf")
 NOTHING = (False, False, False)
+# The interpreter truncates to bfloat16, and its exp and tanh err by more.
+SLACK = 4e-6 if INTERPRETED else 1e-6
 
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 NEEDS_NVFUSER = pytest.mark.skipif(not find_spec("nvfuser_direct"), reason="needs nvFuser's Python package")
@@ -250,18 +252,24 @@ def test_gradient(backend, given, column_sums, dtype, out_dtype, logit_map):
 
 def check_both(backend, case):
     """Statistics and gradient from one kernel, and the statistics alone."""
-    kernels, z_y, eps = backend.kernels(case.logit_map), case.z_y, backend.eps(case.z.dtype)
+    kernels, z_y, eager = backend.kernels(case.logit_map), case.z_y, case.z.clone()
     alone = kernels.statistics(case.z)
     together, found_z_y = kernels.both_(case.z, case.target, case.coefficients)
     for row_max, row_log_sum in (alone, together):
         torch.testing.assert_close(row_max.double(), case.exact.row_max, rtol=2e-6, atol=1e-6)
         torch.testing.assert_close(row_log_sum.double(), case.exact.row_log_sum, rtol=0, atol=backend.tolerance)
     assert torch.equal(found_z_y.double(), z_y.double())
-    expected, at = case.gradient(one_hot=True), case.target[:, None]
-    close(case.z, expected, eps)
-    close(case.z.gather(1, at), expected.gather(1, at), 2 * eps)
-    # To the nearest, but in Triton's interpreter.
-    assert error(case.z, expected) < (1 if INTERPRETED else 0.5) * eps + 2e-6
+    expected, is_approximate = case.gradient(one_hot=True), INTERPRETED or backend.name == "nvfuser"
+    slack = 5e-6 if backend.name == "nvfuser" else 1e-6
+    eps = max(torch.finfo(case.z.dtype).eps, slack, SLACK)
+    torch_rows.TorchRowKernels(case.logit_map).both_(eager, case.target, case.coefficients)
+    # On a few numbers, PyTorch's own error may be small by chance.
+    floor = eps if is_approximate else eps / (2 if case.z.dtype is FP32 else 4)
+    assert error(case.z, expected) < max(1.5 * error(eager, expected), floor)
+    # An error of the norm would not show a single wrong entry. The slope of a softcap is a small difference of two
+    # large numbers.
+    before_slope = 1 + (case.exact.p * case.coefficients.probability.double()[:, None]).abs()
+    assert bool(((case.z - expected).abs() < 4 * eps * expected.abs() + slack * before_slope).all())
 
 
 @pytest.mark.parametrize(("dtype", "logit_map"), SETTINGS, ids=str)

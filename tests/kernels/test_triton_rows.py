@@ -14,7 +14,7 @@ from interpreted import (
     on_device,
     prepare_row_kernels,
 )
-from test_row_kernels import BF16, FP16, FP32, NOTHING, Backend, Exact, Rows, check_both, close, error, logits
+from test_row_kernels import BF16, FP16, FP32, NOTHING, SLACK, Backend, Exact, Rows, check_both, close, error, logits
 from thunder_flce.device import Device
 from thunder_flce.engine.kernels import torch_divergence
 from thunder_flce.operation.divergence import KINDS, Divergence
@@ -122,8 +122,9 @@ def test_gradient_with_column_sums(rows, vocab, programs, logit_map, dtype, monk
     of = {"out": z, "column_sums": True, "target": target, "class_weight": case.class_weight}
     sums = TRITON.kernels(logit_map).gradient_(z, case.statistics, case.coefficients, **of)
     close(z, expected, TRITON.eps(dtype))
+    assert error(z, expected) < max(torch.finfo(dtype).eps, SLACK)
     # They are sums of what has not been rounded.
-    assert sums.shape == (vocab,) and sums.dtype == FP32 and error(sums, expected.sum(0)) < 2e-5
+    assert sums.shape == (vocab,) and sums.dtype == FP32 and error(sums, expected.sum(0)) < 5e-6
     assert (memory[rows:] == 7).all()
 
 
