@@ -316,38 +316,35 @@ def test_a_gradient_that_only_an_outer_transform_needs():
     assert error(torch.func.grad(value)(case.weight.detach()), truth(case).gradients[1]) < 1e-6
 
 
-def test_second_derivatives_raise(reduction):
-    case = make_case()
-    x, weight = case.x.detach(), case.weight.detach()
+def test_what_transforms_do_not_have(reduction):
+    case, several = make_case(), make_case(tokens=6)
+    x, weight, batch = case.x.detach(), case.weight.detach(), several.x.detach().view(3, 2, -1)
 
-    def loss(x, weight):
-        return linear_cross_entropy(x, weight, case.target, reduction=reduction).sum()
-
-    match = "linear_cross_entropy has no second derivative"
-    with pytest.raises(RuntimeError, match=match):
-        torch.autograd.grad(loss(case.x, case.weight), case.x, create_graph=True)
-    with pytest.raises(RuntimeError, match=match):
-        torch.func.grad(lambda x: torch.func.grad(loss)(x, weight).sum())(x)
-    with pytest.raises(RuntimeError, match=match):
-        torch.func.grad(lambda weight: torch.func.grad(loss)(x, weight).sum())(weight)
-
-
-def test_vmap_raises(reduction):
-    case = make_case(tokens=6)
-    x, target, weight = case.x.detach().view(3, 2, -1), case.target.view(3, 2), case.weight.detach()
-
-    def loss(x, target):
+    def loss(x, weight, target=case.target):
         return linear_cross_entropy(x, weight, target, reduction=reduction).sum()
 
-    for function in (loss, torch.func.grad(loss)):
-        with pytest.raises(RuntimeError, match="linear_cross_entropy has no vmap"):
-            torch.vmap(function)(x, target)
-    with pytest.raises(RuntimeError, match="linear_cross_entropy has no vmap"):
-        torch.func.jacrev(lambda x: linear_cross_entropy(x, weight, case.target, reduction="none"))(case.x.detach())
-    with pytest.raises(RuntimeError, match="linear_cross_entropy has no vmap; .* without is_grads_batched=True"):
-        losses = linear_cross_entropy(case.x, case.weight, case.target, reduction=reduction)
-        upstream = torch.ones(3, *losses.shape)
-        torch.autograd.grad(losses, case.x, upstream, is_grads_batched=True)
+    def of_batch(x, target):
+        return loss(x, weight, target)
+
+    def gradients(x):
+        losses = linear_cross_entropy(x, weight, case.target, reduction=reduction)
+        return torch.autograd.grad(losses, x, torch.ones(3, *losses.shape), is_grads_batched=True)
+
+    grad = torch.func.grad(loss)
+    for match, run in (
+        ("no second derivative", lambda: torch.autograd.grad(loss(case.x, case.weight), case.x, create_graph=True)),
+        ("no second derivative", lambda: torch.func.grad(lambda x: grad(x, weight).sum())(x)),
+        ("no second derivative", lambda: torch.func.grad(lambda weight: grad(x, weight).sum())(weight)),
+        ("no vmap", lambda: torch.vmap(of_batch)(batch, several.target.view(3, 2))),
+        ("no vmap", lambda: torch.vmap(torch.func.grad(of_batch))(batch, several.target.view(3, 2))),
+        (
+            "no vmap",
+            lambda: torch.func.jacrev(lambda x: linear_cross_entropy(x, weight, case.target, reduction="none"))(x),
+        ),
+        ("no vmap; .* without is_grads_batched=True", lambda: gradients(case.x)),
+    ):
+        with pytest.raises(RuntimeError, match=f"linear_cross_entropy has {match}"):
+            run()
 
 
 # Checkpoints, hooks and modes.
@@ -369,16 +366,6 @@ def test_checkpoint(use_reentrant, backend, settings):
         program = torch.compile(program, backend=backend, fullgraph=True)
     loss = program(case.x, case.weight)
     assert_right(loss, case, after_backward=True, **settings)
-
-
-class Calls(torch.utils._python_dispatch.TorchDispatchMode):
-    """Counts the calls of the forward operator."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func is OPERATOR
-        return func(*args, **(kwargs or {}))
 
 
 def test_modes_and_tensors_that_are_no_plain_ones():
@@ -408,8 +395,8 @@ def test_modes_and_tensors_that_are_no_plain_ones():
     assert Wrapper.seen == [OPERATOR]
     for _ in range(2):
         expected = linear_cross_entropy(x, weight, target)
-        with Calls() as calls:
-            assert torch.equal(linear_cross_entropy(x, weight, target), expected) and calls.count == 1
+        with RecordedCalls(OPERATOR) as calls:
+            assert torch.equal(linear_cross_entropy(x, weight, target), expected) and len(calls) == 1
         with torch.profiler.profile() as profile:
             linear_cross_entropy(x, weight, target)
         assert any("thunder_flce" in event.name for event in profile.events())
@@ -429,7 +416,7 @@ def test_selective_checkpoint(is_saved, settings):
     def program(x, weight):
         return linear_cross_entropy(x * 1, weight, case.target, **settings)
 
-    with Calls() as calls:
+    with RecordedCalls(OPERATOR) as calls:
         loss = checkpoint.checkpoint(
             program,
             case.x,
@@ -438,7 +425,7 @@ def test_selective_checkpoint(is_saved, settings):
             context_fn=lambda: checkpoint.create_selective_checkpoint_contexts(policy),
         )
         assert_right(loss, case, **settings)
-    assert calls.count == (1 if is_saved else 2)
+    assert len(calls) == (1 if is_saved else 2)
 
 
 def test_saved_tensors_hooks(settings):
