@@ -162,19 +162,8 @@ def check_losses(rows, names):
         assert row["ratio"] == pytest.approx(row["time_ms"] / rows[FLOORS[loss.matmuls - 1]]["time_ms"])
 
 
-class PerToken(torch.autograd.Function):
-    """What is computed of each token, with dW only where that is asked for."""
-
-    @staticmethod
-    def forward(ctx, x, weight, target):
-        ctx.save_for_backward(x, weight, target)
-        return -F.cross_entropy(x @ weight.t(), target, reduction="none")
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight, target = ctx.saved_tensors
-        dlogits = (F.one_hot(target, len(weight)) - (x @ weight.t()).softmax(-1)) * grad[:, None]
-        return dlogits @ weight, dlogits.t() @ x if ctx.needs_input_grad[1] else None, None
+def per_token(x, weight, target):
+    return -F.cross_entropy(x @ weight.t(), target, reduction="none")
 
 
 class StandIns:
@@ -184,13 +173,13 @@ class StandIns:
         @staticmethod
         def apply(x, weight, bias, targets, temperature, chunk_size, softcap=None, scale=1.0, outputs=("entropy",)):
             assert (bias, temperature, softcap, scale, outputs) == (None, 1.0, None, 1.0, ())
-            return PerToken.apply(x, weight, targets), None, None, None, None
+            return per_token(x, weight, targets), None, None, None, None
 
     class LigerFusedLinearScaledCrossEntropyFunction:
         @staticmethod
         def apply(x, weight, target, temperature=1.0, ignore_index=-100, m_tiles=1, return_entropy=False):
             assert (temperature, ignore_index, return_entropy) == (1.0, -100, False)
-            return -PerToken.apply(x, weight, target)
+            return -per_token(x, weight, target)
 
     class LigerFusedLinearDPOLoss:
         def __init__(self, *, beta, use_ref_model):
@@ -198,7 +187,7 @@ class StandIns:
 
         def __call__(self, weight, x, target):
             """From (B, T, H) and (B, T)."""
-            of_tokens = PerToken.apply(x.flatten(0, 1), weight, target.flatten())
+            of_tokens = per_token(x.flatten(0, 1), weight, target.flatten())
             chosen, rejected = of_tokens.view_as(target).sum(-1).chunk(2)
             return -F.logsigmoid(0.1 * (chosen - rejected)).mean(), ()
 
@@ -209,9 +198,9 @@ class StandIns:
     @staticmethod
     def linear_cross_entropy(e, c, targets, *, reduction="mean", filter_eps="auto"):
         if reduction == "mean":
-            return -PerToken.apply(e, c, targets).mean()
+            return -per_token(e, c, targets).mean()
         assert reduction == "none" and filter_eps is None
-        return -PerToken.apply(e, c, targets)
+        return -per_token(e, c, targets)
 
 
 def test_peers(tmp_path, monkeypatch):
