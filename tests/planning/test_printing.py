@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from reference import make_case, run_by
+from reference import make_case, ours, run_by
 from test_plan import call as a_call
-from thunder_flce import linear_cross_entropy
 from thunder_flce.engine import printing
 from thunder_flce.engine.plan import Plan
 from thunder_flce.engine.primitives import Primitives
@@ -82,13 +81,7 @@ def test_what_runs_is_what_is_printed(plan, sizes, settings, ignored_rows, calle
     case = make_case(**{name: size for name, size in sizes.items() if name not in ("frozen", "no_input")}, ignored=0.0)
     for tensor, needed in ((case.x, not no_input), (case.weight, not frozen)):
         tensor.requires_grad_(needed and plan.strategy != "loss_only")
-    results = linear_cross_entropy(
-        case.x, case.weight, case.target, linear_bias=case.bias, terms=case.terms, **settings
-    )
-    loss = results[0] if isinstance(results, tuple) else results
-    outputs = [each for each in results[1:] if each.requires_grad] if isinstance(results, tuple) else []
-    if loss.requires_grad:
-        torch.autograd.backward([loss, *outputs], [torch.ones_like(each) for each in (loss, *outputs)])
+    ours(case, **settings)
     tensors = named_tensors(
         {"input": case.x, "linear_weight": case.weight, "target": case.target, "linear_bias": case.bias,
          "terms": case.terms}
