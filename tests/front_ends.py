@@ -1,12 +1,20 @@
 """The two front ends of thunder that tests go through, a model, and how what is compiled is compared."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import thunder_flce
+from thunder_flce.backend import compile_graph
 
 FRONT_ENDS = {"thunder.jit": thunder_flce.jit, "thunderfx": thunder_flce.thunderfx}
+COMPILERS = {
+    **FRONT_ENDS,
+    "torch.compile": partial(torch.compile, backend="aot_eager", fullgraph=True),
+    "backend": partial(torch.compile, backend=compile_graph, fullgraph=True),
+}
 
 
 V, H = 97, 16

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import thunder_flce
-from front_ends import FRONT_ENDS, assert_agrees, decisions
+from front_ends import COMPILERS, FRONT_ENDS, assert_agrees, decisions
 from reference import assert_close_to_truth, differentiate, make_case
 from thunder_flce import LinearCrossEntropyLoss, Options, loss_only
 
@@ -25,18 +25,11 @@ def _case(loss, **settings):
     return replace(case, weight=loss.linear.weight, bias=loss.linear.bias, class_weight=loss.weight)
 
 
-WAYS = {
-    **FRONT_ENDS,
-    "torch.compile": partial(torch.compile, backend="aot_eager", fullgraph=True),
-    "backend": partial(torch.compile, backend="thunder_flce", fullgraph=True),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", COMPILERS)
 def test_compiled(way):
     loss = LinearCrossEntropyLoss(H, V, bias=True, softcap=5.0, weight=torch.rand(V))
     case = _case(loss)
-    result = differentiate(WAYS[way](loss)(case.x, case.target), case, None)
+    result = differentiate(COMPILERS[way](loss)(case.x, case.target), case, None)
     assert_close_to_truth(result, case, softcap=5.0)
 
 

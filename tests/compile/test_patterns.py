@@ -3,7 +3,6 @@
 import inspect
 import re
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,10 +12,9 @@ import torch.nn.functional as F
 from thunder.core.proxies import TensorProxy
 
 import thunder_flce
-from front_ends import assert_fused, decisions, run, symbols
+from front_ends import COMPILERS, assert_fused, decisions, run, symbols
 from reference import error
 from thunder_flce import NotFusedError, NotFusedWarning
-from thunder_flce.backend import compile_graph
 from thunder_flce.inspection import programs
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "traces"))
@@ -60,9 +58,7 @@ def test_table_has_every_program():
     assert list(dict.fromkeys(printed)) == [program.__name__ for program in (*patterns.FUSED, *patterns.NOT_FUSED)]
 
 
-BY_BACKEND = partial(torch.compile, backend=compile_graph, fullgraph=True)
-COMPILERS = {"thunder.jit": thunder_flce.jit, "torch.compile": BY_BACKEND}
-by_each = pytest.mark.parametrize("compiler", COMPILERS)
+by_each = pytest.mark.parametrize("compiler", ["thunder.jit", "backend"])
 
 
 @by_each
@@ -93,7 +89,7 @@ def test_fused_in_bfloat16(program):
     """Against float64. Eager rounds a log_softmax of 16 bits, and we do not."""
     tensors = _arguments(program, dtype=torch.bfloat16)
     doubled = [t.detach().double().requires_grad_(t.requires_grad) if t.is_floating_point() else t for t in tensors]
-    runs = (run(BY_BACKEND(program), tensors), run(program, tensors), run(program, doubled))
+    runs = (run(COMPILERS["backend"](program), tensors), run(program, tensors), run(program, doubled))
     for got, eager, right in zip(*((outputs[0], *gradients) for outputs, gradients in runs), strict=True):
         assert got.dtype == eager.dtype
         assert error(got, right) <= 1.25 * error(eager, right) + 2**-8, (error(got, right), error(eager, right))
@@ -102,7 +98,7 @@ def test_fused_in_bfloat16(program):
 @by_each
 @pytest.mark.parametrize("program", patterns.NOT_FUSED, ids=lambda program: program.__name__)
 def test_not_fused(program, compiler):
-    if program is patterns.changed_in_place and compiler == "torch.compile":
+    if program is patterns.changed_in_place and compiler == "backend":
         pytest.skip("Dynamo's graph has changes out of place")
     tensors, compiled = _arguments(program), COMPILERS[compiler](program)
     copies = [tensor.clone() if tensor.is_floating_point() else tensor for tensor in tensors]
