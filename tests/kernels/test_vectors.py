@@ -126,17 +126,12 @@ def test_no_valid_row_and_no_items(reduction):
         assert loss.isnan() == (reduction == "mean" and expected != 0) and (loss == 0) != loss.isnan()
 
 
-def _finish(statistics, z_y, prepared, *, z_loss=0.0, reduction):
-    loss, outputs = _with_outputs(statistics, z_y, prepared, (), z_loss=z_loss, reduction=reduction)
-    assert not outputs
-    return loss
-
-
-def _with_outputs(statistics, z_y, prepared, outputs, *, z_loss=0.0, reduction):
-    return _vectors().finish(
+def _finish(statistics, z_y, prepared, *, z_loss=0.0, reduction, outputs=()):
+    loss, found = _vectors().finish(
         statistics, z_y, weight=prepared.weight, at_target=prepared.at_target, divisors=prepared.divisors,
         z_loss=z_loss, reduction=reduction, outputs=outputs,
     )  # fmt: skip
+    return (loss, found) if outputs else loss
 
 
 @on_device
@@ -151,7 +146,7 @@ def test_outputs_that_come_with_the_loss(outputs, reduction):
     row_max, row_log_sum, z_y = torch.randn(3, tokens, device=DEVICE)
     row_log_sum, z_y[3], row_max[4] = row_log_sum.abs(), float("nan"), float("inf")
     statistics = RowStatistics(row_max, row_log_sum)
-    loss, found = _with_outputs(statistics, z_y, prepared, outputs, reduction=reduction)
+    loss, found = _finish(statistics, z_y, prepared, outputs=outputs, reduction=reduction)
     assert {*found} == {*outputs} & {"log_prob", "log_sum_exp"}
     for name, got in found.items():
         row = Row(row_max, row_log_sum, z_y, {})
