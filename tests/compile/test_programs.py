@@ -1006,6 +1006,19 @@ def a_head_for_each_sequence(h, w, y, a, m):
     return of_rows(torch.bmm(h, w.t() * m[:, :1, None]), y)
 
 
+@expect(Reason.ANOTHER_PRODUCT)
+def one_row_for_all_classes(h, w, y, a, m):
+    """Expanded: the weight has as many classes as the logits, and its memory has one."""
+    return of_rows(F.linear(h, w[:1].expand(V, -1)), y) + of_rows(h @ w[0].expand(V, H).t(), y)
+
+
+@expect(FUSED, thunder=True)
+def losses_times_ones(h, w, y, a, m):
+    """Made of no tensor."""
+    losses = F.cross_entropy(F.linear(h, w).flatten(0, 1), y.flatten(), reduction="none").view(y.shape)
+    return (losses @ torch.ones(y.shape[1], 1, dtype=h.dtype)).sum()
+
+
 @expect(Reason.ANOTHER_PRODUCT, thunder=True)
 def rows_summed_by_an_equation(h, w, y, a, m):
     return F.cross_entropy(torch.einsum("bth,vh->tv", h, w), y[0])

@@ -99,16 +99,16 @@ def _product(
         raise Unknown  # They are asked for.
     names, _, result = equation.partition("->")
     of_input, _, of_weight = names.partition(",")
-    while (before := weight.op) is not None and weight.needs_grad == before.operands[0].needs_grad:
+    while (before := weight.op) is not None and before.name in (*PERMUTATIONS, "expand"):
         source = before.operands[0]
+        if weight.needs_grad != source.needs_grad:
+            break
         if before.name in PERMUTATIONS:
             # Square, or permuted to what it was: only the order of the dimensions tells.
             by_dim = dict(zip(_order(before), of_weight, strict=True))
             of_weight = "".join(by_dim[dim] for dim in range(source.ndim))
-        elif before.name == "expand":
-            of_weight = of_weight[weight.ndim - source.ndim :]
         else:
-            break
+            of_weight = of_weight[weight.ndim - source.ndim :]
         weight = source
     classes = [name for name in of_weight if name not in of_input and name in result]
     features = [name for name in of_weight if name in of_input and name not in result]
@@ -116,10 +116,11 @@ def _product(
         raise Unknown
     rows, out_rows = of_input.replace(features[0], ""), result.replace(classes[0], "")
     sizes, out = dict(zip(of_input, input.shape, strict=True)), op.output
-    of_matrix = zip(of_weight, weight.shape, strict=True)
-    is_one = all(same(size, sizes[name] if name in features else 1) for name, size in of_matrix if name not in classes)
-    is_of_rows = sorted(rows) == sorted(out_rows) and len(set(of_input)) == len(of_input)
     dim = result.index(classes[0])
+    # Not of one row that is expanded to all classes, either.
+    of_matrix = {features[0]: sizes[features[0]], classes[0]: out.shape[dim]}
+    is_one = all(same(size, of_matrix.get(name, 1)) for name, size in zip(of_weight, weight.shape, strict=True))
+    is_of_rows = sorted(rows) == sorted(out_rows) and len(set(of_input)) == len(of_input)
     out_shape = (*out.shape[:dim], *out.shape[dim + 1 :])
     if not is_one or not is_of_rows or not same_shape(out_shape, [sizes[name] for name in out_rows]):
         raise Unknown
