@@ -1006,6 +1006,24 @@ def a_head_for_each_sequence(h, w, y, a, m):
     return of_rows(torch.bmm(h, w.t() * m[:, :1, None]), y)
 
 
+def of_two_heads(h, w, y):
+    """Log-probabilities, with y as labels of both."""
+    return [F.linear(x, w).log_softmax(-1).gather(-1, y[..., None]).squeeze(-1) for x in (h, h.tanh())]
+
+
+@expect(FUSED, thunder=True)
+def one_head_weighs_the_other(h, w, y, a, m):
+    """A token loss of the second would have no gradient for the first."""
+    first, second = of_two_heads(h, w, y)
+    return -(first * second.detach() + second).sum()
+
+
+@expect(FUSED)
+def each_head_weighs_the_other(h, w, y, a, m):
+    first, second = of_two_heads(h, w, y)
+    return -(torch.where(m > 0, first, second.detach()) + second * first.detach()).mean()
+
+
 @expect(Reason.ANOTHER_PRODUCT)
 def one_row_for_all_classes(h, w, y, a, m):
     """Expanded: the weight has as many classes as the logits, and its memory has one."""

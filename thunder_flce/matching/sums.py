@@ -213,7 +213,8 @@ class _Search:
         if rows or op.name in ("sum", "mean") or not same(outs[0].numel, self._of_rows[number].count):
             return
         try:
-            self._tokens[outs[0]] = number, self._written(op, number, outs[0] in self._with_grad)
+            # Not only one that comes back to the sources: one of another head's must not be lost.
+            self._tokens[outs[0]] = number, self._written(op, number, outs[0].needs_grad)
         except NotOfTokens as problem:
             self._problems[outs[0]] = NotASum(f"{problem}{_line(op)} is no operation on single tokens")
         except NotASum as problem:
