@@ -273,6 +273,46 @@ def test_sharded(version, dtype, tied, tmp_path):
         torch.testing.assert_close(*map(torch.tensor, reversed(found)), rtol=1e-4 if dtype is None else 2e-2, atol=1e-5)
 
 
+class CallsItsLayers(torch.nn.Module):
+    """No module around them is called: neither a dictionary, nor a decoder that has a forward, too."""
+
+    def __init__(self, around):
+        super().__init__()
+        self.decoder = around({"layers": torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(2))})
+        self.embedding, self.head, self.calls = torch.nn.Embedding(tiny.VOCAB, 32), torch.nn.Linear(32, tiny.VOCAB), 0
+
+    def forward(self, input_ids, labels, attention_mask):
+        hidden = self.embedding(input_ids)
+        self.calls += 1
+        for layer in self.decoder["layers"]:
+            hidden = layer(hidden).tanh()
+        return {"loss": F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())}
+
+
+class Decoder(torch.nn.ModuleDict):
+    def forward(self, hidden):
+        raise AssertionError("it is not called")
+
+
+def _without_a_decoder_on_a_rank(rank, around, folder):
+    """How often the forward runs in three steps."""
+    model = CallsItsLayers(around)
+    trainer = OurTrainer(model=model, args=arguments(folder))
+    trainer.compiled_loss = trainer._loss
+    for layer in model.decoder["layers"]:
+        fsdp.fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    for _ in range(3):
+        trainer.compute_loss(model, collate(tiny.rows(2))).backward()
+    return model.calls
+
+
+@pytest.mark.parametrize(("around", "calls"), [(torch.nn.ModuleDict, 3), (Decoder, 4)])
+def test_sharded_without_a_decoder(around, calls, tmp_path):
+    """The layers run once a step; where only a forward shows that a module is not called, once more in all."""
+    run = partial(_without_a_decoder_on_a_rank, around=around, folder=str(tmp_path))
+    assert as_processes(2, run) == [calls] * 2
+
+
 def test_hooks(tmp_path):
     """As DeepSpeed has them around the model, where they break the graph."""
     model = tiny.model()

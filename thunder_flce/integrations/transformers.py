@@ -59,6 +59,7 @@ class LossTrainerMixin:
             )
         self.compiled_loss = torch.compile(self._loss, backend=compile_graph, options=dict(self.backend_options))
         self._needs_loss_only = False
+        self._calls_decoder = True
         # The same function in each step, for which nothing is compiled anew.
         self._decoded: list[Any] = []
         self._returning = partial(_once, self._decoded)
@@ -146,7 +147,7 @@ class LossTrainerMixin:
         logits.
         """
         inner = self.accelerator.unwrap_model(model)
-        decoder = _around_sharded(inner)
+        decoder = _around_sharded(inner) if self._calls_decoder else None
         # Mixed precision of accelerate has put one there, too.
         forward = inner.forward
 
@@ -171,6 +172,8 @@ class LossTrainerMixin:
         try:
             with _forward_of(decoder, interrupting):
                 forward(**inputs)
+            # It calls the layers itself. Other steps need not find out, which costs a forward.
+            self._calls_decoder = False
         except _Decoded as decoded:
             self._decoded.append(decoded.output)
         with _forward_of(decoder, self._returning) if self._decoded else nullcontext():
@@ -232,9 +235,13 @@ def _around_sharded(model: nn.Module) -> nn.Module | None:
     sharded = (FSDPModule, FullyShardedDataParallel)
     paths = [name.split(".") for name, each in model.named_modules() if name and isinstance(each, sharded)]
     path = os.path.commonprefix(paths)
-    while path and isinstance(model.get_submodule(".".join(path)), (nn.ModuleList, *sharded)):
+    while path:
+        module = model.get_submodule(".".join(path))
+        # Lists and dictionaries of modules are not called.
+        if type(module).forward is not nn.Module.forward and not isinstance(module, sharded):
+            return module
         path = path[:-1]
-    return model.get_submodule(".".join(path)) if path else None
+    return None
 
 
 def _once(outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
