@@ -1019,6 +1019,12 @@ def one_head_weighs_the_other(h, w, y, a, m):
 
 
 @expect(FUSED)
+def what_is_detached_weighs_something_trained(h, w, y, a, m):
+    first, _ = of_two_heads(h, w, y)
+    return (first.detach() * h.mean(-1) + first).sum()
+
+
+@expect(FUSED)
 def each_head_weighs_the_other(h, w, y, a, m):
     first, second = of_two_heads(h, w, y)
     return -(torch.where(m > 0, first, second.detach()) + second * first.detach()).mean()
