@@ -38,11 +38,13 @@ class Rates(NamedTuple):
     """Bytes a second, read and written"""
 
 
-# By a word of the name that the driver reports. Only the first is measured: matmul is 6·T·H·V over the time of "three
-# matmuls" in traces/h200/regions.jsonl, bandwidth what an in-place pass over logits reaches. The others are estimates,
-# for where PyTorch does not tell the clocks.
+# By words of the name that the driver reports. Only the first two are measured, of the H200 by the time of "three
+# matmuls" in traces/h200/regions.jsonl, of the H100 by `bench --rates`, which found what the clocks give, to 1%: matmul
+# is 6·T·H·V over the time of the matmuls, bandwidth what an in-place pass over logits reaches. The others are
+# estimates, for where PyTorch does not tell the clocks.
 KNOWN_RATES = {
     "H200": Rates(680e12, 4.1e12),
+    "H100 80GB HBM3": Rates(680e12, 3.02e12),
     "H100": Rates(600e12, 2.9e12),
     "A100": Rates(250e12, 1.4e12),
     "L40S": Rates(300e12, 0.8e12),
@@ -53,7 +55,6 @@ KNOWN_RATES = {
     "GB10": Rates(90e12, 0.24e12),
     "MI300X": Rates(600e12, 4e12),
 }
-# On an H100, `bench --rates` found 675e12 and 3.0e12, where the clocks give 680e12 and 3.02e12.
 _MEASURED = ("H200", "H100 80GB HBM3")
 _H200_MULTIPROCESSORS = 132
 # Operations in 16 bits that a multiprocessor reaches for long in a cycle of the highest clock, by compute capability:
@@ -144,9 +145,9 @@ def described(properties: Any) -> Device:
 
 def _rates(properties: Any) -> Rates:
     """Those measured, or else by the clocks, the name, or the number of multiprocessors in the ratios of an H200."""
-    by_name = next((rates for name, rates in KNOWN_RATES.items() if name in properties.name), None)
-    count, of_h200 = properties.multi_processor_count, KNOWN_RATES["H200"]
-    if by_name is of_h200:
+    known = next((name for name in KNOWN_RATES if name in properties.name), "")
+    by_name, of_h200, count = KNOWN_RATES.get(known), KNOWN_RATES["H200"], properties.multi_processor_count
+    if by_name is not None and known in _MEASURED:
         return by_name
     # In kHz and bits. Twice a clock, and nine tenths of that are reached; AMD's memory is faster than its clock says.
     names = "clock_rate", "memory_clock_rate", "memory_bus_width"
