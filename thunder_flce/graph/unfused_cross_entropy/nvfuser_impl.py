@@ -123,7 +123,8 @@ def register() -> None:
         if settings.get("weight") is not None or settings.get("label_smoothing"):
             return False
         logits = next(tensor for tensor in tensors if isinstance(tensor, TensorProxy) and tensor.ndim == 2)
-        return logits.device.type == "cuda" and dtypes.to_strong_dtype(logits.dtype) in _FUSED_DTYPES
+        is_fused = dtypes.to_strong_dtype(logits.dtype) in _FUSED_DTYPES and logits.numel > 0
+        return is_fused and logits.device.type == "cuda"
 
     def translated(
         fusion: Callable[..., Any], *tensors: TensorProxy, fd: Any, lc_to_nv_map: Any, **settings: Any
