@@ -77,10 +77,10 @@ class Options:
     the program are found by themselves."""
 
     tune_products: bool | None = None
-    """Whether, on an NVIDIA GPU, the large matmuls of 16-bit operands try the algorithms that cuBLAS proposes when they
-    first run, and then run with the fastest of those that give the same bits. That waits for the device, and takes a
-    third of a second or so for each kind of matmul, once a process: for logits, dX and dW of some size, for each power
-    of two of tokens. None: on Hopper, where it was measured what that gains. Without it, and while
+    """Whether, on an NVIDIA GPU, the large matmuls of 16-bit operands try the algorithms that cuBLAS proposes, and then
+    run with the fastest of those that give the same bits. That waits for the device, and takes up to a third of a
+    second for each of logits, dX and dW, once a process: for the first number of tokens in a chunk at once, for others
+    when they come the third time. None: on Hopper, where it was measured what that gains. Without it, and while
     `torch.use_deterministic_algorithms` is on, PyTorch's run."""
 
     batch_invariant: bool = False

@@ -13,6 +13,7 @@ import math
 import statistics
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache, partial
@@ -47,6 +48,12 @@ _MEASURED_FACTOR = 2.0**-149
 _TOKENS = {"logits": 0, "dX": 0, "dW": 2}
 _MOST_TUNINGS = 256
 
+# The fastest for one number of tokens may be the slowest for another: on an H100, 1680 × 128256 × 2048 took 5.2 ms by
+# what was chosen for 1536 tokens, where cuBLAS's first took 4.2. So each number is measured for itself: the first one,
+# in most trainings the only one, at once, and others when they come so often.
+_OFTEN = 3
+_MOST_MET = 4096
+
 # For any number of rows, `run_invariant` runs what cuBLASLt proposes for so many. It looks whether a row has the bits
 # that it has alone among as many, or as these bytes hold, but a tile of them; on a CPU, all matmuls have so many.
 _CHOSEN_FOR_ROWS = 2048
@@ -80,8 +87,10 @@ class Tuning:
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "algorithm"}
 
 
-_tunings: dict[tuple[tuple, int], Tuning] = {}
-"""By what a matmul is but for its tokens, and by the power of two nearest to these."""
+_tunings: dict[tuple[Any, ...], Tuning] = {}
+"""By what a matmul is, but for the addresses"""
+_met: Counter[tuple[Any, ...]] = Counter()
+"""How often matmuls were met that nothing is known of, and those of any number of tokens"""
 
 
 def tunings() -> list[Tuning]:
@@ -90,7 +99,7 @@ def tunings() -> list[Tuning]:
 
 
 def run_fastest(matmul: Matmul) -> bool:
-    """Runs a large matmul by the algorithm that is the fastest for it, measured when the first such one is met.
+    """Runs a large matmul by the algorithm that is the fastest for it, if it was measured or is to be measured now.
 
     Measuring runs it some dozens of times into `out` and waits for the device. False where the matmul has not run: if
     it lies in memory in a way that cuBLASLt cannot read or was not measured, without cuBLASLt, and while PyTorch is
@@ -109,23 +118,25 @@ def run_fastest(matmul: Matmul) -> bool:
 
 
 def _tuning(matmul: Matmul, signature: Signature) -> Tuning | None:
-    """What is known about such matmuls, or measured now.
+    """What is known about such a matmul, or measured now; None where it is neither.
 
-    While a CUDA graph is captured, what was measured for the nearest number of tokens has to do. The first term of the
-    logits is measured apart from those that are added to it. Chunks add to dW, but for the first, which then runs by
-    the same algorithm.
+    The first term of the logits is measured apart from those that are added to it. Chunks add to dW, but for the first,
+    which then runs by the same algorithm.
     """
-    sizes, adds = [*matmul.out.shape, matmul.a.shape[1]], matmul.kind == "logits" and matmul.accumulate
-    octave = round(math.log2(sizes.pop(_TOKENS[matmul.kind])))
-    transposed = signature.a.is_transposed, signature.b.is_transposed
-    key = (matmul.kind, *sizes, *signature[:3], *transposed, signature.has_bias, adds)
-    tuning = _tunings.get((key, octave))
-    if tuning is not None:
+    key = (matmul.kind, signature, matmul.kind == "logits" and matmul.accumulate)
+    tuning = _tunings.get(key)
+    if tuning is not None or torch.cuda.is_current_stream_capturing():
         return tuning
-    if torch.cuda.is_current_stream_capturing():
-        known = [other for other in list(_tunings) if other[0] == key]
-        return _tunings[min(known, key=lambda other: abs(other[1] - octave))] if known else None
-    tuning = _tunings[key, octave] = _measure(matmul, signature)
+    sizes = [*matmul.out.shape, matmul.a.shape[1]]
+    del sizes[_TOKENS[matmul.kind]]
+    of_any_tokens = (matmul.kind, *sizes, *signature[:3], key[-1])
+    is_first = not _met[of_any_tokens]
+    if len(_met) > _MOST_MET:
+        _met.clear()
+    _met.update((key, of_any_tokens))
+    if not is_first and _met[key] < _OFTEN:
+        return None
+    tuning = _tunings[key] = _measure(matmul, signature)
     if len(_tunings) > _MOST_TUNINGS:
         del _tunings[next(iter(_tunings))]
     return tuning
