@@ -234,7 +234,7 @@ def test_tuned_products(monkeypatch):
         product="dW", sizes=(128256, 4096, 2048), algorithm=None, gain=1.0789, milliseconds=2.5, seconds=0.25
     )
     other = replace(found, product="dX", gain=1.0)
-    monkeypatch.setattr(algorithms, "_tunings", {("dW", 11): found, ("dX", 11): other})
+    monkeypatch.setattr(algorithms, "_tunings", {"dW": {"": found}, "dX": {"": other}})
     assert [row.split() for row in str(report).splitlines()[-2:]] == [
         ["dW", "128256", "×", "4096", "×", "2048", "2.500", "ms", "1.079", "0.25", "s"],
         ["dX", "128256", "×", "4096", "×", "2048", "2.500", "ms", "1.000", "0.25", "s"],

@@ -46,12 +46,14 @@ _MEASURED_FACTOR = 2.0**-149
 
 # Which of the sizes M, N and K is the number of tokens.
 _TOKENS = {"logits": 0, "dX": 0, "dW": 2}
-_MOST_TUNINGS = 256
+# Of a kind of matmul, and of kinds.
+_MOST_TUNINGS, _MOST_KINDS = 64, 256
 
 # The fastest for one number of tokens may be the slowest for another: on an H100, 1680 × 128256 × 2048 took 5.2 ms by
 # what was chosen for 1536 tokens, where cuBLAS's first took 4.2. So each number is measured for itself: the first one,
-# in most trainings the only one, at once, and others when they come so often.
-_OFTEN = 3
+# in most trainings the only one, at once, and others when they have come so often that measuring takes a tenth of the
+# time that they took. What it gains, 3% or so, pays for it later.
+_OFTEN = 1000
 _MOST_MET = 4096
 
 # For any number of rows, `run_invariant` runs what cuBLASLt proposes for so many. It looks whether a row has the bits
@@ -87,15 +89,15 @@ class Tuning:
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "algorithm"}
 
 
-_tunings: dict[tuple[Any, ...], Tuning] = {}
-"""By what a matmul is, but for the addresses"""
-_met: Counter[tuple[Any, ...]] = Counter()
-"""How often matmuls were met that nothing is known of, and those of any number of tokens"""
+_tunings: dict[tuple[Any, ...], dict[Signature, Tuning]] = {}
+"""By what matmuls of any number of tokens have in common"""
+_met: Counter[tuple[Any, Signature]] = Counter()
+"""How often others were met"""
 
 
 def tunings() -> list[Tuning]:
-    """What this process has measured, the oldest first."""
-    return list(_tunings.values())
+    """What this process has measured, by kinds of matmuls, the oldest first."""
+    return [tuning for of_kind in _tunings.values() for tuning in of_kind.values()]
 
 
 def run_fastest(matmul: Matmul) -> bool:
@@ -123,22 +125,22 @@ def _tuning(matmul: Matmul, signature: Signature) -> Tuning | None:
     The first term of the logits is measured apart from those that are added to it. Chunks add to dW, but for the first,
     which then runs by the same algorithm.
     """
-    key = (matmul.kind, signature, matmul.kind == "logits" and matmul.accumulate)
-    tuning = _tunings.get(key)
-    if tuning is not None or torch.cuda.is_current_stream_capturing():
-        return tuning
     sizes = [*matmul.out.shape, matmul.a.shape[1]]
     del sizes[_TOKENS[matmul.kind]]
-    of_any_tokens = (matmul.kind, *sizes, *signature[:3], key[-1])
-    is_first = not _met[of_any_tokens]
-    if len(_met) > _MOST_MET:
-        _met.clear()
-    _met.update((key, of_any_tokens))
-    if not is_first and _met[key] < _OFTEN:
-        return None
-    tuning = _tunings[key] = _measure(matmul, signature)
-    if len(_tunings) > _MOST_TUNINGS:
-        del _tunings[next(iter(_tunings))]
+    kind = (matmul.kind, *sizes, *signature[:3], matmul.kind == "logits" and matmul.accumulate)
+    known = _tunings.get(kind, {})
+    tuning = known.get(signature)
+    if tuning is not None or torch.cuda.is_current_stream_capturing():
+        return tuning
+    if known:
+        if len(_met) >= _MOST_MET:
+            _met.clear()
+        _met[kind, signature] += 1
+        if _met[kind, signature] < _OFTEN or len(known) >= _MOST_TUNINGS:
+            return None
+    elif len(_tunings) >= _MOST_KINDS:
+        _tunings.clear()
+    _tunings[kind] = known | {signature: (tuning := _measure(matmul, signature))}
     return tuning
 
 
