@@ -65,11 +65,6 @@ class Part:
         return DTensor.from_local(rows, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=(hidden, 1))
 
 
-def _local(tensor: Tensor | None) -> Tensor:
-    """What this rank has of it."""
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else cast(Tensor, tensor).detach()
-
-
 def _vocab_parallel(part: Part, **settings: Any) -> Step:
     """Ours. No rank ever has the whole weight."""
     parallel = VocabParallel(group=part.mesh, **settings)
@@ -89,14 +84,13 @@ def _loss_parallel(part: Part, *, is_compiled: bool = False) -> Step:
 
     program = torch.compile(loss, dynamic=False) if is_compiled else loss
 
+    def method(inputs: Inputs) -> Tensor:
+        loss = program(part.whole(inputs.x), part.weight(), part.whole(inputs.target))
+        return cast(DTensor, loss).to_local()
+
     def step(mark: Mark) -> Results:
-        x = part.inputs.x.detach().requires_grad_()
         with loss_parallel():
-            value = program(part.whole(x), part.weight(), part.whole(part.inputs.target))
-            mark("forward")
-            dx, dw = torch.autograd.grad(value, (x, part.inputs.weight))
-        mark("backward")
-        return {"loss": _local(value), "dx": dx, "dw": dw}
+            return run_step(part.inputs, method, mark)
 
     return step
 
@@ -118,21 +112,16 @@ def _liger(part: Part) -> Step:
 
 def _fully_shard(part: Part) -> Step:
     """FSDP2, the head as a unit that is gathered once a step, and the loss of each rank's tokens in its forward."""
-    x, _, target, *_ = part.own_tokens()
-    head = LinearCrossEntropyLoss(x.shape[1], part.vocab, device="meta", dtype=x.dtype)
+    own = part.own_tokens()
+    head = LinearCrossEntropyLoss(own.x.shape[1], part.vocab, device="meta", dtype=own.x.dtype)
     fully_shard(head, mesh=part.mesh).set_unshard_in_backward(False)
-    head.to_empty(device=x.device)
-    _local(head.linear.weight).copy_(part.inputs.weight.detach())
+    head.to_empty(device=own.x.device)
+    weight = cast(DTensor, head.linear.weight)
+    weight.to_local().detach().copy_(part.inputs.weight.detach())
 
     def step(mark: Mark) -> Results:
-        loss = head(x, target)
-        mark("forward")
-        loss.backward()
-        mark("backward")
-        dx, dw = _local(x.grad), _local(head.linear.weight.grad)
-        x.grad = None
-        head.zero_grad()
-        return {"loss": loss.detach(), "dx": dx, "dw": dw}
+        results = run_step(own._replace(weight=weight), lambda inputs: head(inputs.x, inputs.target), mark)
+        return {**results, "dw": cast(DTensor, results["dw"]).to_local()}
 
     return step
 
