@@ -65,6 +65,10 @@ FIRST = ("test_two_ranks.py", "test_interpreted.py", "test_properties.py")
 
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path.name not in FIRST)
+    for item in items:
+        for mark in item.iter_markers("gpu"):
+            if torch.cuda.device_count() < (count := mark.kwargs.get("count", 1)):
+                item.add_marker(pytest.mark.skip(reason=f"CUDA devices needed: {count}"))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -87,10 +91,11 @@ def seed():
     torch.manual_seed(1234)
 
 
-on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-DEVICES = ["cpu", pytest.param("cuda", marks=on_gpu)]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # Behind "cuda", the backend of the row kernels that counts as the fastest.
-BACKENDS = [pytest.param(f"cuda {name}", marks=on_gpu) for name in dispatch.BACKENDS if dispatch.is_installed(name)]
+BACKENDS = [
+    pytest.param(f"cuda {name}", marks=pytest.mark.gpu) for name in dispatch.BACKENDS if dispatch.is_installed(name)
+]
 
 
 def pytest_generate_tests(metafunc):

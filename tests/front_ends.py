@@ -26,27 +26,23 @@ def flattened_loss(logits, labels):
 
 
 class Model(nn.Module):
-    """An embedding, a hidden layer, dropout and a head with its loss; the points where a subclass may put something."""
+    """An embedding, a hidden layer and a head with its loss."""
 
-    def __init__(self, loss=flattened_loss, *, vocab=V, dropout=0.0, bias=False, dtype=torch.float32):
+    def __init__(self, loss=flattened_loss, *, vocab=V, bias=False, dtype=torch.float32):
         super().__init__()
         self.embedding = nn.Embedding(vocab, H, dtype=dtype)
         self.hidden = nn.Linear(H, H, dtype=dtype)
-        self.dropout = nn.Dropout(dropout)
         self.lm_head = nn.Linear(H, vocab, bias=bias, dtype=dtype)
         self.loss = loss
-
-    def before_head(self, hidden):
-        return hidden
 
     def after_head(self, logits):
         return logits
 
     def last_hidden(self, tokens):
-        return self.dropout(torch.tanh(self.hidden(self.embedding(tokens))))
+        return torch.tanh(self.hidden(self.embedding(tokens)))
 
     def logits(self, tokens):
-        return self.after_head(self.lm_head(self.before_head(self.last_hidden(tokens))))
+        return self.after_head(self.lm_head(self.last_hidden(tokens)))
 
     def forward(self, tokens, labels):
         return self.loss(self.logits(tokens), labels)

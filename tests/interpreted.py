@@ -5,24 +5,18 @@ from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 
 needs_triton = pytest.mark.skipif(not find_spec("triton"), reason="needs Triton")
 needs_compiler = pytest.mark.skipif(INTERPRETED or not find_spec("triton"), reason="needs Triton")
-needs_kernels = [
-    needs_triton,
-    pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 
 
 def on_device(test):
     """Marks a test that runs the kernels."""
-    for mark in [*needs_kernels, *([] if INTERPRETED else [pytest.mark.gpu])]:
-        test = mark(test)
-    return test
+    test = needs_triton(test)
+    return test if INTERPRETED else pytest.mark.gpu(test)
 
 
 def prepare_row_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,19 +46,6 @@ class Tied(nn.Module):
         return self.lm_head(self.embedding(tokens), labels)
 
 
-def test_a_tied_weight_gets_both_gradients():
-    model, tokens, labels = Tied(), torch.randint(V, (2, 9)), torch.randint(V, (2, 9))
-    assert [name for name, _ in model.named_parameters()] == ["embedding.weight"]
-    copied = copy.deepcopy(model)
-    assert copied.lm_head.linear.weight is copied.embedding.weight is not model.embedding.weight
-    weight = model.embedding.weight.detach().double().requires_grad_()
-    logits = nn.functional.linear(nn.functional.embedding(tokens, weight), weight)
-    exact = torch.autograd.grad(nn.functional.cross_entropy(logits.view(-1, V), labels.view(-1)), weight)
-    for each in (model, copied):
-        each(tokens, labels).backward()
-        torch.testing.assert_close((each.embedding.weight.grad.double(),), exact, rtol=1e-4, atol=1e-7)
-
-
 def test_state_dict():
     """The names are those of `torch.nn.LinearCrossEntropyLoss`, and those of a linear are taken, too."""
     class_weights = torch.rand(V)

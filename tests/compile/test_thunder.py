@@ -248,7 +248,6 @@ def test_the_executor_alone_with_a_tuple_of_transforms():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("of_sequences", [
     lambda log_probs: log_probs.view(8, -1).sum(-1), lambda log_probs: (-log_probs).view(8, -1).sum(-1),
     lambda log_probs: (log_probs * 0.5).view(8, -1).mean(-1),

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from divided import part_of
-from ranks import GPUS, as_processes, as_threads
+from ranks import as_processes, as_threads
 from reference import make_case
 from test_plan import DEVICES, call, shard_of
 from thunder_flce import Options, VocabParallel, linear_cross_entropy
@@ -92,8 +92,7 @@ def _captured_anew(rank: int) -> list[str]:
     return found
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+@pytest.mark.gpu(count=2)
 def test_calls_that_a_graph_cannot_capture():
     results = as_processes(2, _captured_anew, device="cuda")
     for found in results:

@@ -23,8 +23,7 @@ from thunder_flce import Options, linear_cross_entropy
 from thunder_flce.options import STRATEGIES
 from thunder_flce.vocab_parallel import CHECK_EVERY_CALL
 
-on_gpus = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")]
-DEVICES = ["cpu", pytest.param("cuda", marks=on_gpus)]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(count=2))]
 RANKS = {"cpu": 2, "cuda": GPUS}
 # Rows of the vocabulary of each rank, and tokens of their own.
 UNEVEN = {2: (200, 131), 3: (200, 100, 31), 4: (200, 100, 0, 31)}

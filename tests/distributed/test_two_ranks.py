@@ -193,23 +193,6 @@ def fully_shard_of_a_thunder_module_warns(rank):
 # PyTorch's own.
 
 
-class HiddenStates(Model):
-    """The same up to the head, whose weight is returned, too."""
-
-    def forward(self, tokens):
-        return self.last_hidden(tokens), self.lm_head.weight
-
-
-@with_each(untied=False, tied=True)
-def ddp_with_the_loss_outside(rank, of):
-    model = HiddenStates(97, tied=of)
-    exact = exact_gradients(model)
-    tokens, labels = batch(rank, 97)
-    step = DistributedDataParallel(model)
-    linear_cross_entropy(*step(tokens), labels).backward()
-    check(model, exact)
-
-
 @with_each(
     plain={},
     tied={"tied": True},
@@ -380,8 +363,7 @@ def _on_gpus(rank: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+@pytest.mark.gpu(count=2)
 def test_on_gpus():
     assert as_processes(GPUS, _on_gpus, device="cuda") == [[]] * GPUS
 

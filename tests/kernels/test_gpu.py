@@ -18,10 +18,7 @@ from thunder_flce.engine.kernels.dispatch import BACKENDS, is_installed
 from thunder_flce.options import STRATEGIES
 
 IGNORED_ROWS = ("skip", "compute")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True)
@@ -297,7 +294,7 @@ def test_no_synchronisation_when_asked_for_none(dtype):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.gpu(count=2)
 @pytest.mark.parametrize("rows", IGNORED_ROWS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_device_that_is_not_the_current_one(strategy, rows):

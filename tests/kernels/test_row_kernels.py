@@ -30,7 +30,6 @@ NOTHING = (False, False, False)
 # The interpreter truncates to bfloat16, and its exp and tanh err by more.
 SLACK = 4e-6 if INTERPRETED else 1e-6
 
-ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 NEEDS_NVFUSER = pytest.mark.skipif(not find_spec("nvfuser_direct"), reason="needs nvFuser's Python package")
 NEEDS_TRITON = pytest.mark.skipif(not find_spec("triton"), reason="needs Triton")
 BACKENDS = (
@@ -39,9 +38,9 @@ BACKENDS = (
     else [
         pytest.param(("torch", "cpu"), id="torch-cpu"),
         pytest.param(("nvfuser", "cpu"), id="nvfuser-interpreted", marks=NEEDS_NVFUSER),
-        pytest.param(("torch", "cuda"), id="torch-cuda", marks=ON_GPU),
-        pytest.param(("triton", "cuda"), id="triton-cuda", marks=[*ON_GPU, NEEDS_TRITON]),
-        pytest.param(("nvfuser", "cuda"), id="nvfuser-cuda", marks=[*ON_GPU, NEEDS_NVFUSER]),
+        pytest.param(("torch", "cuda"), id="torch-cuda", marks=pytest.mark.gpu),
+        pytest.param(("triton", "cuda"), id="triton-cuda", marks=[pytest.mark.gpu, NEEDS_TRITON]),
+        pytest.param(("nvfuser", "cuda"), id="nvfuser-cuda", marks=[pytest.mark.gpu, NEEDS_NVFUSER]),
     ]
 )
 
