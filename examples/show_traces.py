@@ -15,7 +15,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 import thunder_flce
-from thunder_flce.inspection.formatting import format_bytes
+from thunder_flce.inspection.report import format_bytes
 
 
 @dataclass(frozen=True)

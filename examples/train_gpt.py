@@ -35,7 +35,7 @@ from local_text import standard_library, tokenize
 from show_traces import loss_region, print_side_by_side
 from thunder_flce.bench.measure import peak_bytes
 from thunder_flce.engine.kernels.dispatch import is_installed
-from thunder_flce.inspection.formatting import format_bytes
+from thunder_flce.inspection.report import format_bytes
 
 SEED = 1
 WIDTH = 120

@@ -12,7 +12,6 @@ from thunder.dynamo import thunderfx
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import fresh
 import thunder_flce
 from front_ends import Model, batch
 from thunder_flce import FuseLinearCrossEntropy, Options
@@ -21,7 +20,7 @@ from thunder_flce.engine import printing
 from thunder_flce.engine.kernels import dispatch, scaling
 from thunder_flce.engine.matmul import algorithms
 from thunder_flce.engine.matmul.algorithms import Tuning
-from thunder_flce.inspection import formatting, programs
+from thunder_flce.inspection import programs
 from thunder_flce.inspection.trace_text import compile_only
 from thunder_flce.matching import decisions
 from thunder_flce.matching.decisions import Reason
@@ -108,13 +107,6 @@ def test_what_thunder_did_not_compile():
     for compiled in (programs.litgpt, torch.compile(programs.litgpt, backend="eager")):
         with pytest.raises(TypeError, match="compiled must be of thunder, or of torch.compile .*, but got function"):
             thunder_flce.explain(compiled)
-
-
-def test_rich_is_optional():
-    program = f"import sys; sys.modules['rich'] = None; from {formatting.__name__} import print_text\n"
-    program += "import importlib.util; sys.stdout.isatty = lambda: True\n"
-    program += "importlib.util.find_spec = lambda name: None; print_text('plain', as_rich=None)"
-    assert fresh.run(program).stdout == "plain\n"
 
 
 def compiled_by(compile, **settings):

@@ -2,7 +2,6 @@
 
 import runpy
 import sys
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -95,15 +94,3 @@ def test_examples_that_make_no_sense(example, message, capsys):
     with pytest.raises(SystemExit) as exit:
         main(["trace", example, *SMALL])
     assert exit.value.code == 2 and message in capsys.readouterr().err
-
-
-@pytest.mark.skipif(not find_spec("nvfuser_direct"), reason="needs nvFuser's Python package")
-def test_fusions_of_cuda_need_no_gpu(capsys):
-    command = ["trace", "bias_and_sum", "--device", "cuda", "--fusions", "--row-kernels", "nvfuser"]
-    assert main(command) == 0
-    printed = capsys.readouterr().out
-    names = ("part_statistics", "merge_parts", "gradient_with_column_sums")
-    assert [line for line in printed.splitlines() if line.startswith("# nvFuser, ")] == [
-        f"# nvFuser, forward: {name}" for name in names
-    ]
-    assert printed.count("def nvfuser_fusion(fd : FusionDefinition)") == len(names)

@@ -2,23 +2,18 @@
 
 import linecache
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 from thunder_flce.backend import compiled_graphs
 from thunder_flce.device import Device
 from thunder_flce.engine.choose import alternatives, temporary_bytes
 from thunder_flce.engine.kernels import dispatch
-from thunder_flce.engine.kernels.layout import row_stride
 from thunder_flce.engine.matmul.algorithms import tunings
 from thunder_flce.engine.plan import Plan
 from thunder_flce.engine.printing import program
-from thunder_flce.inspection.formatting import Block, format_bytes, heading, print_text, table
 from thunder_flce.matching.decisions import LOG, PLURALS, Decision, PlannedRegion
-from thunder_flce.operation.loss import RowCoefficients
-from thunder_flce.operation.pointwise import VARIABLES, uses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,22 +77,19 @@ class Compilation:
             "saved_for_backward": None if self.saved is None else list(map(asdict, self.saved)),
         }
 
-    def blocks(self) -> Iterator[Block]:
-        """The report as blocks of text."""
+    def lines(self) -> Iterator[str]:
+        """The report, line by line."""
         for decision in self.decisions:
-            yield from _decision_blocks(decision)
+            yield from _decision_lines(decision)
         if self.saved:
-            yield from _saved_blocks(self.saved)
+            yield from _saved_lines(self.saved)
         elif self.saved is not None:
-            yield Block("nothing is saved: there is no backward")
+            yield "nothing is saved: there is no backward"
 
 
 @dataclass(frozen=True, repr=False)
 class Report(Sequence):
-    """What `explain` returns: a sequence of compilations, and text for people.
-
-    `str(report)` is plain text; `report.print()` and `rich.print(report)` use rich's colours on a terminal.
-    """
+    """What `explain` returns: a sequence of compilations, and `str(report)` for people."""
 
     compilations: list[Compilation]
 
@@ -112,22 +104,6 @@ class Report(Sequence):
     def __getitem__(self, index):
         return self.compilations[index]
 
-    def nvfuser_definitions(self) -> dict[str, str]:
-        """The fusions of every plan, as nvFuser prints them, by direction and name, such as "backward: gradient".
-
-        Where two of one name differ, the names are numbered.
-        """
-        texts: dict[str, dict[str, None]] = {}
-        for region in (decision.region for decision in self.decisions if decision.region):
-            for direction, fusions in _fusions(region):
-                for name, fusion in fusions.items():
-                    texts.setdefault(f"{direction}: {name}", {})[str(fusion).strip()] = None
-        return {
-            f"{name} {number}" if number > 1 else name: text
-            for name, of_name in texts.items()
-            for number, text in enumerate(of_name, 1)
-        }
-
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for `json.dump`; sizes in bytes, times in seconds."""
         return {
@@ -135,29 +111,25 @@ class Report(Sequence):
             "tuned_products": [tuning.to_dict() for tuning in tunings()],
         }
 
-    def print(self) -> None:
-        """Prints the report: with rich on a terminal, if it is installed, and as plain text otherwise."""
-        print_text(str(self), self.__rich__)
-
-    def blocks(self) -> Iterator[Block]:
-        """The report as blocks of text."""
+    def lines(self) -> Iterator[str]:
+        """The report, line by line."""
         if not self.compilations:
-            yield heading("nothing is compiled yet: call it first")
+            yield _heading("nothing is compiled yet: call it first")
             return
-        yield heading(f"thunder_flce: {self._fused()}")
+        yield _heading(f"thunder_flce: {self._fused()}")
         for number, compilation in enumerate(self.compilations):
             if len(self.compilations) > 1:
-                yield heading(f"compilation {number}, by {compilation.compiled_by}")
-            yield from compilation.blocks()
+                yield _heading(f"compilation {number}, by {compilation.compiled_by}")
+            yield from compilation.lines()
         if tuned := tunings():
-            yield Block("products tuned in this process:")
+            yield "products tuned in this process:"
             columns = ("product", "M × N × K", "time", "times as fast as cuBLAS's first choice", "measured in")
             sizes = [" × ".join(map(str, found.sizes)) for found in tuned]
             rows = [
                 (found.product, size, f"{found.milliseconds:.3f} ms", f"{found.gain:.3f}", f"{found.seconds:.2f} s")
                 for found, size in zip(tuned, sizes, strict=True)
             ]
-            yield table(columns, rows, right=(1, 2, 3, 4))
+            yield _table(columns, rows, right=(1, 2, 3, 4))
 
     def _fused(self) -> str:
         """How many of each kind, such as "1 of 1 cross-entropies fused"."""
@@ -168,16 +140,10 @@ class Report(Sequence):
         return f"{', '.join(counts)} fused" if counts else f"no {', '.join(PLURALS)}"
 
     def __str__(self) -> str:
-        return "\n".join(block.text for block in self.blocks())
+        return "\n".join(self.lines())
 
     def __repr__(self) -> str:
         return f"<Report: {len(self)} compilations, {self._fused()}>"
-
-    def __rich__(self):
-        from rich.console import Group
-        from rich.text import Text
-
-        return Group(*(Text(block.text, style=block.style) for block in self.blocks()))
 
 
 def explain(compiled: Callable | None = None) -> Report:
@@ -248,56 +214,28 @@ def _decision_dict(decision: Decision) -> dict[str, Any]:
     }
 
 
-def _decision_blocks(decision: Decision) -> Iterator[Block]:
+def _decision_lines(decision: Decision) -> Iterator[str]:
     """Where, what and why, the line of the user's source and, where it was fused, what runs and what else could."""
-    yield Block(str(decision), "green" if decision.fused else "yellow")
+    yield str(decision)
     if line := source_line(decision):
-        yield Block(f"  {line}", "dim")
+        yield f"  {line}"
     if decision.region is None:
         return
     if missing := _missing_row_kernels(decision.region):
-        yield Block(missing, "yellow")
+        yield missing
     for direction, lines in _runs(decision.region).items():
-        yield Block("\n".join([f"  {direction}:", *(f"    {line}" for line in lines)]))
+        yield "\n".join([f"  {direction}:", *(f"    {line}" for line in lines)])
     rows = [
         ("▸" if found.chosen else "", found.plan.describe(), format_bytes(found.temporary_bytes))
         for found in Compilation.plans(decision)
     ]
-    yield table(("", "plan", "memory, predicted"), rows, right=(2,))
+    yield _table(("", "plan", "memory, predicted"), rows, right=(2,))
 
 
 def _runs(region: PlannedRegion) -> dict[str, list[str]]:
     """What runs in each direction, as lines of text."""
     found = program(*region)
     return {name: list(lines) for name, lines in (("forward", found.forward), ("backward", found.backward)) if lines}
-
-
-def _fusions(region: PlannedRegion) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What nvFuser runs of a region: directions and fusions; none where others run the row work."""
-    call, plan = region
-    loss, dtype, device_type = call.loss, plan.logits_dtype(call.dtype), call.device.type
-    if dispatch.library(plan.row_kernels, dtype=dtype, device_type=device_type) != "nvFuser":
-        return
-    from thunder_flce.engine.kernels import nvfuser_rows
-
-    stride, primitives = row_stride(call.vocab, dtype=dtype, device_type=device_type), program(call, plan).primitives
-    kind: dict[str, Any] = {"dtype": dtype, "stride": stride, "vocab": call.vocab}
-    made_by = partial(nvfuser_rows.definitions, loss.logit_map, **kind)
-    has_class_weight = "weight" in call.tensors and bool(loss.label_smoothing)
-    if "both_" in primitives:
-        yield "forward", made_by(method="both_")
-    if "results" in primitives:
-        yield "forward", made_by(method="statistics")
-        if loss.moments:
-            yield "forward", made_by(method="moments", names=loss.moments, has_class_weight=has_class_weight)
-    if "gradient_" in primitives:
-        derivatives = {*loss.differentiable_outputs, *(name for name in VARIABLES if uses(loss.token_loss, name))}
-        has_uniform = loss.label_smoothing or "mean_logit" in derivatives
-        coefficients = RowCoefficients(1, 1, 1 if has_uniform else None, 1 if "entropy" in derivatives else None)
-        settings = {"out_dtype": call.dtype, "in_place": dtype == call.dtype and not plan.keeps_logits}
-        of_call = partial(made_by, **settings, column_sums=call.bias_grad, has_class_weight=has_class_weight)
-        direction = "backward" if plan.reads_statistics(call) else "forward"
-        yield direction, of_call(method="gradient_", coefficients=coefficients)
 
 
 # Of the default plan on an H200: with PyTorch's operations 39% (S1) to 96% (U2) longer than with Triton's kernels, with
@@ -321,15 +259,39 @@ def _missing_row_kernels(region: PlannedRegion) -> str | None:
 _LONGEST_TABLE = 12
 
 
-def _saved_blocks(tensors: list[SavedTensor]) -> Iterator[Block]:
+def _saved_lines(tensors: list[SavedTensor]) -> Iterator[str]:
     arguments = sum(tensor.bytes for tensor in tensors if tensor.is_argument)
     own = [tensor for tensor in tensors if not tensor.is_argument]
     total = sum(tensor.bytes for tensor in own)
     sizes = f"{format_bytes(total)} ({total:,} bytes), and {format_bytes(arguments)} of arguments"
-    yield Block(f"saved for backward: {sizes}", "bold")
+    yield f"saved for backward: {sizes}"
     own.sort(key=lambda tensor: (not tensor.role, -tensor.bytes))
     rows = [(tensor.name, tensor.role, tensor.type, f"{tensor.bytes:,}") for tensor in own[:_LONGEST_TABLE]]
     if rest := own[_LONGEST_TABLE:]:
         rows.append((f"{len(rest)} more", "", "", f"{sum(tensor.bytes for tensor in rest):,}"))
     if rows:
-        yield table(("tensor", "of a loss", "type", "bytes"), rows, right=(3,))
+        yield _table(("tensor", "of a loss", "type", "bytes"), rows, right=(3,))
+
+
+def _heading(text: str) -> str:
+    """A line that opens a section."""
+    return f"\n{text}\n{'─' * len(text)}"
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[int] = ()) -> str:
+    """Rows of cells below the names of the columns; those in `right` are aligned to the right."""
+    lines = [columns, *rows]
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    # As format specifications, such as ">8".
+    specs = [f"{'>' if at in right else '<'}{width}" for at, width in enumerate(widths)]
+    padded = (map(format, cells, specs) for cells in lines)
+    return "\n".join(f"  {'  '.join(cells)}".rstrip() for cells in padded)
+
+
+def format_bytes(size: float) -> str:
+    """1536 as "1.5 KiB"."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"

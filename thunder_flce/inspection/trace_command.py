@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from thunder_flce.engine.kernels.dispatch import check_available
 from thunder_flce.graph.plugin import jit
 from thunder_flce.inspection import programs
-from thunder_flce.inspection.formatting import print_text
 from thunder_flce.inspection.report import explain
 from thunder_flce.inspection.trace_text import commented, compile_only, readable, renumbered
 from thunder_flce.matching.decisions import PLURALS, NotFusedWarning
@@ -49,7 +48,6 @@ def _parser() -> argparse.ArgumentParser:
         default = getattr(programs.Sizes, name)
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{meaning} (default: {default})")
     parser.add_argument("--row-kernels", choices=ROW_KERNELS, default="auto", help="who runs everything but matmuls")
-    parser.add_argument("--fusions", action="store_true", help="also the definitions of the nvFuser fusions")
     return parser
 
 
@@ -63,18 +61,12 @@ def main(arguments: Sequence[str]) -> int:
         program, tensors = _program_and_arguments(parsed, parser)
         before = thunder.jit(program)
         compile_only(before, tensors)
-        _print(_text("before", ["before: thunder.jit"], before))
+        print(_text("before", ["before: thunder.jit"], before))
         after = jit(program, options=Options(row_kernels=parsed.row_kernels))
         compile_only(after, tensors)
         report = explain(after)
         decisions = [str(decision) for decision in report.decisions] or [f"no {', '.join(PLURALS)}"]
-        _print(_text("after", ["after: thunder_flce.jit", *decisions], after))
-    if parsed.fusions:
-        definitions = report.nvfuser_definitions()
-        for name, definition in definitions.items():
-            _print(f"{commented(f'nvFuser, {name}')}\n{definition}\n")
-        if not definitions:
-            _print(commented("no nvFuser fusions: they run on CUDA, with --row-kernels nvfuser"))
+        print(_text("after", ["after: thunder_flce.jit", *decisions], after))
     return 0
 
 
@@ -113,12 +105,3 @@ def _imported(name: str, parser: argparse.ArgumentParser) -> Callable:
         return getattr(importlib.import_module(module), function)
     except (ModuleNotFoundError, AttributeError) as error:
         parser.error(f"{name}: {error}")
-
-
-def _print(text: str) -> None:
-    def highlighted() -> Any:
-        from rich.syntax import Syntax
-
-        return Syntax(text, "python", theme="ansi_dark", background_color="default")
-
-    print_text(text, highlighted)
