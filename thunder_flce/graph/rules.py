@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Sequence
 from functools import partial
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from thunder_flce.graph.thunder_private import (
     INTERPRETER_SIGNALS,
     do_raise,
     get_jit_ctx,
-    interpret_call,
     interpreter_needs_wrap,
     maybe_downcast_to,
     record_source_loc_in_symbol_header,
@@ -35,11 +33,11 @@ from thunder_flce.graph.token_functions import interpreted_token_loss
 from thunder_flce.operators import Settings
 from thunder_flce.options import Options
 from thunder_flce.token_losses import check_function
-from thunder_flce.vocab_parallel import ONLY_EAGER, VocabParallel, as_literal, settings_of
+from thunder_flce.vocab_parallel import ONLY_EAGER, as_literal, settings_of
 
 UNGUARDED = (
     "thunder does not notice when vocab_parallel changes that the jitted function itself makes, such as by "
-    "mesh.get_group(): make it, or the group of a VocabParallel, outside of the function"
+    "mesh.get_group() or VocabParallel(group=group): make it outside of the function"
 )
 
 
@@ -69,7 +67,7 @@ def _lookaside(*args: Any, **kwargs: Any) -> Any:
             literal = given.value if isinstance(given.value, str) else as_literal(**settings_of(given.value))
         except (NotImplementedError, TypeError, ValueError) as error:
             return do_raise(error)
-        if not isinstance(given.value, str) and not _guard(given):
+        if not isinstance(given.value, str) and not _add_check(given):
             return do_raise(NotImplementedError(UNGUARDED))
         constants["vocab_parallel"] = literal
     # In a sequence, recursively_proxy stops after the first item that holds a tensor.
@@ -107,31 +105,8 @@ def _of_operator(tensors: Sequence[TensorProxy], settings: str) -> tuple[TensorP
 torch_to_thunder_functions[torch.ops.thunder_flce.linear_cross_entropy.default] = _of_operator
 
 
-def _guard(vocab_parallel: Any) -> bool:
-    """Has thunder compile anew for another vocab_parallel; False where thunder cannot find a wrapped value again."""
-    if _add_check(vocab_parallel):
-        return True
-    # The function may have made it of a group. Numbers that it reads thunder checks itself, and `_init` a dtype.
-    group = vocab_parallel.attribute_wrappers.get("group")
-    return group is not None and _add_check(group)
-
-
-# What thunder interprets in place of the constructor, a copy: at that itself, it would call `_init` again.
-_original: Any = VocabParallel.__init__
-_constructor = FunctionType(_original.__code__, _original.__globals__, closure=_original.__closure__)
-_constructor.__kwdefaults__ = _original.__kwdefaults__
-
-
-@register_general_jit_lookaside(VocabParallel.__init__)
-def _init(self: Any, **fields: Any) -> Any:
-    """What thunder's interpreter calls where a program makes a `VocabParallel`."""
-    if "input_grad_dtype" in fields:
-        _add_check(fields["input_grad_dtype"])
-    return interpret_call(_constructor, self, **fields)
-
-
 def _add_check(wrapped: Any) -> bool:
-    """Has thunder compile anew where a wrapped value has changed; False where thunder cannot find it again."""
+    """Has thunder compile anew for another vocab_parallel; False where thunder cannot find the wrapped value again."""
     if not should_register_for_prologue(wrapped.provenance):
         return False
     proxy = AnyProxy(wrapped.value, history=wrapped.provenance)
@@ -140,10 +115,8 @@ def _add_check(wrapped: Any) -> bool:
 
 
 def _text(vocab_parallel: Any) -> str:
-    """A plain value for what is checked: a `VocabParallel`, its group or its dtype."""
-    if vocab_parallel is None or isinstance(vocab_parallel, torch.dtype):
-        return str(vocab_parallel)
-    return as_literal(**settings_of(vocab_parallel))
+    """A plain value for what is checked: a `VocabParallel`, or its group."""
+    return "None" if vocab_parallel is None else as_literal(**settings_of(vocab_parallel))
 
 
 def _check_vocab_parallel_impl(vocab_parallel: Any, text: str) -> None:
