@@ -4,68 +4,21 @@ A `Part` is what reads the same rows for the same labels. A `Region` is one or m
 rows stand one after another, so that the head has one gradient.
 """
 
-import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from thunder_flce.engine.plan import GRADIENTS_IN_FORWARD
-from thunder_flce.matching.algebra import Argmax, Labels, Logits, Row, value
-from thunder_flce.matching.decisions import PLURALS, Decision, NotFused, Reason
+from thunder_flce.matching.algebra import Argmax, Logits, Row
+from thunder_flce.matching.decisions import Decision, NotFused, Reason
 from thunder_flce.matching.interpreter import Interpreter, Result, is_head
+from thunder_flce.matching.parts import Part, parts_of
 from thunder_flce.matching.program import Op, Program, Tensor, hint, keeps_elements, live, same_shape
 from thunder_flce.matching.rules import has_float_factors
-from thunder_flce.matching.sums import NotASum, Tokens, TokenSum, find_sum
-from thunder_flce.operation.loss import NOTHING_IGNORED
+from thunder_flce.matching.sums import NotASum, TokenSum, find_sum
 from thunder_flce.options import Options
-
-
-@dataclass(eq=False)
-class Part:
-    """What reads the same rows of the same logits for the same labels."""
-
-    logits: Logits
-    labels: Labels | None
-    class_weight: Tensor | None
-    """Of a cross-entropy, which is then all that it gives"""
-    rows: list[Result] = field(default_factory=list)
-    argmaxes: list[Result] = field(default_factory=list)
-    problem: NotFused | None = None
-
-    @property
-    def results(self) -> list[Result]:
-        """All tensors of the program that it gives."""
-        return [*self.rows, *self.argmaxes]
-
-    @property
-    def kind(self) -> str:
-        """What a user would call it."""
-        kinds = {result.kind for result in self.rows}
-        return next(kind for kind in PLURALS if kind in kinds)
-
-    @property
-    def ignore_index(self) -> int:
-        """The label of the rows that a cross-entropy leaves out."""
-        found = None if self.labels is None else self.labels.ignore_index
-        return NOTHING_IGNORED if found is None else found
-
-    @property
-    def is_mean_of_logits(self) -> bool:
-        """Whether it has nothing but means of logits, which any layer may be asked for."""
-        return all(set(value(each.row.sum)) == {"U"} for each in self.rows)
-
-    @property
-    def has_grad(self) -> bool:
-        """Whether a gradient comes back to any of its results."""
-        return any(result.tensor.needs_grad for result in self.results)
-
-    @property
-    def first(self) -> Op:
-        """The first operation of its cross-entropies, or of all results where it has none."""
-        ops = [result.op for result in self.rows if result.kind == "cross-entropy"]
-        return min(ops or [result.op for result in self.rows], key=lambda op: op.position)
 
 
 @dataclass(eq=False)
@@ -122,15 +75,14 @@ class Region:
             made = {out for op in self.total.ops for out in op.outs} | {each.tensor for each in self.total.summands}
             for op in self.total.ops:
                 add((each for each in op.operands if each not in made), op)
-            for number in range(len(self.parts)):
-                for given in (each for _, inputs in self.total.texts(number) for each in inputs):
-                    found.setdefault(given.tensor, given.read_at)
+            for given in (each for part in self.parts for _, inputs in self.total.texts(part) for each in inputs):
+                found.setdefault(given.tensor, given.read_at)
         return found
 
 
 def match(known: Interpreter, options: Options) -> tuple[list[Region], list[Decision]]:
     """The regions of a program, in order, and why other losses are none."""
-    parts = _parts(known)
+    parts = parts_of(known)
     for part in parts:
         part.problem = _problem(part, known)
     _give_argmaxes(parts, known)
@@ -160,32 +112,6 @@ def _is_of_head(logits: Logits) -> bool:
 
 
 # Parts.
-
-
-def _parts(known: Interpreter) -> list[Part]:
-    parts: list[Part] = []
-    rows = [result for result in known.results.values() if isinstance(result.value, Row)]
-    # An entropy has no labels of its own, so the others come first, and cross-entropies before them.
-    for result in sorted(
-        rows, key=lambda each: (each.row.labels is None, each.row.ignore_index is None, each.op.position)
-    ):
-        row = result.row
-        part = next((each for each in parts if _takes(each, result, row)), None)
-        if part is None:
-            part = Part(row.logits, row.labels, row.class_weight)
-            parts.append(part)
-        part.rows.append(result)
-    for part in parts:
-        part.rows.sort(key=lambda each: each.op.position)
-    return sorted(parts, key=lambda part: part.first.position)
-
-
-def _takes(part: Part, result: Result, row: Row) -> bool:
-    """Whether a part can give another number of its rows, too: of all of them, with its labels."""
-    if part.logits != row.logits or part.class_weight is not None or row.ignore_index is not None:
-        return False
-    # Without a gradient, to compute the logits once more takes as long, and the ignored rows of a loss stay out.
-    return row.labels in (None, part.labels) and (result.tensor.needs_grad or part.ignore_index == NOTHING_IGNORED)
 
 
 def _problem(part: Part, known: Interpreter) -> NotFused | None:
@@ -322,7 +248,7 @@ def _with_sum(parts: list[Part], known: Interpreter, options: Options) -> Region
     try:
         if options.strategy not in (None, GRADIENTS_IN_FORWARD):
             raise NotASum(f"the options say {options.strategy}")
-        total = find_sum([Tokens(part.rows, math.prod(part.logits.rows_shape)) for part in parts], known)
+        total = find_sum(parts, known)
         _check_sum(parts, total, options)
         first, last = min(part.first.position for part in parts), total.place.op.position  # type: ignore[union-attr]
         if any(op not in total.writes for op in known.program.writers(first, last)):
@@ -345,9 +271,7 @@ def _check_sum(parts: Sequence[Part], total: TokenSum, options: Options) -> None
         if not is_plain or total.kept or is_mean:
             raise NotASum("the losses have class weights")
     if len(parts) > 1:
-        texts = [
-            [(text, [each.ignored for each in inputs]) for text, inputs in total.texts(n)] for n in range(len(parts))
-        ]
+        texts = [[(text, [each.ignored for each in read]) for text, read in total.texts(part)] for part in parts]
         if not is_plain and any(each != texts[0] for each in texts):
             raise NotASum("the parts of its head have losses of different kinds")
         if total.kept or any(part.argmaxes for part in parts):

@@ -12,7 +12,7 @@ writes the graph asks autograd for.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from thunder_flce.matching.algebra import Class
 from thunder_flce.matching.interpreter import Interpreter, Result
+from thunder_flce.matching.parts import Part, TokenInput
 from thunder_flce.matching.program import (
     COPIES,
     PERMUTATIONS,
@@ -56,41 +57,14 @@ class NotASum(Exception):
 
 
 @dataclass(eq=False)
-class TokenInput:
-    """A tensor that a token loss reads."""
-
-    tensor: Tensor
-    shape: tuple[Any, ...]
-    """What it is expanded to, of one element a token"""
-    read_at: int
-    """The position of the operation that reads it"""
-    ignored: int | None = None
-    """Where it is labels: the loss reads whether they are not this one"""
-
-
-@dataclass(eq=False)
 class Summand:
     """A number of each token that is summed up with weights, or whose mean or sum the program has."""
 
-    rows: int
-    """The number of its rows among the sources"""
-    tensor: Tensor
+    part: Part
     handle: Handle
-    """What it is in the recorder of its rows"""
+    """What it is in the part's recorder"""
+    tensor: Tensor
     reduction: str = "none"
-
-
-@dataclass(eq=False)
-class Tokens:
-    """The sources of one set of rows, and what is computed of them token by token."""
-
-    results: list[Result]
-    count: Any
-    """How many rows there are"""
-    recorder: Recorder = field(default_factory=Recorder)
-    inputs: dict[Handle, TokenInput] = field(default_factory=dict)
-    own: dict[Tensor, Handle] = field(default_factory=dict)
-    """What each result is in the recorder"""
 
 
 @dataclass(eq=False)
@@ -101,7 +75,7 @@ class TokenSum:
     summands: list[Summand]
     ops: list[Op]
     """The linear operations from the summands to the place, in order"""
-    tokens: list[Tokens]
+    parts: Sequence[Part]
     kept: set[Tensor]
     """The sources that something else needs, without a gradient"""
     writes: set[Op]
@@ -109,29 +83,28 @@ class TokenSum:
 
     @property
     def as_losses(self) -> tuple[list[int], Fraction] | None:
-        """The sign of each set of rows and the label smoothing of all, where every summand has a `Result.as_loss`."""
+        """The sign of each part and the label smoothing of all, where every summand has a `Result.as_loss`."""
         signs, smoothings = list[int](), set[Fraction]()
-        for rows, tokens in enumerate(self.tokens):
-            of_sources = {tokens.own[each.tensor]: each.as_loss for each in tokens.results if each.tensor.needs_grad}
-            losses = {of_sources.get(summand.handle) for summand in self.of_rows(rows)}
+        for part in self.parts:
+            of_sources = {part.own[each.tensor]: each.as_loss for each in part.rows if each.tensor.needs_grad}
+            losses = {of_sources.get(summand.handle) for summand in self.of_part(part)}
             if len(losses) != 1 or (loss := losses.pop()) is None:
                 return None
             signs.append(loss[0])
             smoothings.add(loss[1])
         return (signs, smoothings.pop()) if len(smoothings) == 1 else None
 
-    def of_rows(self, rows: int) -> list[Summand]:
-        """The summands of some rows."""
-        return [summand for summand in self.summands if summand.rows == rows]
+    def of_part(self, part: Part) -> list[Summand]:
+        """The summands of a part."""
+        return [summand for summand in self.summands if summand.part is part]
 
-    def texts(self, rows: int) -> list[tuple[str, list[TokenInput]]]:
-        """What each summand of some rows is, and what it reads."""
-        tokens = self.tokens[rows]
-        found = (numbered(tokens.recorder.copy().finish(summand.handle)) for summand in self.of_rows(rows))
-        inputs = list(tokens.inputs.values())
+    def texts(self, part: Part) -> list[tuple[str, list[TokenInput]]]:
+        """What each summand of a part is, and what it reads."""
+        found = (numbered(part.recorder.copy().finish(summand.handle)) for summand in self.of_part(part))
+        inputs = list(part.inputs.values())
         return [(text, [inputs[number] for number in read]) for text, read in found]
 
-    def counts_ignored(self, rows: int) -> bool:
+    def counts_ignored(self, part: Part) -> bool:
         """Whether a row of a label that is ignored, whose loss is 0, may add something to the sum."""
         if self.as_losses is not None:
             return False
@@ -143,17 +116,17 @@ class TokenSum:
                 any(each.ignored is None for each in read)
                 or any(uses(loss, name) for name in VARIABLES[1:])
                 or evaluate(loss, nothing | {input_name(number): valid for number in range(len(read))}).any()
-                for loss, read in self.texts(rows)
+                for loss, read in self.texts(part)
             )
 
 
-def find_sum(of_rows: Sequence[Tokens], known: Interpreter) -> TokenSum:
-    """The scalar through which alone gradients reach the sources of some sets of rows, with the factors behind it.
+def find_sum(parts: Sequence[Part], known: Interpreter) -> TokenSum:
+    """The scalar through which alone gradients reach the numbers of rows of some parts, with the factors behind it.
 
     Raises:
         NotASum: where gradients reach the sources in another way, too, or tokens are mixed.
     """
-    search, found = _Search(of_rows, known), None
+    search, found = _Search(parts, known), None
     for place in search.scalars():
         try:
             total = search.sum_at(place)
@@ -172,10 +145,10 @@ def find_sum(of_rows: Sequence[Tokens], known: Interpreter) -> TokenSum:
 class _Search:
     """What a program computes of the sources: forwards, token by token; and backwards from a scalar, what is linear."""
 
-    def __init__(self, of_rows: Sequence[Tokens], known: Interpreter):
-        self._known, self._program, self._of_rows = known, known.program, of_rows
-        self._sources = {each.tensor: rows for rows, tokens in enumerate(of_rows) for each in tokens.results}
-        self._tokens: dict[Tensor, tuple[int, Handle]] = {}
+    def __init__(self, parts: Sequence[Part], known: Interpreter):
+        self._known, self._program, self._parts = known, known.program, parts
+        self._sources = {each.tensor: part for part in parts for each in part.rows}
+        self._tokens: dict[Tensor, tuple[Part, Handle]] = {}
         """What is computed token by token: of which rows, and what it is in their recorder"""
         self._problems: dict[Tensor, NotASum] = {}
         """Why other tensors are not"""
@@ -183,14 +156,12 @@ class _Search:
         self._with_grad = {each for each in self._sources if each.needs_grad}
         """What gradients come back from to the sources"""
         self._writes: set[Op] = set()
-        for rows, tokens in enumerate(of_rows):
-            for result in tokens.results:
-                handle = _recorded(result, tokens)
-                if not result.tensor.needs_grad:
-                    handle = tokens.recorder.detached(handle)
+        for part in parts:
+            for result in part.rows:
+                if result.tensor not in part.own:
+                    part.own[result.tensor] = _recorded(result, part)
                 if result.reduction == "none":
-                    self._tokens[result.tensor] = rows, handle
-                tokens.own[result.tensor] = handle
+                    self._tokens[result.tensor] = part, part.own[result.tensor]
         for op in self._program.ops:
             self._follow(op)
 
@@ -208,13 +179,12 @@ class _Search:
             self._with_grad.update(out for out in outs if out.needs_grad)
         if len(outs) != 1 or outs[0] in self._sources or not all(each in self._tokens for each in operands):
             return
-        rows = {self._tokens[each][0] for each in operands}
-        number = rows.pop()
-        if rows or op.name in ("sum", "mean") or not same(outs[0].numel, self._of_rows[number].count):
+        part, *others = {self._tokens[each][0] for each in operands}
+        if others or op.name in ("sum", "mean") or not same(outs[0].numel, part.count):
             return
         try:
             # Not only one that comes back to the sources: one of another head's must not be lost.
-            self._tokens[outs[0]] = number, self._written(op, number, outs[0].needs_grad)
+            self._tokens[outs[0]] = part, self._written(op, part, outs[0].needs_grad)
         except NotOfTokens as problem:
             self._problems[outs[0]] = NotASum(f"{problem}{_line(op)} is no operation on single tokens")
         except NotASum as problem:
@@ -260,15 +230,14 @@ class _Search:
         summands = []
         for each in dict.fromkeys(in_order):
             if each in self._tokens:
-                rows, handle = self._tokens[each]
-                summands.append(Summand(rows, each, handle))
+                summands.append(Summand(*self._tokens[each], each))
             else:
-                rows = self._sources[each]
-                summands.append(Summand(rows, each, self._of_rows[rows].own[each], self._known.results[each].reduction))
+                part = self._sources[each]
+                summands.append(Summand(part, part.own[each], each, self._known.results[each].reduction))
         needed = set(self._program.results)
         live(self._program.ops, needed, given={place, *self._sources}, dropped=self._writes)
         kept = needed.intersection(self._sources) - {place}
-        return TokenSum(place, summands, order, list(self._of_rows), kept, self._writes)
+        return TokenSum(place, summands, order, self._parts, kept, self._writes)
 
     def _is_linear_step(self, tensor: Tensor, op: Op) -> bool:
         """Whether a tensor is taken for a linear combination of others, in place of numbers of tokens that are added.
@@ -298,14 +267,14 @@ class _Search:
         self._check_writes(op)
         return True
 
-    def _written(self, op: Op, rows: int, has_grad: bool) -> Handle:
+    def _written(self, op: Op, part: Part, has_grad: bool) -> Handle:
         """The result of an operation on single tokens."""
-        recorder = self._of_rows[rows].recorder
+        recorder = part.recorder
 
         def argument(given: Any) -> Any:
             if not isinstance(given, Tensor):
                 return [argument(each) for each in given] if isinstance(given, list | tuple) else given
-            return self._tokens[given][1] if given in self._tokens else self._input(given, op, rows, has_grad)
+            return self._tokens[given][1] if given in self._tokens else self._input(given, op, part, has_grad)
 
         first = op.operands[0]
         if first in self._tokens and (op.name in RESHAPES | CASTS or keeps_elements(op)):
@@ -321,16 +290,16 @@ class _Search:
             )  # fmt: skip
         return handle if has_grad else recorder.detached(handle)
 
-    def _input(self, tensor: Tensor, op: Op, rows: int, has_grad: bool) -> Handle:
+    def _input(self, tensor: Tensor, op: Op, part: Part, has_grad: bool) -> Handle:
         """What a tensor is in the recorder that does not depend on the sources."""
         self._check_known(tensor, op, has_grad=has_grad)
-        tokens, shape = self._of_rows[rows], op.output.shape
-        for handle, known in tokens.inputs.items():
+        shape = op.output.shape
+        for handle, known in part.inputs.items():
             is_same = self._program.value_number(known.tensor) == self._program.value_number(tensor)
             if known.ignored is None and same_shape(known.shape, shape) and is_same:
                 return handle
-        handle = tokens.recorder.add_input(tensor.dtype)
-        tokens.inputs[handle] = TokenInput(tensor, shape, op.position)
+        handle = part.recorder.add_input(tensor.dtype)
+        part.inputs[handle] = TokenInput(tensor, shape, op.position)
         return handle
 
     def _check_known(self, tensor: Tensor, op: Op, *, has_grad: bool = True) -> None:
@@ -374,18 +343,18 @@ class _Search:
         return op.name in ("zeros", "zeros_like", "new_zeros") or (bool(numbers) and not any(numbers))
 
 
-def _recorded(result: Result, tokens: Tokens) -> Handle:
+def _recorded(result: Result, part: Part) -> Handle:
     """A source in the recorder. Which rows a mean or a sum is of, its weights say."""
-    row, recorder = result.row, tokens.recorder
+    row, recorder = result.row, part.recorder
     call = recording(recorder)
     if not row.variables:
         raise NotASum("they are numbers that do not depend on the logits")
     number = row.made_of({name: Handle(name) for name in VARIABLES}, call)
     if row.labels is not None and row.ignore_index is not None and result.reduction == "none":
         valid = recorder.add_input(torch.bool)
-        tokens.inputs[valid] = TokenInput(row.labels.tensors[0], row.shape, row.labels.read_at, row.ignore_index)
+        part.inputs[valid] = TokenInput(row.labels.tensors[0], row.shape, row.labels.read_at, row.ignore_index)
         number = call(torch.where, valid, number, 0.0)
-    return number
+    return number if result.tensor.needs_grad else recorder.detached(number)
 
 
 def recording(recorder: Recorder) -> Callable[..., Handle]:

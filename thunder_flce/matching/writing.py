@@ -16,6 +16,7 @@ from thunder_flce.engine.plan import RECOMPUTE_LOGITS, SAVE_LOGITS
 from thunder_flce.matching.algebra import RowStep, Term, scaled
 from thunder_flce.matching.decisions import Decision, PlannedRegion
 from thunder_flce.matching.interpreter import Interpreter, Result
+from thunder_flce.matching.parts import Part
 from thunder_flce.matching.program import (
     COPIES,
     RESHAPES,
@@ -27,7 +28,7 @@ from thunder_flce.matching.program import (
     same,
     same_shape,
 )
-from thunder_flce.matching.regions import Part, Region, is_compared_with_labels
+from thunder_flce.matching.regions import Region, is_compared_with_labels
 from thunder_flce.matching.sums import Summand, recording
 from thunder_flce.operation.call import Call, named_tensors, operand_names
 from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS, NOTHING_IGNORED, Loss
@@ -153,7 +154,7 @@ class _Writing:
             return False
         if total is None:
             return self._loss is None
-        return len(part.rows) > 1 or total.counts_ignored(self._region.parts.index(part))
+        return len(part.rows) > 1 or total.counts_ignored(part)
 
     def _flat(self, tensor: Tensor, ndim: int = 1) -> Tensor:
         """In one dimension, or in one and the last."""
@@ -223,8 +224,8 @@ class _Writing:
             signs, smoothing = total.as_losses
             settings["label_smoothing"] = float(smoothing)
             of_parts = []
-            for number, sign in enumerate(signs):
-                own = [w for w, summand in zip(weights, total.summands, strict=True) if summand.rows == number]
+            for part, sign in zip(region.parts, signs, strict=True):
+                own = [w for w, summand in zip(weights, total.summands, strict=True) if summand.part is part]
                 weight = reduce(self._added, own)
                 of_parts.append(weight if sign == 1 else self._negated(weight))
             if self._is_joined or isinstance(of_parts[0], Tensor) or of_parts[0] != 1.0:
@@ -232,7 +233,7 @@ class _Writing:
                 arguments["token_weights"] = self._of_all_parts(full)
             return settings
         texts, inputs, token_weights = zip(
-            *(self._token_loss(number, weights, is_alone) for number in range(len(region.parts))), strict=True
+            *(self._token_loss(part, weights, is_alone) for part in region.parts), strict=True
         )
         settings["token_loss"] = texts[0]
         arguments["token_inputs"] = tuple(map(self._of_all_parts, zip(*inputs, strict=True)))
@@ -245,15 +246,14 @@ class _Writing:
         return self._call(torch.cat, tensors) if self._is_joined else tensors[0]
 
     def _token_loss(
-        self, number: int, weights: Sequence[Tensor | float], is_alone: bool
+        self, part: Part, weights: Sequence[Tensor | float], is_alone: bool
     ) -> tuple[str, tuple[Tensor, ...], Tensor | None]:
         """What a token of one part adds to the sum, the tensors that this reads, and the weights of the tokens."""
-        total, part = self._region.total, self._region.parts[number]
+        total = self._region.total
         assert total is not None
-        tokens = total.tokens[number]
-        recorder = tokens.recorder.copy()
-        inputs: list[Any] = list(tokens.inputs.values())
-        own = [(s, w) for s, w in zip(total.summands, weights, strict=True) if s.rows == number]
+        recorder = part.recorder.copy()
+        inputs: list[Any] = list(part.inputs.values())
+        own = [(s, w) for s, w in zip(total.summands, weights, strict=True) if s.part is part]
         factors: list[Tensor | float] = [weight for _, weight in own]
         token_weights: Tensor | None = None
         if is_alone and all(isinstance(weight, Tensor) for weight in factors):
@@ -296,11 +296,11 @@ class _Writing:
         """The weights of the tokens of a summand, from its own."""
         if summand.reduction == "none":
             return weight
-        part = self._region.parts[summand.rows]
+        part = summand.part
         if self._known.results[summand.tensor].row.ignore_index is None:
             if summand.reduction == "sum":
                 return weight
-            count = math.prod(part.logits.rows_shape)
+            count = part.count
             if isinstance(weight, float) and not isinstance(count, int):
                 device = part.logits.terms[0].input.device
                 weight = self._call(torch.full, (), weight, dtype=self._rows_dtype, device=device)
@@ -391,7 +391,7 @@ class _Writing:
         """What the region gives of one part's rows, from a number on; and the number of the first that follows."""
         if not self._is_joined or self._region.total is not None:
             return found, start
-        end = start + math.prod(part.logits.rows_shape)
+        end = start + part.count
         return {name: self._call(operator.getitem, each, (slice(start, end),)) for name, each in found.items()}, end
 
     def _of_result(self, result: Result, found: dict[str, Tensor], part: Part) -> Tensor:
