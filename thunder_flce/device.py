@@ -87,8 +87,6 @@ class Device:
     """Threads that run in step"""
     resident_threads: int = 2048
     """That a multiprocessor has at a time, at most"""
-    is_measured: bool = False
-    """Whether both rates were measured on such a device; otherwise they are estimates"""
 
     @property
     def is_nvidia(self) -> bool:
@@ -118,7 +116,7 @@ class Device:
         return _cuda(torch.cuda.current_device()) if torch.cuda.is_available() else ABSENT_DEVICE
 
 
-ABSENT_DEVICE = Device("cuda", _H200_MULTIPROCESSORS, *KNOWN_RATES["H200"], capability=(HOPPER, 0), is_measured=True)
+ABSENT_DEVICE = Device("cuda", _H200_MULTIPROCESSORS, *KNOWN_RATES["H200"], capability=(HOPPER, 0))
 
 
 @cache
@@ -139,7 +137,6 @@ def described(properties: Any) -> Device:
         "cuda", properties.multi_processor_count, *_rates(properties), capability=(properties.major, properties.minor),
         is_hip=bool(torch.version.hip), memory=properties.total_memory, warp_size=properties.warp_size,
         resident_threads=properties.max_threads_per_multi_processor,
-        is_measured=any(name in properties.name for name in _MEASURED),
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from thunder_flce.device import TILE_ROWS, Device
 from thunder_flce.engine import engine
-from thunder_flce.engine.choose import choose, in_program
+from thunder_flce.engine.choose import choose
 from thunder_flce.engine.collectives import gathered
 from thunder_flce.engine.engine import Saved
 from thunder_flce.engine.plan import Plan
@@ -210,7 +210,7 @@ def _planned(settings: Settings, tensors: Sequence[Tensor]) -> tuple[Call, Plan]
         call, device = agreed_call(call, settings.vocab_parallel, options or Options())
     plan = settings.plan
     if options is not None:
-        plan = in_program(plan_for(call, options, device=device))
+        plan = plan_for(call, options, device=device, in_program=True)
     if call.shard is not None and call.shard.sequence_parallel:
         call = gathered(call)
     return call, plan
@@ -225,17 +225,18 @@ def planned_tokens(tokens: int) -> int:
     return tokens if tokens <= _FEW_TOKENS else -(-tokens // TILE_ROWS) * TILE_ROWS
 
 
-def plan_for(call: Call, options: Options, *, device: Device | None = None) -> Plan:
+def plan_for(call: Call, options: Options, *, device: Device | None = None, in_program: bool = False) -> Plan:
     """The plan for a call, or for one of up to 127 more tokens; for a divided vocabulary, on the device agreed on.
 
-    The same whichever calls came before.
+    The same whichever calls came before. `in_program` is as for `choose`.
     """
-    return _plan(call.specs(tokens=planned_tokens(call.own_tokens)).key, options, device or Device.of(call.device))
+    call = call.specs(tokens=planned_tokens(call.own_tokens))
+    return _plan(call.key, options, device or Device.of(call.device), in_program)
 
 
 @lru_cache(maxsize=4096)
-def _plan(key: tuple[Any, ...], options: Options, device: Device) -> Plan:
-    return choose(Call.of_key(key), options, device)
+def _plan(key: tuple[Any, ...], options: Options, device: Device, in_program: bool) -> Plan:
+    return choose(Call.of_key(key), options, device, in_program=in_program)
 
 
 # The operators.

@@ -353,7 +353,6 @@ def _least(device: Device, numbers: Sequence[tuple[int, ...]]) -> Device:
         bandwidth=bandwidth,
         multiprocessors=multiprocessors,
         capability=None if capability == _NONE else divmod(capability, _MINORS),
-        is_measured=device.is_measured and all(len({*of_ranks}) == 1 for of_ranks in numbers[1:]),
     )
 
 

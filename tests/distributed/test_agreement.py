@@ -48,8 +48,7 @@ def test_heads_of_which_a_rank_has_as_many_rows(run):
 
 @pytest.mark.parametrize("others", [("H100", "L40S"), ("H200", "A100"), ("A100", "3090"), ("H200", "H200")], ids=str)
 def test_ranks_with_different_gpus_make_one_plan(others, monkeypatch):
-    """Or they would run another number of chunks, and wait for each other. Only where all are Hopper GPUs, or were
-    measured, does it hold for all."""
+    """Or they would run another number of chunks, and wait for each other. Products are tuned if all are Hopper's."""
     devices, rank_of = [DEVICES[name] for name in others], threading.local()
     monkeypatch.setattr(Device, "of", lambda device: devices[rank_of.rank])
 
@@ -63,7 +62,6 @@ def test_ranks_with_different_gpus_make_one_plan(others, monkeypatch):
     (first, plans), (second, others_plans) = as_threads(2, run)
     assert plans == others_plans and first.memory == min(device.memory for device in devices)
     assert first.is_hopper == second.is_hopper == all(device.is_hopper for device in devices)
-    assert plans[0].is_estimated == any(not device.is_measured for device in devices)
     # What each would plan on its own.
     alone = {choose(call(shard=shard_of(2)), Options(), device) for device in devices}
     assert (len(alone) > 1) == (others != ("H200", "H200"))

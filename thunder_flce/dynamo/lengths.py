@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from thunder_flce.device import TILE_ROWS, Device
-from thunder_flce.engine.choose import matmul_seconds, saves_all_logits
+from thunder_flce.engine.choose import choose, matmul_seconds
+from thunder_flce.engine.plan import SAVE_LOGITS
 from thunder_flce.matching.program import depends_on_values
 from thunder_flce.matching.regions import Region
 from thunder_flce.operation.call import Call, Spec
@@ -72,6 +73,7 @@ def _most_saved_tokens(key: tuple[Any, ...], options: Options, device: Device) -
     call = Call.of_key(key)
 
     def does_not(tokens: int) -> bool:
-        return not saves_all_logits(call.specs(tokens=tokens), options, device)
+        plan = choose(call.specs(tokens=tokens), options, device, in_program=True)
+        return plan.strategy != SAVE_LOGITS or plan.saved_rows is not None
 
     return bisect(range(1, _MOST_TOKENS), False, key=does_not)

@@ -25,7 +25,6 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 from thunder_flce import calls
 from thunder_flce.dynamo.lengths import may_save_logits
 from thunder_flce.dynamo.reading import value_of
-from thunder_flce.engine.choose import in_program
 from thunder_flce.engine.plan import SAVE_LOGITS
 from thunder_flce.matching.decisions import Decision, PlannedRegion
 from thunder_flce.matching.interpreter import Interpreter
@@ -278,7 +277,7 @@ class _Graph:
             count = 1 + len(call.loss.outputs)
             parts = [self._graph.call_function(operator.getitem, (node, at)) for at in range(count)]
         node.meta["example_value"] = tuple(results)
-        planned = PlannedRegion(known, in_program(plan_for(known, settings.options or self._options)))
+        planned = PlannedRegion(known, plan_for(known, settings.options or self._options, in_program=True))
         return [self._made(part, results[at]) for at, part in enumerate(parts)], planned
 
     def _spec(self, given: Any, call: Call) -> Spec:

@@ -5,7 +5,9 @@ T tokens, C tokens in a chunk, S tokens whose logits are saved, H hidden size, V
 """
 
 import warnings
+from bisect import bisect
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from math import inf, log2
@@ -20,7 +22,7 @@ from thunder_flce.engine.matmul import cublaslt
 from thunder_flce.engine.matmul.algorithms import TUNED_OPERATIONS
 from thunder_flce.engine.matmul.matmul import scratch_bytes
 from thunder_flce.engine.plan import GRADIENTS_IN_FORWARD, LOSS_ONLY, RECOMPUTE_LOGITS, SAVE_LOGITS, Plan, is_small
-from thunder_flce.operation.call import COLUMN, Call, argument
+from thunder_flce.operation.call import COLUMN, HIDDEN, Call, argument
 from thunder_flce.options import STRATEGIES, Options
 
 # A running sum of dW in 16 bits is rounded twice a chunk. Its error stays within 1.25 × that of a single matmul while
@@ -50,9 +52,7 @@ FEWEST_CHUNKS = 3
 SMALLEST_CHUNK = 512
 # Where the weight is frozen, there is no dW to read and write. Half as many rows are enough if dX of these, in tiles of
 # 128 × 256, keeps the last wave of the multiprocessors busy: on an H200, 0% to 1.5% more time at hidden sizes of 3584,
-# 4096 and 8192, in 0.56 of the memory, but 3% to 6% at 2048, 2304 and 5120. Low-rank adapters, whose dW is no larger
-# than this part of the head's, change nothing in that.
-ADAPTER_PART = 1 / 16
+# 4096 and 8192, in 0.56 of the memory, but 3% to 6% at 2048, 2304 and 5120. Low-rank adapters change nothing in that.
 TILE = (128, 256)
 FULL_WAVE = 0.8
 # A single chunk spares the sum over chunks. It is considered where its logits need no more memory than this factor
@@ -64,7 +64,7 @@ WORTH_MEMORY = 1.03
 # two cores, 1024 × 128256 × 2048 in float32 takes 13.4, 11.8, 10.5 and 10.3 s with chunks of 64, 128, 256 and 512, and
 # twice as many tokens 24.8, 21.2 and 22.7 s with chunks of 256, 512 and 1024.
 CPU_THREAD_BYTES = 16 * 2**20
-CPU_CHUNK_BYTES = (2 * CPU_THREAD_BYTES, 32 * CPU_THREAD_BYTES)
+CPU_CHUNK_BYTES = 512 * 2**20
 CPU_PART_OF_HIDDEN = 1 / 4
 CPU_SMALLEST_CHUNK = 64
 
@@ -90,16 +90,17 @@ WAIT_SECONDS = 8e-3
 _warned: set[tuple[object, ...]] = set()
 
 
-def choose(call: Call, options: Options, device: Device) -> Plan:
+def choose(call: Call, options: Options, device: Device, *, in_program: bool = False) -> Plan:
     """The plan for a call of specs: the fastest one within the memory budget, or else the smallest worth its time.
 
-    Ranks that divide the vocabulary get the same plan from the same `device`.
+    Ranks that divide the vocabulary get the same plan from the same `device`. `in_program` is for one that is compiled
+    or exported, whose backward may not change what was saved.
 
     Raises:
         ValueError: where a chosen strategy cannot give the gradients asked for, chosen row kernels cannot run, the
             budget is a fraction of an unknown memory, or `batch_invariant` cannot be had.
     """
-    return _Choice(call.largest_part, options, device).plan()
+    return _Choice(call.largest_part, options, device, in_program=in_program).plan()
 
 
 def strategy_of(call: Call, options: Options) -> str:
@@ -113,7 +114,8 @@ def strategy_of(call: Call, options: Options) -> str:
     if not call.needs_grad:
         return LOSS_ONLY
     strategy, loss = options.strategy, call.loss
-    needs_later_sums = _needs_later_sums(call)
+    # Upstream gradients, one number a row, have to be known before anything is summed.
+    needs_later_sums = loss.has_row_gradients and (call.divergence is not None or not call.has_unit_gradients)
     if strategy == GRADIENTS_IN_FORWARD and needs_later_sums:
         raise ValueError(
             'strategy "gradients_in_forward" needs reduction "mean" or "sum" and no differentiable outputs: otherwise '
@@ -121,6 +123,8 @@ def strategy_of(call: Call, options: Options) -> str:
             "needs a frozen weight and bias, no further terms, no label smoothing, no z_loss and no gradient of "
             '"entropy", "log_sum_exp" or "mean_logit"'
         )
+    if strategy == SAVE_LOGITS and call.divergence is not None:
+        raise ValueError('strategy "save_logits" is for a cross-entropy: a divergence would have to save two logits')
     # float16 gradients need the upstream gradient (the loss scale) before they are rounded, or they underflow.
     is_scaled = options.expected_gradient is not None or "expected_gradient" in call.tensors
     has_loss_scale = call.dtype is not torch.float16 or is_scaled
@@ -134,20 +138,6 @@ def strategy_of(call: Call, options: Options) -> str:
     return strategy or (RECOMPUTE_LOGITS if waits else GRADIENTS_IN_FORWARD)
 
 
-def saves_all_logits(call: Call, options: Options, device: Device) -> bool:
-    """Whether a call of specs, in a program, saves the logits of all rows without being asked for that strategy."""
-    choice = _Choice(call.largest_part, options, device)
-    saving = choice.saving()
-    if saving is None or saving.saved_rows is not None:
-        return False
-    return choice.sizes.temporary_bytes(in_program(saving)) <= choice.most_saved
-
-
-def in_program(plan: Plan) -> Plan:
-    """The plan in a program that is compiled or exported, which may not change what it has saved."""
-    return replace(plan, keeps_logits=True) if plan.strategy == SAVE_LOGITS else plan
-
-
 def alternatives(call: Call, plan: Plan, device: Device) -> list[Plan]:
     """Other ways to run a call: half and twice the chunk, and the other strategies, each with its own chunks.
 
@@ -157,163 +147,141 @@ def alternatives(call: Call, plan: Plan, device: Device) -> list[Plan]:
         ignored_rows=plan.ignored_rows, row_kernels=plan.row_kernels, batch_invariant=plan.batch_invariant,
         logits_dtype="float32" if plan.float32_logits else "input",
     )  # fmt: skip
-    others = []
+    others = [replace(kept, strategy=strategy) for strategy in STRATEGIES if call.needs_grad]
     if plan.strategy != SAVE_LOGITS:
         same = kept if plan.strategy == LOSS_ONLY else replace(kept, strategy=plan.strategy)
         sizes = {plan.chunk_rows // 2, min(2 * plan.chunk_rows, call.tokens)} - {0}
-        others = [replace(same, chunk_rows=rows) for rows in sorted(sizes)]
-    # Without gradients there is one strategy, and so there is with a token loss.
-    if call.needs_grad and not call.loss.needs_gradients_in_forward:
-        impossible = {GRADIENTS_IN_FORWARD} if _needs_later_sums(call) else set()
-        impossible |= {SAVE_LOGITS} if call.divergence is not None else set()
-        others += [replace(kept, strategy=strategy) for strategy in STRATEGIES if strategy not in impossible]
-    plans = [choose(call, options, device) for options in others]
-    if plan.keeps_logits:
-        plans = [*map(in_program, plans)]
-    return [other for at, other in enumerate(plans) if other not in (plan, *plans[:at])]
-
-
-def seconds(call: Call, plan: Plan, device: Device) -> float:
-    """The time of forward and backward, only to decide between plans: nothing overlaps, all tokens are computed."""
-    return _Sizes(call, device, float32_logits=plan.float32_logits).seconds(plan)
-
-
-def matmul_seconds(call: Call, device: Device) -> float:
-    """The time of the matmuls of a call of specs, logits, dX and dW, as predicted."""
-    return _Sizes(call, device, float32_logits=False).matmul_seconds(Plan(strategy=GRADIENTS_IN_FORWARD))
-
-
-def temporary_bytes(call: Call, plan: Plan, device: Device | None = None) -> int:
-    """The most memory that forward and backward of a call of specs take at a time, beside inputs and gradients.
-
-    It leaves out vectors of one number a token. `device` is where it runs, unless that is the call's device.
-    """
-    device = device or Device.of(call.device)
-    return _Sizes(call, device, float32_logits=plan.float32_logits).temporary_bytes(plan)
+        others = [*(replace(same, chunk_rows=rows) for rows in sorted(sizes)), *others]
+    found = {plan: None}
+    for options in others:
+        with suppress(ValueError):  # Not every loss can have every strategy.
+            found[choose(call, options, device, in_program=plan.keeps_logits)] = None
+    return [*found][1:]
 
 
 # Time and memory.
 
 
-class _Sizes:
-    """What time and memory depend on beside the plan, of one call of specs."""
+def matmul_seconds(call: Call, device: Device, *, again: int = 0) -> float:
+    """The predicted time of logits, dX and dW; of so many tokens, logits are computed `again`."""
+    logits = sum(spec.shape[-1] for name, spec in call.tensors.items() if argument(name).role == HIDDEN)
+    gradients = sum(_hidden_sizes(call, HIDDEN)) + sum(_hidden_sizes(call, COLUMN))
+    operations = 2.0 * call.vocab * (call.tokens * (logits + gradients) + again * logits)
+    return operations * SLOWER_MATMULS.get(call.dtype.itemsize, 1.0) / device.matmul_rate
 
-    def __init__(self, call: Call, device: Device, *, float32_logits: bool):
-        self.call, self.device, dtype, device_type = call, device, call.dtype, call.device.type
-        self.tokens, self.vocab, self.itemsize, self.dtype = call.tokens, call.vocab, dtype.itemsize, dtype
-        self.logits_dtype = torch.float32 if float32_logits else dtype
-        self.stride = row_stride(self.vocab, dtype=self.logits_dtype, device_type=device_type)
-        self.logits_bytes = self.stride * self.logits_dtype.itemsize
-        """Of a row of logits, and of a teacher's"""
-        self.teacher_hidden = 0
-        if (teacher := call.get("teacher_input")) is not None:
-            self.teacher_hidden = teacher.shape[-1]
-            wide = torch.promote_types(teacher.dtype, torch.float32) if float32_logits else teacher.dtype
-            self.logits_bytes += row_stride(self.vocab, dtype=wide, device_type=device_type) * wide.itemsize
-        self.dlogits_bytes = self.stride * self.itemsize if float32_logits and call.needs_grad else 0
-        """Of a row of dlogits, where they do not take the memory of the logits"""
-        self.row_bytes = max(self.logits_bytes + self.dlogits_bytes, 1)
-        hidden = {linear: call.tensors[linear.x].shape[-1] for linear in call.linears}
-        self.hidden, self.widest = sum(hidden.values()), max(hidden.values())
-        self.head = call.tensors["input"].shape[-1]
-        self.inputs = [size for linear, size in hidden.items() if linear.x in call.needs_grad]
-        self.weights = [size for linear, size in hidden.items() if linear.weight in call.needs_grad]
-        """The hidden sizes of each dX and dW"""
-        self.frequent_columns = 0
-        """Columns of all dW that chunks are summed to in 16 bits, where nothing wider was planned"""
-        if self.itemsize == 2:
-            self.frequent_columns = sum(size for size in self.weights if not is_small(call, size))
-        self.dw_elements = call.weight_rows * sum(self.weights)
-        # Where rows are not padded, no matmul that need not convert its operands takes memory of its own.
-        self.has_scratch = not device.multiplies_into_float32(dtype) or self.vocab % ROW_MULTIPLE != 0
 
-    def matmul_seconds(self, plan: Plan) -> float:
-        """The logits, as often as they are computed, dX and dW."""
-        logits, again = self.hidden + self.teacher_hidden, plan.strategy in (SAVE_LOGITS, RECOMPUTE_LOGITS)
-        operations = 2.0 * self.vocab * self.tokens * (logits + sum(self.inputs) + sum(self.weights))
-        operations += again * 2.0 * self.vocab * (self.tokens - plan.rows_saved(self.tokens)) * logits
-        return operations * SLOWER_MATMULS.get(self.itemsize, 1.0) / self.device.matmul_rate
+def seconds(call: Call, plan: Plan, device: Device) -> float:
+    """The time of forward and backward, only to decide between plans: nothing overlaps, all tokens are computed."""
+    rest = call.tokens - plan.rows_saved(call.tokens)
+    chunks = (rest < call.tokens) + -(-rest // max(plan.chunk_rows, 1))
+    moved = _logits_bytes(call, plan) * call.tokens * (1.0 if plan.strategy == LOSS_ONLY else 3.0)
+    overhead, columns = chunks * CHUNK_OVERHEAD_SECONDS, sum(_hidden_sizes(call, COLUMN))
+    if chunks > 1 and columns:
+        itemsize, is_wide = call.dtype.itemsize, plan.float32_accumulator
+        sums = 2.0 * (chunks - 1) * (4 if is_wide else itemsize) * (TUNED_SUM_PART if plan.tune_products else 1.0)
+        moved += call.weight_rows * columns * (sums + is_wide * (4 + itemsize))
+        overhead += DIVISION_SECONDS
+    again = rest if plan.strategy in (SAVE_LOGITS, RECOMPUTE_LOGITS) else 0
+    return matmul_seconds(call, device, again=again) + moved / device.bandwidth + overhead
 
-    def seconds(self, plan: Plan) -> float:
-        """See the function."""
-        saved = plan.rows_saved(self.tokens)
-        chunks = (saved > 0) + -(-(self.tokens - saved) // max(plan.chunk_rows, 1))
-        moved = self.logits_bytes * self.tokens * (1.0 if plan.strategy == LOSS_ONLY else 3.0)
-        overhead = chunks * CHUNK_OVERHEAD_SECONDS
-        if chunks > 1 and self.dw_elements:
-            sums = 2.0 * (chunks - 1) * (4 if plan.float32_accumulator else self.itemsize)
-            sums *= TUNED_SUM_PART if plan.tune_products else 1.0
-            moved += self.dw_elements * (sums + plan.float32_accumulator * (4 + self.itemsize))
-            overhead += DIVISION_SECONDS
-        return self.matmul_seconds(plan) + moved / self.device.bandwidth + overhead
 
-    def temporary_bytes(self, plan: Plan) -> int:
-        """See the function. A forward that is not the whole takes less than its backward, which has the gradients."""
-        saved = plan.rows_saved(self.tokens)
-        rows = min(plan.chunk_rows, self.tokens - saved)
-        fixed, per_row, least = self.linear_bytes(plan)
-        most = fixed + rows * per_row + self.scratch_bytes(plan, rows)
-        if saved:
-            of_saved = saved * (per_row - self.logits_bytes) + self.scratch_bytes(plan, saved)
-            most = saved * self.logits_bytes + max(most, fixed + of_saved)
-            least += saved * self.logits_bytes
-        return max(most, least)
+def temporary_bytes(call: Call, plan: Plan, device: Device | None = None) -> int:
+    """The most memory that forward and backward of a call of specs take at a time, beside inputs and gradients.
 
-    def linear_bytes(self, plan: Plan) -> tuple[int, int, int]:
-        """Bytes beside a chunk, of each row of it, and at the end, when there are no chunks any more."""
-        call, shard, itemsize = self.call, self.call.shard, self.itemsize
-        is_divided = plan.chunk_rows < self.tokens
-        sums = least = frequent_columns = 0
-        for hidden in reversed(self.weights):
-            if plan.sum_dtype(call, hidden, rows=self.tokens) != self.dtype:
-                # The float32 sum and the rounded dW, beside the sums that are rounded later.
-                elements = call.weight_rows * hidden
-                least = max(least, 4 * elements + sums)
-                sums += (4 - itemsize) * elements
-            else:
-                frequent_columns += hidden
-        frequent_rows = min(plan.float32_rows, self.vocab) if is_divided and frequent_columns else 0
-        fixed = sums + 4 * frequent_rows * frequent_columns + 4 * call.bias_grad * call.weight_rows
-        if has_units := plan.saves_unit_gradients(call) and itemsize < 4:
-            # dX for units is float32, and the backward multiplies it by the factors of its rows into new memory.
-            fixed += (4 - itemsize) * call.own_tokens * self.hidden
-            least = max(least, 4 * call.own_tokens * self.hidden)
+    It leaves out vectors of one number a token. `device` is where it runs, unless that is the call's device. A forward
+    that is not the whole takes less than its backward, which has the gradients.
+    """
+    device, shard, itemsize = device or Device.of(call.device), call.shard, call.dtype.itemsize
+    inputs, weights = _hidden_sizes(call, HIDDEN), _hidden_sizes(call, COLUMN)
+    is_divided, has_units = plan.chunk_rows < call.tokens, plan.saves_unit_gradients(call)
 
-        per_row = self.row_bytes + frequent_rows * itemsize
-        if plan.keeps_logits and not self.dlogits_bytes:
-            per_row += self.stride * itemsize
-        if shard is not None and shard.reduces_input_grad and self.inputs:
-            # What this rank's columns contribute to dX and, where ranks divide the tokens, this rank's rows of the sum.
-            part = max(self.inputs) * (call.row_dtype.itemsize if shard.float32_input_grad else itemsize)
-            per_row += part + (part // shard.ranks if shard.sequence_parallel else 0)
-        if shard is not None and shard.sequence_parallel:
-            # x of this chunk, and of the next one while that is gathered.
-            per_row += self.hidden * itemsize * (2 if is_divided else 1)
-        elif plan.ignored_rows == "skip" and call.ignores_rows:
-            # Copies of rows of x, unless they have room where dX will be.
-            per_row += itemsize * (self.hidden if has_units else self.hidden - sum(self.inputs))
-        return fixed, per_row, least
+    # Beside the chunks, and at the end, when there are none any more.
+    fixed = least = frequent_columns = 0
+    for hidden in reversed(weights):
+        if plan.sum_dtype(call, hidden, rows=call.tokens) != call.dtype:
+            # The float32 sum and the rounded dW, beside the sums that are rounded later.
+            elements = call.weight_rows * hidden
+            least = max(least, 4 * elements + fixed)
+            fixed += (4 - itemsize) * elements
+        else:
+            frequent_columns += hidden
+    frequent_rows = min(plan.float32_rows, call.vocab) if is_divided and frequent_columns else 0
+    fixed += 4 * frequent_rows * frequent_columns + 4 * call.bias_grad * call.weight_rows
+    if has_units and itemsize < 4:
+        # dX for units is float32, and the backward multiplies it by the factors of its rows into new memory.
+        fixed += (4 - itemsize) * call.own_tokens * call.hidden
+        least = max(least, 4 * call.own_tokens * call.hidden)
 
-    def scratch_bytes(self, plan: Plan, rows: int) -> int:
-        """The most that a matmul of so many rows allocates."""
-        if not self.has_scratch:
-            return 0
-        call, shard, dtype = self.call, self.call.shard, self.dtype
-        of = partial(scratch_bytes, rows=rows, columns=self.vocab, dtype=dtype, device=self.device)
-        found = [
-            of(
-                "logits", hidden=self.widest, out_dtype=self.logits_dtype, has_bias="linear_bias" in call.tensors,
-                pads_rows=self.stride != self.vocab, tune=plan.tune_products,
-            )
-        ]  # fmt: skip
-        if self.inputs:
-            is_wide = plan.saves_unit_gradients(call)
-            if shard is not None and shard.reduces_input_grad:
-                is_wide = shard.float32_input_grad
-            found.append(of("dX", hidden=max(self.inputs), out_dtype=call.row_dtype if is_wide else dtype))
-        for hidden in self.weights:
-            found.append(of("dW", hidden=hidden, out_dtype=plan.sum_dtype(call, hidden, rows=self.tokens)))
-        return max(found)
+    # Of each row of a chunk, beside its logits.
+    per_row = _dlogits_bytes(call, plan) + frequent_rows * itemsize
+    if shard is not None and shard.reduces_input_grad and inputs:
+        # What this rank's columns contribute to dX and, where ranks divide the tokens, this rank's rows of the sum.
+        part = max(inputs) * (call.row_dtype.itemsize if shard.float32_input_grad else itemsize)
+        per_row += part + (part // shard.ranks if shard.sequence_parallel else 0)
+    if shard is not None and shard.sequence_parallel:
+        # x of this chunk, and of the next one while that is gathered.
+        per_row += call.hidden * itemsize * (2 if is_divided else 1)
+    elif plan.ignored_rows == "skip" and call.ignores_rows:
+        # Copies of rows of x, unless they have room where dX will be.
+        per_row += itemsize * (call.hidden if has_units else call.hidden - sum(inputs))
+
+    def beside_logits(rows: int) -> int:
+        return rows * per_row + _scratch_bytes(call, plan, device, rows)
+
+    saved, of_logits = plan.rows_saved(call.tokens), _logits_bytes(call, plan)
+    rows = min(plan.chunk_rows, call.tokens - saved)
+    chunks = rows * of_logits + beside_logits(rows)
+    if saved:
+        chunks = max(chunks, beside_logits(saved))
+    return saved * of_logits + max(fixed + chunks, least)
+
+
+def _hidden_sizes(call: Call, role: str) -> list[int]:
+    """Those of each dX that is needed, whose role is `HIDDEN`, or of each dW, `COLUMN`."""
+    shapes = [call.tensors[name].shape for name in call.needs_grad if argument(name).role == role]
+    return [shape[-1] for shape in shapes if len(shape) > 1]
+
+
+def _logits_bytes(call: Call, plan: Plan) -> int:
+    """Of a row of logits, and of a teacher's."""
+    names = [name for name in ("input", "teacher_input") if name in call.tensors]
+    dtypes = [plan.logits_dtype(call.tensors[name].dtype) for name in names]
+    return sum(_stride(call, dtype) * dtype.itemsize for dtype in dtypes)
+
+
+def _dlogits_bytes(call: Call, plan: Plan) -> int:
+    """Of a row of dlogits, where they do not take the memory of the logits."""
+    is_apart = call.needs_grad and (plan.keeps_logits or plan.logits_dtype(call.dtype) is not call.dtype)
+    return _stride(call, call.dtype) * call.dtype.itemsize if is_apart else 0
+
+
+def _stride(call: Call, dtype: torch.dtype) -> int:
+    return row_stride(call.vocab, dtype=dtype, device_type=call.device.type)
+
+
+def _scratch_bytes(call: Call, plan: Plan, device: Device, rows: int) -> int:
+    """The most that a matmul of so many rows allocates."""
+    inputs, shard, dtype = _hidden_sizes(call, HIDDEN), call.shard, call.dtype
+    of = partial(scratch_bytes, rows=rows, columns=call.vocab, dtype=dtype, device=device)
+    logits_dtype = plan.logits_dtype(dtype)
+    found = [
+        of(
+            "logits", hidden=_widest(call), out_dtype=logits_dtype, has_bias="linear_bias" in call.tensors,
+            pads_rows=_stride(call, logits_dtype) != call.vocab, tune=plan.tune_products,
+        )
+    ]  # fmt: skip
+    if inputs:
+        is_wide = plan.saves_unit_gradients(call)
+        if shard is not None and shard.reduces_input_grad:
+            is_wide = shard.float32_input_grad
+        found.append(of("dX", hidden=max(inputs), out_dtype=call.row_dtype if is_wide else dtype))
+    for hidden in _hidden_sizes(call, COLUMN):
+        found.append(of("dW", hidden=hidden, out_dtype=plan.sum_dtype(call, hidden, rows=call.tokens)))
+    return max(found)
+
+
+def _widest(call: Call) -> int:
+    return max(call.tensors[linear.x].shape[-1] for linear in call.linears)
 
 
 # The choice.
@@ -322,13 +290,12 @@ class _Sizes:
 class _Choice:
     """One call, what was asked for, and the device: each method decides one thing."""
 
-    def __init__(self, call: Call, options: Options, device: Device):
+    def __init__(self, call: Call, options: Options, device: Device, *, in_program: bool):
         self.call, self.options, self.device, self.tokens = call, options, device, call.tokens
-        self.strategy = strategy_of(call, options)
-        self.sizes = sizes = _Sizes(call, device, float32_logits=options.has_float32_logits(call.dtype))
-        self.is_on_cpu = device.kind == "cpu"
+        self.in_program, self.is_on_cpu = in_program, device.kind == "cpu"
         self.smallest = CPU_SMALLEST_CHUNK if self.is_on_cpu else SMALLEST_CHUNK
-        self.ranks = 1 if call.shard is None else call.shard.ranks
+        # A rank's logits are narrower by the number of ranks, so that its chunks may have as many more rows.
+        self.compute_bound_rows = _compute_bound_rows(device) * (1 if call.shard is None else call.shard.ranks)
         # At least one row of each part of the tokens.
         parts = 1 if call.shard is None else call.shard.token_parts
         self.chosen_rows = None if options.chunk_rows is None else max(options.chunk_rows, parts)
@@ -338,34 +305,36 @@ class _Choice:
                 raise ValueError("memory_budget is a fraction of the device's memory, but that is not known here")
             budget = int(budget * device.memory)
         self.limit = budget
+        # On a CPU, the memory belongs to everybody.
+        self.most_by_default = 0 if self.is_on_cpu else inf if device.memory is None else PART_OF_MEMORY * device.memory
         # The rows from which the largest matmul is worth measuring.
         is_tuned = device.is_hopper if options.tune_products is None else options.tune_products and device.is_nvidia
-        per_row = 2 * (sizes.vocab - sizes.vocab % ROW_MULTIPLE) * sizes.widest
-        self.tuned_rows = -(-TUNED_OPERATIONS // per_row) if is_tuned and sizes.itemsize == 2 and per_row else inf
-        self.most_by_default = inf if device.memory is None else int(PART_OF_MEMORY * device.memory)
+        per_row = 2 * (call.vocab - call.vocab % ROW_MULTIPLE) * _widest(call)
+        self.tuned_rows = -(-TUNED_OPERATIONS // per_row) if is_tuned and call.dtype.itemsize == 2 and per_row else inf
         ignored_rows = options.ignored_rows
         if ignored_rows == "auto":
             # Whether leaving ignored rows out can save more than the wait for their number costs.
-            pays = self.is_on_cpu or sizes.matmul_seconds(Plan(strategy=GRADIENTS_IN_FORWARD)) >= WAIT_SECONDS
+            pays = self.is_on_cpu or matmul_seconds(call, device) >= WAIT_SECONDS
             ignored_rows = "skip" if pays or not call.ignores_rows else "compute"
-        self.common = {
-            "strategy": self.strategy, "float32_logits": sizes.logits_dtype is not call.dtype,
-            "ignored_rows": ignored_rows, "row_kernels": options.row_kernels,
-            "batch_invariant": options.batch_invariant,
-            "is_estimated": not (self.is_on_cpu or device.is_measured),
-        }  # fmt: skip
+        self.common = Plan(
+            strategy=strategy_of(call, options), float32_logits=options.has_float32_logits(call.dtype),
+            ignored_rows=ignored_rows, row_kernels=options.row_kernels, batch_invariant=options.batch_invariant,
+        )  # fmt: skip
+        self.row_bytes = max(_logits_bytes(call, self.common) + _dlogits_bytes(call, self.common), 1)
+        # The hidden sizes of each dW but for those of small adapters, which are summed in float32 anyway.
+        self.weights = [size for size in _hidden_sizes(call, COLUMN) if not is_small(call, size)]
 
     def plan(self) -> Plan:
         """The plan, with a warning where it takes more than the budget."""
         if self.options.batch_invariant:
             _check_batch_invariant(self.call, self.options, self.device)
-        if self.strategy == LOSS_ONLY:
+        if self.common.strategy == LOSS_ONLY:
             plan = self._of_largest(self._default_rows(), self._in_16_bits)
-        elif self.strategy == SAVE_LOGITS:
-            plan = self._with(max(self.tokens, 1))
+        elif self.common.strategy == SAVE_LOGITS:
+            plan = self._saved(None, self._with(max(self.tokens, 1)))
         else:
-            plan = self.saving() or self._summed()
-        if self.limit is not None and (needed := self.sizes.temporary_bytes(plan)) > 1.01 * self.limit:
+            plan = self._saving() or self._summed()
+        if self.limit is not None and (needed := self._bytes(plan)) > 1.01 * self.limit:
             cure = '; accumulate="parameter" takes less, with a larger error of dW' if plan.float32_accumulator else ""
             self._warn(
                 f"memory_budget is {self.limit / 1e6:.0f} MB, but {self.tokens} tokens take {needed / 1e6:.0f} MB: "
@@ -376,13 +345,14 @@ class _Choice:
     def _with(self, rows: int, **fields: Any) -> Plan:
         """The plan with chunks of so many rows, and other fields."""
         tune = min(rows, self.tokens) >= self.tuned_rows
-        return Plan(**{**self.common, "chunk_rows": rows, "tune_products": tune, **fields})
+        return replace(self.common, chunk_rows=rows, tune_products=tune, **fields)
+
+    def _bytes(self, plan: Plan) -> int:
+        return temporary_bytes(self.call, plan, self.device)
 
     def _warn(self, text: str) -> None:
-        """Warns once a process for each budget, strategy and shapes but for the number of tokens."""
-        tensors = self.call.tensors.items()
-        shapes = tuple(spec.shape for name, spec in tensors if argument(name).role == COLUMN)
-        key = (self.limit, self.strategy, self.call.dtype, shapes, text[:6])
+        """Warns once a process for each kind of text, for calls that differ in the number of tokens alone."""
+        key = (text[:6], self.options, self.call.specs(tokens=0).key)
         if key not in _warned:
             _warned.add(key)
             warnings.warn(text, stacklevel=4)
@@ -390,38 +360,30 @@ class _Choice:
     # Chunks.
 
     def _default_rows(self) -> int:
-        """Rows of the largest chunk that time asks for."""
-        device, sizes = self.device, self.sizes
+        """Rows of the largest chunk that time asks for, if they take no more memory than a call may by default."""
+        call, device = self.call, self.device
         if self.is_on_cpu:
-            least, most = CPU_CHUNK_BYTES
-            allowed = min(max(device.multiprocessors * CPU_THREAD_BYTES, least), most)
-            return max(allowed // sizes.row_bytes, int(sizes.hidden * CPU_PART_OF_HIDDEN), CPU_SMALLEST_CHUNK)
-        # A rank's logits are narrower by the number of ranks, so that its chunks may have as many more rows.
-        rows = _compute_bound_rows(device) * self.ranks
-        if self.tokens <= max(rows, CHUNK_ROWS):
-            rows = max(rows, CHUNK_ROWS)
-        else:
-            operations = 6 * max(sizes.hidden, 1) * max(sizes.vocab, 1)
-            enough = int(CHUNK_SECONDS * device.matmul_rate / operations)
-            part = -(-self.tokens // (FEWEST_CHUNKS * TILE_ROWS)) * TILE_ROWS
-            rows = max(rows, min(enough, CHUNK_BYTES // sizes.row_bytes, part))
-        return rows if self.most_by_default == inf else min(rows, max(self._affordable_rows(), SMALLEST_CHUNK))
+            allowed = min(device.multiprocessors * CPU_THREAD_BYTES, CPU_CHUNK_BYTES) // self.row_bytes
+            return max(allowed, int(call.hidden * CPU_PART_OF_HIDDEN), self.smallest)
+        least = rows = max(self.compute_bound_rows, CHUNK_ROWS if self.tokens <= CHUNK_ROWS else 0)
+        enough = int(CHUNK_SECONDS * device.matmul_rate / (6 * max(call.hidden, 1) * max(call.vocab, 1)))
+        part = -(-self.tokens // (FEWEST_CHUNKS * TILE_ROWS)) * TILE_ROWS
+        rows = max(rows, min(enough, CHUNK_BYTES // self.row_bytes, part))
+        is_frozen = "input" in call.needs_grad and not self.weights
+        if self.common.strategy == GRADIENTS_IN_FORWARD and is_frozen and rows == least:
+            # Half of them, if that keeps the device busy.
+            tiles = -(-self._balanced(rows // 2) // TILE[0]) * -(-call.tensors["input"].shape[-1] // TILE[1])
+            in_waves = -(-tiles // device.multiprocessors) * device.multiprocessors
+            rows = rows // 2 if tiles >= FULL_WAVE * in_waves else rows
+        return self._rows_within(self.most_by_default, rows, self._in_16_bits)
 
-    def _affordable_rows(self) -> int:
-        """Rows of a chunk that takes no more memory than a call may by default."""
-        fixed, per_row, _ = self.sizes.linear_bytes(self._in_16_bits(1))
-        return int((self.most_by_default - fixed) // per_row)
+    def _rows_within(self, limit: float, most: int, of_rows: Callable[[int], Plan]) -> int:
+        """Rows of the largest chunk, up to `most`, with which a plan takes no more bytes; the smallest if none is."""
 
-    def _default_rows_with_gradients(self) -> int:
-        """The same where the forward computes dX: half of it for a frozen head, if that keeps the device busy."""
-        largest, sizes = self._default_rows(), self.sizes
-        is_frozen = "input" in self.call.needs_grad and sum(sizes.weights) <= ADAPTER_PART * sizes.head
-        is_grown = largest > max(_compute_bound_rows(self.device) * self.ranks, CHUNK_ROWS)
-        if self.is_on_cpu or self.strategy != GRADIENTS_IN_FORWARD or not is_frozen or is_grown:
-            return largest
-        tiles = -(-self._balanced(largest // 2) // TILE[0]) * -(-sizes.head // TILE[1])
-        in_waves = -(-tiles // self.device.multiprocessors) * self.device.multiprocessors
-        return largest // 2 if tiles >= FULL_WAVE * in_waves else largest
+        def taken(rows: int) -> int:
+            return self._bytes(of_rows(rows))
+
+        return most if taken(most) <= limit else max(bisect(range(1, most), limit, key=taken), self.smallest)
 
     def _balanced(self, largest: int) -> int:
         """Rows of a chunk so that all chunks are about equal, in whole tiles of the matmul, and none is larger."""
@@ -433,27 +395,16 @@ class _Choice:
 
     def _of_largest(self, default: int, of_rows: Callable[[int], Plan]) -> Plan:
         """The plan with the chosen chunk, the largest within the budget or, without one, the default."""
-        limit, sizes = self.limit, self.sizes
         if self.chosen_rows is not None:
             return of_rows(self.chosen_rows)
-        if limit is None:
-            return of_rows(self._balanced(default))
-        most = min(limit // sizes.row_bytes, self.tokens)
-        if most >= self.tokens and sizes.temporary_bytes(whole := of_rows(max(self.tokens, 1))) <= limit:
-            return whole
-        most = max(min(most, self.tokens - 1), 1)
-        plan = of_rows(most)
-        fixed, per_row, _ = sizes.linear_bytes(plan)
-        # Scratch grows at most in proportion, and does not shrink to nothing.
-        scratch = sizes.scratch_bytes(plan, 0), sizes.scratch_bytes(plan, most)
-        rows = int((limit - fixed - scratch[0]) / (per_row + (scratch[1] - scratch[0]) / most))
-        return of_rows(self._balanced(max(min(rows, most), self.smallest)))
+        largest = default if self.limit is None else self._rows_within(self.limit, max(self.tokens, 1), of_rows)
+        return of_rows(self._balanced(largest))
 
     # The sum of dW over chunks.
 
     def _in_16_bits(self, rows: int) -> Plan:
         """With the rows of dW that most is added to in float32, where there are chunks."""
-        columns = self.sizes.frequent_columns
+        columns = sum(self.weights) if self.call.dtype.itemsize == 2 else 0
         has_targets = self.call.divergence is None or self.call.loss.ignores_rows
         if not columns or rows >= self.tokens or not has_targets:
             return self._with(rows)
@@ -470,7 +421,8 @@ class _Choice:
 
     def _is_exact(self, rows: int) -> bool:
         """Whether sums in the parameter's dtype over chunks of so many rows err little enough."""
-        if self.options.accumulate == "parameter" or not self.sizes.frequent_columns or rows >= self.tokens:
+        is_rounded = self.weights and self.call.dtype.itemsize == 2 and rows < self.tokens
+        if self.options.accumulate == "parameter" or not is_rounded:
             return True
         return self._has_few_targets() and rows * EXACT_CHUNKS >= self.tokens
 
@@ -480,79 +432,70 @@ class _Choice:
         A sum in 16 bits is exact enough with few chunks. Otherwise either chunks are larger, and few enough, or they
         stand beside a float32 accumulator.
         """
-        sizes, default = self.sizes, self._default_rows_with_gradients()
-        is_free = self.chosen_rows is None and self.limit is None
-        # All tokens, where their logits take little memory beside the gradients that the forward computes.
-        is_small = sizes.row_bytes * self.tokens <= min(ONE_CHUNK * self.call.gradient_bytes, self.most_by_default)
-        considers_one = is_free and is_small and self.strategy == GRADIENTS_IN_FORWARD and not self.is_on_cpu
+        call, default = self.call, self._default_rows()
         # A chunk may be as large as the rounded dW, which takes its memory afterwards: at 16384 × 128256 × 4096 that
         # halves what the accumulator costs, 10% of the time, and takes no more memory.
-        rounded = 0 if self.is_on_cpu else sizes.itemsize * sizes.dw_elements // sizes.row_bytes
-        in_float32 = partial(self._of_largest, max(default, rounded), self._in_float32)
-        if self.options.accumulate == "float32" and sizes.frequent_columns:
-            return in_float32()
+        elements = 0 if self.is_on_cpu else call.weight_rows * sum(_hidden_sizes(call, COLUMN))
+        rounded = call.dtype.itemsize * elements // self.row_bytes
+        wide = partial(self._of_largest, max(default, rounded), self._in_float32)
+        if self.options.accumulate == "float32" and self.weights and call.dtype.itemsize == 2:
+            return wide()
         plan = self._of_largest(default, self._in_16_bits)
-        if considers_one and plan.chunk_rows < self.tokens:
-            one = self._in_16_bits(self.tokens)
-            is_exact = self._is_exact(plan.chunk_rows)
-            if not is_exact or sizes.seconds(plan) > WORTH_MEMORY * sizes.seconds(one):
-                return one
-        if self._is_exact(plan.chunk_rows):
+        is_exact = self._is_exact(plan.chunk_rows)
+        if self.chosen_rows is not None or self.limit is not None:
+            if is_exact:
+                return plan
+            in_float32 = wide()
+            if self.limit is None or self._bytes(in_float32) <= self.limit:
+                return in_float32
+            self._warn(
+                f"within a memory_budget of {self.limit / 1e6:.0f} MB, dW is summed over chunks in {call.dtype}, with "
+                f"more than 1.25 times the error of a single matmul: {self._bytes(in_float32) / 1e6:.0f} MB have room "
+                'for a sum in float32; accumulate="parameter" accepts the error'
+            )
             return plan
-        wide = in_float32()
-        if is_free:
+        if not is_exact:
             larger = -(-self.tokens // (EXACT_CHUNKS if self._has_few_targets() else 1))
-            return min(self._in_16_bits(self._balanced(larger)), wide, key=sizes.temporary_bytes)
-        if self.limit is None or sizes.temporary_bytes(wide) <= self.limit:
-            return wide
-        self._warn(
-            f"within a memory_budget of {self.limit / 1e6:.0f} MB, dW is summed over chunks in {self.call.dtype}, with "
-            f"more than 1.25 times the error of a single matmul: {sizes.temporary_bytes(wide) / 1e6:.0f} MB have room "
-            'for a sum in float32; accumulate="parameter" accepts the error'
-        )
+            plan = min(self._in_16_bits(self._balanced(larger)), wide(), key=self._bytes)
+        # All tokens, where their logits take little memory beside the gradients that the forward computes.
+        one = self._in_16_bits(max(self.tokens, 1))
+        is_little = self.row_bytes * self.tokens <= min(ONE_CHUNK * call.gradient_bytes, self.most_by_default)
+        if self.common.strategy == GRADIENTS_IN_FORWARD and is_little:
+            if seconds(call, plan, self.device) > WORTH_MEMORY * seconds(call, one, self.device):
+                return one
         return plan
 
     # Saved logits.
 
-    @property
-    def most_saved(self) -> int:
-        """Bytes that a call may take in which logits are saved, unless that is asked for."""
-        if self.limit is not None:
-            return self.limit
-        is_known = self.most_by_default < inf and not self.is_on_cpu
-        return min(SAVED_LOGITS_BYTES, int(self.most_by_default)) if is_known else 0
+    def _saved(self, rows: int | None, plan: Plan) -> Plan:
+        """A plan with the logits of some rows saved, or of all: None."""
+        return replace(plan, strategy=SAVE_LOGITS, saved_rows=rows, keeps_logits=self.in_program)
 
-    def saving(self) -> Plan | None:
+    def _saving(self) -> Plan | None:
         """A plan that keeps the logits of all rows, or of some; None where too few fit, or none may be kept."""
-        allowed, sizes = self.most_saved, self.sizes
+        allowed, shard = self.limit, self.call.shard
+        if allowed is None:
+            # What is not known must not decide.
+            allowed = min(SAVED_LOGITS_BYTES, int(self.most_by_default)) if self.most_by_default < inf else 0
         is_asked_for = self.options.strategy is not None
-        if not allowed or self.strategy != RECOMPUTE_LOGITS or is_asked_for or self.call.divergence is not None:
+        if not allowed or self.common.strategy != RECOMPUTE_LOGITS or is_asked_for or self.call.divergence is not None:
             return None
-        whole = replace(self._with(max(self.tokens, 1)), strategy=SAVE_LOGITS)
-        if sizes.temporary_bytes(whole) <= allowed:
+        whole = self._saved(None, self._with(max(self.tokens, 1)))
+        if self._bytes(whole) <= allowed:
             return whole
-        if self.call.shard is not None and self.call.shard.sequence_parallel:
+        if shard is not None and shard.sequence_parallel:
             return None
-        largest = min(self._default_rows(), max(allowed // (4 * sizes.row_bytes), self.smallest))
+        largest = min(self._default_rows(), max(allowed // (4 * self.row_bytes), self.smallest))
         rows = self.chosen_rows or self._balanced(largest)
-        some = replace((self._in_16_bits if self._is_exact(rows) else self._in_float32)(rows), strategy=SAVE_LOGITS)
-        # As many rows as there is room for, but fewer where the backward takes more for them than for a chunk.
-        saved = 0
-        for is_last in (False, True, True):
-            excess = sizes.temporary_bytes(replace(some, saved_rows=saved)) - allowed
-            excess = max(excess, 0) if is_last else excess
-            saved = min(max(saved - -(-excess // sizes.row_bytes), 0), self.tokens) // TILE_ROWS * TILE_ROWS
-        return replace(some, saved_rows=saved) if saved >= max(SMALLEST_SAVED_PART * self.tokens, 1) else None
+        some = (self._in_16_bits if self._is_exact(rows) else self._in_float32)(rows)
+        counts = range(TILE_ROWS, self.tokens + 1, TILE_ROWS)
+        saved = TILE_ROWS * bisect(counts, allowed, key=lambda count: self._bytes(self._saved(count, some)))
+        return self._saved(saved, some) if saved >= max(SMALLEST_SAVED_PART * self.tokens, 1) else None
 
 
 def _compute_bound_rows(device: Device) -> int:
     balance = device.matmul_rate / device.bandwidth / BALANCED_OPERATIONS_PER_BYTE
     return int(CHUNK_ROWS * 2.0 ** max(min(round(log2(balance)), 1), -1))
-
-
-def _needs_later_sums(call: Call) -> bool:
-    """Whether upstream gradients, one number a row, have to be known before anything is summed."""
-    return call.loss.has_row_gradients and (call.divergence is not None or not call.has_unit_gradients)
 
 
 def _check_batch_invariant(call: Call, options: Options, device: Device) -> None:

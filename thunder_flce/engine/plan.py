@@ -58,8 +58,6 @@ class Plan:
     """Whether large matmuls run by the fastest of cuBLAS's algorithms, measured when the first of them runs."""
     batch_invariant: bool = False
     """Whether a row's log-probability has the same bits in any batch: see `Options.batch_invariant`."""
-    is_estimated: bool = False
-    """Whether it was chosen by estimates of what a GPU reaches, since nobody has measured that; nothing runs by it."""
 
     @cached_property
     def finishes_in_forward(self) -> bool:
@@ -117,6 +115,5 @@ class Plan:
             f"row kernels by {self.row_kernels}": self.row_kernels != "auto",
             "products tuned": self.tune_products,
             "batch invariant": self.batch_invariant,
-            "chosen by estimates of the device's rates": self.is_estimated,
         }
         return ", ".join([words[self.strategy], *(text for text, holds in others.items() if holds)])
