@@ -55,8 +55,8 @@ def test_fused():
     assert "1 of 1 cross-entropies fused" in text
     assert f"{decision.source}: fused, gradients in forward, chunks of 10 tokens" in text
     assert "return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))" in text
-    assert "for each chunk of 10 tokens, 4 in all:" in text and "for the last chunk of 8 tokens:" in text
-    assert f"logits f32[10, {V}] = x @ W.t()" in text and "dW *= grad" in text.split("  backward:\n")[1]
+    assert "for each chunk of C tokens (4 × 10, 1 × 8):" in text
+    assert f"logits f32[C, {V}] = x @ W.t()" in text and "dW *= grad" in text.split("  backward:\n")[1]
 
 
 def test_plans_have_the_chosen_one_first():

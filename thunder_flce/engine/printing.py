@@ -1,16 +1,18 @@
-"""What a region runs, written down: the engine runs on tensors without memory, and each primitive writes a line.
+"""What a region runs, written down: the engine runs on tensors without memory, and each primitive writes its lines.
 
-    for each chunk of 2048 tokens, 4 in all:
-      logits bf16[2048, 128256] = x @ W.t()                          cuBLAS
+    for each chunk of C tokens (4 × 2048):
+      logits bf16[C, 128256] = x @ W.t()  cuBLAS
 
 The formulas of the row work are those of `operation.loss`. Ignored rows are counted as if there were none.
 Legend: T tokens, C rows in a chunk, H hidden size, V vocabulary.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +43,9 @@ _DTYPES = {
     torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32", torch.float64: "f64", torch.int64: "i64",
 }  # fmt: skip
 
+Line = tuple[str, str]
+"""What is computed, and by which library"""
+
 
 def letter(name: str) -> str:
     """What the lines call a tensor of a call."""
@@ -50,15 +55,6 @@ def letter(name: str) -> str:
     if name.startswith("token_inputs"):
         return f"i{number}"
     return f"{'x' if name.endswith('input') else 'W'}{number + 1}"
-
-
-class Line(NamedTuple):
-    """One primitive."""
-
-    primitive: str
-    """Its name in `Primitives`"""
-    text: str
-    library: str = ""
 
 
 @dataclass(frozen=True)
@@ -114,19 +110,9 @@ def _run_backward(ops: "_Writer", results: dict[str, Tensor]) -> None:
 
 def scaling_lines(names: Sequence[str], spec: Spec, *, has_expected: bool) -> tuple[str, ...]:
     """What multiplies finished gradients, of the names and dtype of `spec`, by the upstream gradient."""
-    return _formatted([_scaling(name, spec.dtype, spec.device, has_expected=has_expected) for name in names])
-
-
-def _scaling(name: str, dtype: torch.dtype, device: torch.device, *, has_expected: bool) -> Line:
-    library = scaling.library(dtype, device)
-    where = "on the device " if library == "Triton" else ""
+    library = scaling.library(spec.dtype, spec.device)
     factor = "grad / expected_gradient" if has_expected else "grad"
-    return Line("scale", f"{name} *= {factor}    skipped {where}where that is 1", library)
-
-
-class _Loop(NamedTuple):
-    title: str
-    lines: tuple[Line, ...]
+    return _formatted([(f"{name} *= {factor}    skipped where that is 1", library) for name in names])
 
 
 class _Writer(Primitives):
@@ -136,30 +122,22 @@ class _Writer(Primitives):
         super().__init__(call, plan, region=Region(call.specs(), plan, device_type=device_type))
         self.device_type = device_type
         self.primitives: list[str] = []
-        self._found: list[Line | _Loop] = []
         self._lines: list[Line] = []
-        self._logits = "z" if call.loss.maps_logits else "logits"
+        self._row_library = self.region.row_library
+        self._vector_library = "Triton" if self.region.has_vector_kernels else "PyTorch"
+        self._matmul_library = matmul.library(device_type)
+        self._network = "NCCL" if device_type == "cuda" else "gloo"
+        self._rows = "T"
+        """What the lines call the number of rows in a chunk, where there are several"""
 
-    def take(self) -> list[Line | _Loop]:
+    def take(self) -> list[Line]:
         """What was written since the last time."""
-        found, self._found, self._lines = [*self._found, *self._lines], [], []
+        found, self._lines = self._lines, []
         return found
 
-    def _write(self, primitive: str, text: str, library: str = "") -> None:
+    def _write(self, primitive: str, *lines: Line) -> None:
         self.primitives.append(primitive)
-        self._lines.append(Line(primitive, text, library))
-
-    def _add(self, text: str, library: str = "") -> None:
-        """Writes a further line of the same primitive."""
-        self._lines.append(Line("", text, library))
-
-    @property
-    def _vector_library(self) -> str:
-        return "Triton" if self.region.has_vector_kernels else "PyTorch"
-
-    @property
-    def _network(self) -> str:
-        return "NCCL" if self.device_type == "cuda" else "gloo"
+        self._lines += lines
 
     # Rows.
 
@@ -173,41 +151,40 @@ class _Writer(Primitives):
         return self.call.tokens
 
     def _prepare(self, upstream: Tensor | None, primitive: str) -> Rows:
-        call, loss, is_again = self.call, self.call.loss, primitive == "prepare_again"
-        conditions = [f"y != {loss.ignore_index}"] if loss.ignores_rows else []
-        conditions += ["w_t != 0"] if "token_weights" in call.tensors else []
-        valid = " & ".join(conditions)
-        if call.shard is not None and call.shard.sequence_parallel:
-            target = call.tensors["target"]
-            self._add(f"y {_type(target.shape, target.dtype)} = all_gather(y)", self._network)
-        count, note = f"sum({valid})" if valid else "T", "" if is_again else "    targets are checked"
-        self._write(primitive, f"valid_count {_type((), torch.int64)} = {count}{note}", self._vector_library)
-        if self.region.may_skip:
+        call, region, is_first = self.call, self.region, primitive == "prepare"
+        if region.are_parts:
+            self._lines.append((f"{self._named('y', call.tensors['target'])} = all_gather(y)", self._network))
+        note = "    targets are checked" if is_first else ""
+        self._write(primitive, (f"valid_count i64[] = count of valid rows{note}", self._vector_library))
+        if region.may_skip:
             names = ", ".join([*(letter(linear.x) for linear in call.linears), "y"])
-            does_wait = self.device_type == "cuda" and not is_again
-            ahead = " while the first logits run" if self.region.starts_early else ""
-            note = f"    the host waits for their number{ahead}" if does_wait else ""
-            self._add(f"{names} = rows of {names} that are valid{note}")
+            ahead = " while the first logits run" if region.starts_early else ""
+            note = f"    the host waits for their number{ahead}" if self.device_type == "cuda" and is_first else ""
+            self._lines.append((f"{names} = valid rows of {names}{note}", ""))
         found = rows.prepare(call, upstream=upstream, ordered=False)
         return rows.with_target_weights(call, rows.selected(found, call.tokens))
 
     def chunks(self, selected: Rows, first: int = 0) -> Iterator[slice]:
-        self._found += self._lines
-        parts: list[tuple[slice, tuple[Line, ...]]] = []
-        for chunk in super().chunks(selected, first):
-            self._lines = []
+        before, parts, chunks = self.take(), [], [*super().chunks(selected, first)]
+        self._rows = "C" if len(chunks) > 1 else str(selected.count)
+        for chunk in chunks:
             yield chunk
-            parts.append((chunk, tuple(self._lines)))
-        self._lines = []
-        self._found += _grouped(parts)
+            parts.append((chunk.stop - chunk.start, self.take()))
+        self._lines = before
+        for lines, alike in groupby(parts, key=lambda part: part[1]):
+            counts = Counter(size for size, _ in alike)
+            if len(chunks) > 1:
+                sizes = ", ".join(f"{count} × {size}" for size, count in counts.items())
+                self._lines.append((f"for each chunk of C tokens ({sizes}):", ""))
+                lines = [(f"  {text}", library) for text, library in lines]
+            self._lines += lines
 
     def gather(self, selected: Rows, tensor: Tensor, chunk: slice, out: Tensor | None = None) -> Tensor:
-        count = chunk.stop - chunk.start
-        shard = self.call.shard
-        if shard is not None and shard.sequence_parallel:
-            self._write("gather", f"x {_type((count, tensor.shape[1]), tensor.dtype)} = all_gather(x)", self._network)
-            return tensor.new_empty(count, tensor.shape[1])
-        return tensor[chunk]
+        if not self.region.are_parts:
+            return tensor[chunk]
+        found = tensor.new_empty(chunk.stop - chunk.start, tensor.shape[1])
+        self._write("gather", (f"{self._of_rows('x', found)} = all_gather(x)", self._network))
+        return found
 
     # Memory.
 
@@ -217,108 +194,71 @@ class _Writer(Primitives):
     # Matmuls.
 
     def logits_(self, out: Tensor, xs: list[Tensor]) -> None:
-        call, bias = self.call, " + b" if self.call.get("linear_bias") is not None else ""
-        linears = sorted(zip(call.linears, xs, strict=True), key=lambda each: each[1].shape[1])
-        for number, (linear, _) in enumerate(linears):
-            of, sign = f"{letter(linear.x)} @ {letter(linear.weight)}.t()", "+=" if number else "="
-            self._write(
-                "logits_", f"{self._named(self._logits, out)} {sign} {of}{'' if number else bias}{self._tail()}",
-                matmul.library(self.device_type),
-            )  # fmt: skip
-
-    def _tail(self) -> str:
-        tail = self.call.vocab % 8 if self.device_type == "cuda" and self.call.dtype.itemsize == 2 else 0
-        notes = [f"the last {tail} columns apart"] if tail and self.call.vocab > 8 else []
-        notes += ["in an order that no number of rows changes"] if self.plan.batch_invariant else []
-        return f"    {', '.join(notes)}" if notes else ""
+        sign, bias = "=", " + b" if "linear_bias" in self.call.tensors else ""
+        for linear, _ in sorted(zip(self.call.linears, xs, strict=True), key=lambda each: each[1].shape[1]):
+            words = f"{self._of_rows('logits', out)} {sign} {letter(linear.x)} @ {letter(linear.weight)}.t(){bias}"
+            self._write("logits_", (words, self._matmul_library))
+            sign, bias = "+=", ""
 
     def start_input_gradient(self, dlogits: Tensor, linear: Linear) -> Callable[[Tensor], None]:
-        call, shard, number = self.call, self.call.shard, linear.number
-        is_summed = shard is not None and shard.reduces_input_grad
-        shape = (dlogits.shape[0], call.tensors[linear.weight].shape[1])
-
         def finish(out: Tensor) -> None:
-            dtype = out.dtype
-            if is_summed and shard is not None:
-                dtype = call.row_dtype if shard.float32_input_grad else call.dtype
-            words = f"dX{number} {_type(shape, dtype)} = dlogits @ {letter(linear.weight)}"
-            self._write("start_input_gradient", words, matmul.library(self.device_type))
-            if is_summed:
-                self._add(f"dX{number} {_type(shape, out.dtype)} = summed over the ranks", self._network)
+            name, shard = f"dX{linear.number}", self.call.shard
+            words = f"{self._of_rows(name, out)} = dlogits @ {letter(linear.weight)}"
+            self._write("start_input_gradient", (words, self._matmul_library))
+            if shard is not None and shard.reduces_input_grad:
+                dtype = self.call.row_dtype if shard.float32_input_grad else self.call.dtype
+                self._lines.append((f"{name} = summed over the ranks in {_DTYPES[dtype]}", self._network))
 
         return finish
 
     def weight_gradient_(
         self, out: Tensor, dlogits: Tensor, x: Tensor, *, linear: Linear, accumulate: bool, name: str = "dW"
     ) -> None:
-        sign, of = "+=" if accumulate else "=", "dlogits" if name == "dW" else "dlogits[:, frequent]"
-        name = name.replace("dW", f"dW{linear.number}")
-        words = f"{self._named(name, out)} {sign} {of}.t() @ {letter(linear.x)}"
-        self._write("weight_gradient_", words, matmul.library(self.device_type))
+        # The first chunk adds nothing to what the others add to.
+        sign, of = "+=" if self._rows == "C" else "=", "dlogits" if name == "dW" else "dlogits[:, frequent]"
+        words = f"{self._named(f'{name}{linear.number}', out)} {sign} {of}.t() @ {letter(linear.x)}"
+        self._write("weight_gradient_", (words, self._matmul_library))
 
     def rounded(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        found = tensor.to(dtype)
         if tensor.dtype != dtype:
-            self._write("rounded", f"dW {_type(tensor.shape, dtype)} = rounded once")
-        return tensor.to(dtype)
+            self._write("rounded", (f"{self._named('dW', found)} = rounded once", ""))
+        return found
 
     # The row work.
 
     def both_(self, z: Tensor, target: Tensor, coefficients: RowCoefficients) -> RowResults:
-        library = self.region.row_library
-        found = self._results_of(z, target)
-        self._statistics("both_", z, target, library)
-        note = "in place, same kernel" if library == "Triton" else "in place"
-        self._add(f"{self._named('dlogits', z)} = s (softmax({self._u()}) - one_hot(y))    {note}", library)
+        gradient = f"{self._of_rows('dlogits', z)} = their gradient    in place"
+        found = self._statistics("both_", z, target)
+        self._lines.append((gradient, self._row_library))
         return found
 
-    def _statistics(self, primitive: str, z: Tensor, target: Tensor, library: str) -> None:
-        u, rows_type = self._u(), _type(z.shape[:1], self.call.row_dtype)
-        self._write_map()
-        words = f"row_max, row_log_sum {rows_type} = max_v({u}), log(sum_v(exp({u} - row_max)))"
-        self._write(primitive, f"{words}; {self._logits}[y]", library)
-
-    def _u(self) -> str:
-        """What the lines call the mapped logits; `_write_map` says what u is."""
-        return "logits" if self._logits == "logits" else "u"
-
-    def _write_map(self) -> None:
-        loss = self.call.loss
-        if loss.softcap is not None:
-            self._add(f"u = {loss.softcap:g} tanh(z {loss.logit_scale / loss.softcap:g})    wherever z is read")
-        elif loss.logit_scale != 1:
-            self._add(f"u = {loss.logit_scale:g} z    wherever z is read")
-
-    def _results_of(self, z: Tensor, target: Tensor) -> RowResults:
-        vector = self.empty(z.shape[:1], self.call.row_dtype)
-        return RowResults(RowStatistics(vector, vector), self.empty(target.shape, z.dtype))
-
     def results(self, z: Tensor, target: Tensor) -> RowResults:
-        loss, library = self.call.loss, self.region.row_library
-        found = self._results_of(z, target)
-        self._statistics("results", z, target, library)
+        loss = self.call.loss
+        found = self._statistics("results", z, target)
         if self.call.shard is not None:
-            self._add("row_max, row_log_sum = combined over the ranks", self._network)
+            self._lines.append(("row_max, row_log_sum = combined over the ranks", self._network))
         if loss.moments:
-            names = ", ".join(loss.moments)
-            self._add(f"{names} {_type(z.shape[:1], self.call.row_dtype)} = sums over {self._u()}", library)
+            self._lines.append((f"{', '.join(loss.moments)} = sums over the rows of logits", self._row_library))
+        if loss.needs_argmax:
+            self._lines.append(("argmax = column of the largest logit", "PyTorch"))
         argmax = self.empty(z.shape[:1], torch.int64) if loss.needs_argmax else None
-        if argmax is not None:
-            self._add(f"argmax {_type(z.shape[:1], torch.int64)} = argmax_v({self._logits})", "PyTorch")
         return found._replace(moments=dict.fromkeys(loss.moments, found.statistics.row_max), argmax=argmax)
+
+    def _statistics(self, primitive: str, z: Tensor, target: Tensor) -> RowResults:
+        vector = self.empty(z.shape[:1], self.call.row_dtype)
+        words = f"{self._of_rows('row_max, row_log_sum', vector)} = statistics of the rows of logits; logits[y]"
+        self._write(primitive, (words, self._row_library))
+        return RowResults(RowStatistics(vector, vector), self.empty(target.shape, z.dtype))
 
     def gradient_(
         self, z: Tensor, found: RowResults, coefficients: RowCoefficients, target: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        call = self.call
-        out = self.dlogits_buffer(z)
-        terms = [f"A softmax({self._u()})", "B one_hot(y)"]
-        if coefficients.uniform is not None:
-            terms.append("C w" if call.loss.label_smoothing and call.get("weight") is not None else "C")
-        words = " - ".join(terms) + (" - entropy's" if coefficients.entropy is not None else "")
-        note = "in place" if out is z else "in new memory"
-        note += ", with its sums over the rows" if call.bias_grad else ""
-        self._write("gradient_", f"{self._named('dlogits', out)} = {words}    {note}", self.region.row_library)
-        return out, self.empty((call.vocab,), call.row_dtype) if call.bias_grad else None
+        out, has_sums = self.dlogits_buffer(z), self.call.bias_grad
+        note = ("in place" if out is z else "in new memory") + (", with its sums over the rows" if has_sums else "")
+        words = f"{self._of_rows('dlogits', out)} = gradient of logits    {note}"
+        self._write("gradient_", (words, self._row_library))
+        return out, self.empty((self.call.vocab,), self.call.row_dtype) if has_sums else None
 
     def token_loss(
         self, found: RowResults, inputs: Sequence[Tensor], s: Tensor | None
@@ -326,102 +266,49 @@ class _Writer(Primitives):
         return row_loss.token_loss(self, found, inputs, s)
 
     def teacher_logits_(self, out: Tensor, x: Tensor) -> None:
-        self._write("teacher_logits_", f"{self._named('teacher', out)} = x' @ W'.t()", matmul.library(self.device_type))
+        self._write("teacher_logits_", (f"{self._of_rows('teacher', out)} = x' @ W'.t()", self._matmul_library))
 
     def divergence_(self, z: Tensor, teacher: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor]:
         assert self.call.divergence is not None
-        kind, library = self.call.divergence.kind, "Triton" if self.region.row_library == "Triton" else "PyTorch"
+        value = self.empty(z.shape[:1], self.call.row_dtype)
         gradient = "" if factors is None else ", dlogits in place"
-        of_rows = _type(z.shape[:1], self.call.row_dtype)
-        words = f"divergence {of_rows}{gradient} = {kind} divergence of logits from teacher"
-        self._write("divergence_", words, library)
-        return self.empty(z.shape[:1], self.call.row_dtype), z
+        words = f"{self._of_rows('divergence', value)}{gradient} = {self.call.divergence.kind}, of logits from teacher"
+        self._write("divergence_", (words, "Triton" if self._row_library == "Triton" else "PyTorch"))
+        return value, z
 
     # Results.
 
     def loss(self, selected: Rows, found: RowResults) -> tuple[Tensor, dict[str, Tensor]]:
-        loss, call = self.call.loss, self.call
-        kind = "token_loss" if loss.token_loss else "row_log_sum - (logits[y] - row_max)"
-        terms = [kind if not loss.label_smoothing else f"{1 - loss.label_smoothing:g} ({kind}) + smoothing"]
-        terms += [f"{loss.z_loss:g} lse²"] if loss.z_loss else []
-        words = " + ".join(terms)
-        words = f"w_t ({words})" if "token_weights" in call.tensors else words
-        if loss.reduction != "none":
-            words = f"sum({words})"
-        if loss.reduction == "mean":
-            by_weights = "sum(w_t)" if "token_weights" in call.tensors else "valid_count"
-            by_weights = "sum of weights" if "weight" in call.tensors else by_weights
-            words += f" / {'num_items' if 'num_items' in call.tensors else by_weights}"
-        shape = (call.own_tokens,) if loss.reduction == "none" else ()
-        self._write("loss", f"loss {_type(shape, call.row_dtype)} = {words}", self._vector_library)
-        return self.empty((selected.count,) if loss.reduction == "none" else (), call.row_dtype), {}
+        call, reduction = self.call, self.call.loss.reduction
+        shape = (call.own_tokens,) if reduction == "none" else ()
+        words = "those of the rows" if reduction == "none" else f"{reduction} over valid rows"
+        self._write("loss", (f"loss {_type(shape, call.row_dtype)} = {words}", self._vector_library))
+        return self.empty((selected.count,) if reduction == "none" else (), call.row_dtype), {}
 
     def scaled_rows(self, gradient: Tensor, factors: Tensor) -> Tensor:
-        self._write("scaled_rows", f"dX {_type(gradient.shape, self.call.dtype)} = dX * grad    each row", "PyTorch")
-        return self.empty(tuple(gradient.shape), self.call.dtype)
+        found = self.empty(tuple(gradient.shape), self.call.dtype)
+        self._write("scaled_rows", (f"{self._named('dX', found)} = dX * grad    each row", "PyTorch"))
+        return found
 
-    def scale(self, names: Iterable[str]) -> None:
+    def scale(self, names: Sequence[str]) -> None:
         """Writes down how finished gradients are multiplied by the upstream gradient."""
-        for name in names:
-            has_expected = "expected_gradient" in self.call.tensors
-            line = _scaling(name, self.call.dtype, torch.device(self.device_type), has_expected=has_expected)
-            self._write(*line)
+        spec = Spec((), self.call.dtype, torch.device(self.device_type))
+        for line in scaling_lines(names, spec, has_expected="expected_gradient" in self.call.tensors):
+            self._write("scale", (line, ""))
 
     def _named(self, name: str, tensor: Tensor) -> str:
         return f"{name} {_type(tensor.shape, tensor.dtype)}"
 
+    def _of_rows(self, name: str, tensor: Tensor) -> str:
+        """The same of a tensor with something of each row of a chunk."""
+        return f"{name} {_type((self._rows, *tensor.shape[1:]), tensor.dtype)}"
 
-def _type(shape: Iterable[int], dtype: torch.dtype) -> str:
+
+def _type(shape: Iterable[int | str], dtype: torch.dtype) -> str:
     return f"{_DTYPES.get(dtype, str(dtype).removeprefix('torch.'))}[{', '.join(map(str, shape))}]"
 
 
-def _grouped(parts: list[tuple[slice, tuple[Line, ...]]]) -> Iterator[_Loop]:
-    """One loop for each run of chunks that do the same; the first may add nothing to what the others add to."""
-    start = 0
-    sizes = [chunk.stop - chunk.start for chunk, _ in parts]
-    for stop in range(1, len(parts) + 1):
-        is_like = stop < len(parts) and (sizes[stop] == sizes[start] or stop == len(parts) - 1)
-        if is_like and _same(parts[stop][1], sizes[stop]) == _same(parts[start][1], sizes[start]):
-            continue
-        count = stop - start
-        if len(parts) == 1:
-            title = ""
-        elif count == 1:
-            title = f"for {'the first' if start == 0 else 'the last'} chunk of {sizes[start]} tokens:"
-        else:
-            last = "" if sizes[stop - 1] == sizes[start] else f", the last of {sizes[stop - 1]}"
-            title = f"for each chunk of {sizes[start]} tokens, {count} in all{last}:"
-        # Of two or more, the second adds to what the first has written.
-        second = min(start + 1, stop - 1)
-        size, other = f"[{sizes[start]}", f"[{sizes[second]}"
-        yield _Loop(title, tuple(line._replace(text=line.text.replace(other, size)) for line in parts[second][1]))
-        start = stop
-
-
-def _same(lines: tuple[Line, ...], size: int) -> list[tuple[str, str]]:
-    return [(line.text.replace(f"[{size}", "[C").replace("+=", "="), line.library) for line in lines]
-
-
-def _formatted(found: Sequence[Line | _Loop]) -> tuple[str, ...]:
-    """Lines with the library in a column of its own, where that leaves them short enough; long notes stand below."""
-    texts: list[tuple[str, str]] = []
-    for each in found:
-        if isinstance(each, Line):
-            texts.append((each.text, each.library))
-            continue
-        indent = "  " if each.title else ""
-        texts += [(each.title, "")] if each.title else []
-        texts += [(indent + line.text, line.library) for line in each.lines]
-    longest = max((len(library) for _, library in texts), default=0)
-    texts = [line for text, library in texts for line in _folded(text, library, WIDTH - longest - 2)]
-    width = min(max((len(text) for text, library in texts if library), default=0), WIDTH - longest - 2)
-    return tuple(f"{text:{width}}  {library}".rstrip() for text, library in texts)
-
-
-def _folded(text: str, library: str, width: int) -> list[tuple[str, str]]:
-    """A line, or two where it is too wide with its note, which stands behind four spaces."""
-    words, separator, note = text.rpartition("    ")
-    if not library or len(text) <= width or not words.strip():
-        return [(text, library)]
-    indent = " " * (len(words) - len(words.lstrip()))
-    return [(words, library), (f"{indent}{separator}{note}", "")]
+def _formatted(found: Sequence[Line]) -> tuple[str, ...]:
+    """Lines with the library in a column of its own."""
+    width = max((len(text) for text, library in found if library), default=0)
+    return tuple(f"{text:{width}}  {library}".rstrip() for text, library in found)

@@ -3,8 +3,8 @@
     (t2, t3, t4, t5) = flce_linear_cross_entropy_fwd((hidden, weight, t1), names=(…), …, chunk_rows=2048)
       # x = hidden, W = weight, y = t1
       # loss = t2: bf16[], valid_count = t3: i64[], dX = t4: bf16[2, 4096, 4096], dW = t5: bf16[128256, 4096]
-      # for each chunk of 2048 tokens, 4 in all:
-      #   logits bf16[2048, 128256] = x @ W.t()                      cuBLAS
+      # for each chunk of C tokens (4 × 2048):
+      #   logits bf16[C, 128256] = x @ W.t()                         cuBLAS
       #   …
 
 thunder prints the contents of a fusion in this way, from its subsymbols. A region has none: it is opaque to every pass,
