@@ -231,12 +231,10 @@ def plan_for(call: Call, options: Options, *, device: Device | None = None, in_p
     The same whichever calls came before. `in_program` is as for `choose`.
     """
     call = call.specs(tokens=planned_tokens(call.own_tokens))
-    return _plan(call.key, options, device or Device.of(call.device), in_program)
+    return _plan(call, options, device or Device.of(call.device), in_program=in_program)
 
 
-@lru_cache(maxsize=4096)
-def _plan(key: tuple[Any, ...], options: Options, device: Device, in_program: bool) -> Plan:
-    return choose(Call.of_key(key), options, device, in_program=in_program)
+_plan = lru_cache(maxsize=4096)(choose)
 
 
 # The operators.

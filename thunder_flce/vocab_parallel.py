@@ -132,8 +132,7 @@ class Agreement:
     weight_rows: int
     """Rows of the whole weight"""
     device: Device | None
-    """This rank's, with the least rates, multiprocessors, capability and memory of all ranks', so that all make one
-    plan; None without a weight"""
+    """The one of all ranks' with the least memory, so that all make one plan; None without a weight"""
     most_tokens: int = field(compare=False)
     """Those of the rank with the most; with `data_parallel`, ranks have different numbers"""
 
@@ -148,21 +147,17 @@ class _Told(NamedTuple):
     start: int = 0
     tokens: int = 0
     refuses: int = 0
-    # Of its device:
-    memory: int = 0
-    matmul_rate: int = 0
-    bandwidth: int = 0
-    multiprocessors: int = 0
-    capability: int = 0
+    device: int = 0
+    """A hash of its device"""
 
 
 # Among numbers, what stands for None.
 _NONE = -1
-# Among numbers, a compute capability is its first part times this plus the second.
-_MINORS = 100
 
-# What all ranks told each other, by what this rank told, for captured CUDA graphs; None where that has differed.
-_agreed: "WeakKeyDictionary[ProcessGroup, OrderedDict[_Told, list[_Told] | None]]" = WeakKeyDictionary()
+_All = tuple[list[_Told], list[Device | None]]
+"""What all ranks told, and their devices"""
+# By what this rank told, for captured CUDA graphs; None where others have told different things.
+_agreed: "WeakKeyDictionary[ProcessGroup, OrderedDict[_Told, _All | None]]" = WeakKeyDictionary()
 _REMEMBERED = 256
 
 
@@ -220,30 +215,32 @@ def agree(
     if os.environ.get(CHECK_EVERY_CALL, "") not in ("", "0"):
         call |= _values(parallel, tensors)
     told = _Told(
-        digest=int.from_bytes(blake2b(repr(sorted(call.items())).encode(), digest_size=8).digest(), "big", signed=True),
+        digest=_digest(sorted(call.items())),
         rows=_rows(weight),
         start=_NONE if parallel.start is None else parallel.start,
         tokens=input.shape[:-1].numel() if isinstance(input, Tensor) else 0,
-        **({} if device is None else _numbers_of(device)),
+        device=_digest(device),
     )
     if _is_capturing(group):
-        given = _told_while_capturing(group, told)
+        given, devices = _told_while_capturing(group, told)
     else:
         given = _told_by_all(group, told, weight.device if isinstance(weight, Tensor) else None)
         if any(each.refuses or each.digest != told.digest for each in given):
             _raise_difference(_words_of_all(group, call))
-        _remember(group, told, given)
+        is_one = all(each.device == told.device for each in given)
+        devices = [device] if is_one else _words_of_all(group, device)
+        _remember(group, told, (given, devices))
     of_input = getattr(input, "dtype", None)
     if parallel.input_grad_dtype not in (None, torch.float32, of_input):
         raise ValueError(
             f"input_grad_dtype must be None, torch.float32 or input's dtype, {of_input}, but got "
             f"{parallel.input_grad_dtype}"
         )
-    _, all_rows, starts, counts, _, *of_devices = zip(*given, strict=True)
+    _, all_rows, starts, counts, _, _ = zip(*given, strict=True)
     return Agreement(
         shard=_shard(parallel, loss, all_rows, _starts(all_rows, starts)),
         weight_rows=sum(all_rows),
-        device=None if device is None else _least(device, of_devices),
+        device=None if device is None else min(filter(None, devices), key=lambda each: (each.memory or 0, repr(each))),
         most_tokens=max(counts),
     )
 
@@ -258,6 +255,11 @@ def refuse(parallel: VocabParallel, error: Exception) -> NoReturn:
 
 
 # What ranks exchange.
+
+
+def _digest(value: Any) -> int:
+    """A hash of 64 bits, the same in all processes."""
+    return int.from_bytes(blake2b(repr(value).encode(), digest_size=8).digest(), "big", signed=True)
 
 
 def _exchange_device(group: "ProcessGroup") -> torch.device:
@@ -285,7 +287,7 @@ def _told_by_all(group: "ProcessGroup", told: _Told, device: torch.device | None
     return [_Told(*numbers) for numbers in _gathered(group, mine).tolist()]
 
 
-def _told_while_capturing(group: "ProcessGroup", told: _Told) -> list[_Told]:
+def _told_while_capturing(group: "ProcessGroup", told: _Told) -> _All:
     """What all ranks told each other before. Each replay takes part in what other ranks may run eagerly."""
     given = _agreed[group].get(told) if group in _agreed else None
     if given is None:
@@ -300,7 +302,7 @@ def _told_while_capturing(group: "ProcessGroup", told: _Told) -> list[_Told]:
     return given
 
 
-def _remember(group: "ProcessGroup", told: _Told, given: list[_Told]) -> None:
+def _remember(group: "ProcessGroup", told: _Told, given: _All) -> None:
     if _exchange_device(group).type == "cuda":
         known = _agreed.setdefault(group, OrderedDict())
         known[told] = given if known.pop(told, given) == given else None
@@ -327,33 +329,6 @@ def _raise_difference(words: list[Any]) -> NoReturn:
                     f"on rank {rank}"
                 )
     raise AssertionError("ranks have described equal calls with different hashes")
-
-
-# The device that all plan for.
-
-
-def _numbers_of(device: Device) -> dict[str, int]:
-    """What plans ask of a device, and ranks may have differently."""
-    return {
-        "memory": device.memory or _NONE,
-        "matmul_rate": int(device.matmul_rate),
-        "bandwidth": int(device.bandwidth),
-        "multiprocessors": device.multiprocessors,
-        "capability": _NONE if device.capability is None else device.capability[0] * _MINORS + device.capability[1],
-    }
-
-
-def _least(device: Device, numbers: Sequence[tuple[int, ...]]) -> Device:
-    """This rank's device with the least of all ranks' numbers, which are in the order of `_Told`."""
-    memory, matmul_rate, bandwidth, multiprocessors, capability = (min(of_ranks) for of_ranks in numbers)
-    return replace(
-        device,
-        memory=None if memory == _NONE else memory,
-        matmul_rate=matmul_rate,
-        bandwidth=bandwidth,
-        multiprocessors=multiprocessors,
-        capability=None if capability == _NONE else divmod(capability, _MINORS),
-    )
 
 
 # A call in words.

@@ -237,7 +237,7 @@ def test_tuned_products(monkeypatch):
 def test_missing_row_kernels(monkeypatch):
     """What "auto" would run with, were it installed, and what that costs; nothing where it was not asked for."""
     monkeypatch.setattr(dispatch, "is_installed", lambda name: name == "torch")
-    kept = (printing._program, scaling.library)
+    kept = (printing.program, scaling.library)
     for each in kept:
         each.cache_clear()
     try:

@@ -3,7 +3,6 @@
 import math
 from bisect import bisect
 from functools import lru_cache
-from typing import Any
 
 import torch
 
@@ -52,7 +51,7 @@ def may_save_logits(call: Call, tokens: "int | torch.SymInt", options: Options) 
 
     Not where it would save those of some: how many there are has to follow from the number of tokens alone.
     """
-    return _is_at_most(tokens, _most_saved_tokens(call.specs(tokens=1).key, options, Device.of(call.device)))
+    return _is_at_most(tokens, _most_saved_tokens(call.specs(tokens=1), options, Device.of(call.device)))
 
 
 def _is_at_most(tokens: "int | torch.SymInt", most: int) -> bool:
@@ -68,9 +67,8 @@ def _is_at_most(tokens: "int | torch.SymInt", most: int) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _most_saved_tokens(key: tuple[Any, ...], options: Options, device: Device) -> int:
+def _most_saved_tokens(call: Call, options: Options, device: Device) -> int:
     """The largest number of tokens with which a call saves the logits of all."""
-    call = Call.of_key(key)
 
     def does_not(tokens: int) -> bool:
         plan = choose(call.specs(tokens=tokens), options, device, in_program=True)

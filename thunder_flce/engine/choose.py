@@ -352,7 +352,7 @@ class _Choice:
 
     def _warn(self, text: str) -> None:
         """Warns once a process for each kind of text, for calls that differ in the number of tokens alone."""
-        key = (text[:6], self.options, self.call.specs(tokens=0).key)
+        key = (text[:6], self.options, self.call.specs(tokens=0))
         if key not in _warned:
             _warned.add(key)
             warnings.warn(text, stacklevel=4)

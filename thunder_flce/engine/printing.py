@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,14 +66,9 @@ class Program:
     """The names of all primitives in the order of a run, of every chunk"""
 
 
+@lru_cache(maxsize=256)
 def program(call: Call, plan: Plan) -> Program:
     """What a call of specs runs."""
-    return _program(call.specs().key, plan)
-
-
-@lru_cache(maxsize=256)
-def _program(key: tuple[Any, ...], plan: Plan) -> Program:
-    call = Call.of_key(key)
     shard, device_type = call.shard, call.device.type
     call = call.map(lambda name, spec: torch.empty(spec.shape, dtype=spec.dtype, device="meta"))
     if shard is not None and shard.sequence_parallel:

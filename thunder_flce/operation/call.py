@@ -161,7 +161,10 @@ class Linear(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Call:
-    """The tensors of a call, or what stands for them (`Spec`), and everything about it that is a plain value."""
+    """The tensors of a call, or what stands for them (`Spec`), and everything about it that is a plain value.
+
+    Calls of specs are equal where all of it is.
+    """
 
     tensors: Mapping[str, Any]
     """By name, those that are given"""
@@ -295,16 +298,15 @@ class Call:
 
         return self.map(spec)
 
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """What is equal for equal calls of specs."""
+    @cached_property
+    def _values(self) -> tuple[Any, ...]:
         return tuple(self.tensors.items()), self.loss, self.needs_grad, self.divergence, self.shard
 
-    @classmethod
-    def of_key(cls, key: tuple[Any, ...]) -> "Call":
-        """The call, of specs."""
-        specs, loss, needs_grad, divergence, shard = key
-        return cls(tensors=dict(specs), loss=loss, needs_grad=needs_grad, divergence=divergence, shard=shard)
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, Call) and self._values == other._values
+
+    def __hash__(self) -> int:
+        return hash(self._values)
 
     def flat(self) -> "Call":
         """Tokens in one dimension, of all ranks where these have been gathered; numbers of tokens in the row dtype."""
