@@ -9,11 +9,8 @@ from torch._functorch.utils import unwrap_dead_wrappers
 
 from thunder_flce import operators
 from thunder_flce.engine.kernels.scaling import graph_is_kept, scaled_gradients
-from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS
 from thunder_flce.operators import Settings
 
-_NONE_OF_OUTPUTS = (None,) * len(DIFFERENTIABLE_OUTPUTS)
-_UPSTREAM = 1 + len(DIFFERENTIABLE_OUTPUTS)
 _NO_SECOND_DERIVATIVE = "linear_cross_entropy has no second derivative"
 _NO_VMAP = "linear_cross_entropy has no vmap; call it once with all rows: input may be (..., H), and target (...)"
 
@@ -54,6 +51,7 @@ def _save(ctx: Any, settings: Settings, tensors: Sequence[Tensor], results: Sequ
     """Notes what the backward reads, and which of the `returned` first results have no gradient."""
     # Dynamo, which compiles the backward with compiled autograd, cannot fill a cached property.
     ctx.settings, ctx.grad_positions = settings, settings.grad_positions
+    ctx.upstream_positions = settings.upstream_positions
     ctx.set_materialize_grads(False)
     if constant := [results[at] for at in settings.constant_positions if at < returned]:
         ctx.mark_non_differentiable(*constant)
@@ -118,19 +116,16 @@ def _gradients(ctx: Any, grads: Sequence[Tensor | None], run: Callable[..., Any]
     gradients: list[Tensor | None] = [None] * len(settings.names)
     if all([grad is None for grad in grads]):
         return gradients
-    of_outputs: Sequence[Tensor | None] = _NONE_OF_OUTPUTS
-    if settings.loss.outputs:
-        named = dict(zip(settings.loss.outputs, grads[1:], strict=False))
-        of_outputs = [named.get(name) for name in DIFFERENTIABLE_OUTPUTS]
-    found = run(settings, grads[0], *of_outputs, *ctx.saved_tensors)
+    found = run(settings, *[grads[at] for at in ctx.upstream_positions], *ctx.saved_tensors)
     for position, gradient in zip(ctx.grad_positions, found, strict=True):
         gradients[position] = gradient
     return gradients
 
 
 def _backward(settings: Settings, *tensors: Any) -> Any:
-    """The needed gradients, from the upstream ones of the loss and `DIFFERENTIABLE_OUTPUTS`, and from what is saved."""
-    upstream, known = tensors[:_UPSTREAM], tensors[_UPSTREAM:]
+    """The needed gradients, from the upstream ones of `Settings.upstream_names`, and from what is saved."""
+    count = len(settings.upstream_names)
+    upstream, known = tensors[:count], tensors[count:]
     is_traced = torch.compiler.is_compiling() or type(known[0]) is not Tensor
     # One that stands for several, as with is_grads_batched=True.
     is_batch = torch._C._functorch.is_legacy_batchedtensor

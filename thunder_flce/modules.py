@@ -215,7 +215,7 @@ class LinearCrossEntropyLoss(nn.Module):
 
     def extra_repr(self) -> str:
         """What is not as it is by default, beside the linear."""
-        settings = Loss(**self._settings()).non_defaults()
+        settings = Loss(**self._settings()).non_defaults("reduction", "ignore_index")
         for name in ("token_loss", "vocab_parallel", "options"):
             if getattr(self, name) is not None:
                 settings[name] = getattr(self, name)

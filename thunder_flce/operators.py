@@ -33,7 +33,7 @@ from thunder_flce.operation.shard import Shard
 from thunder_flce.options import Options
 from thunder_flce.vocab_parallel import VocabParallel, agreed_call
 
-_SCHEMA = 2
+_SCHEMA = 3
 """Of the settings. PyTorch keeps compiled graphs on disk, and finds them by their arguments, not by what an operator
 takes."""
 
@@ -64,7 +64,11 @@ class Settings:
     @property
     def values(self) -> dict[str, Any]:
         """The fields that matter, as plain values."""
-        found = {"names": self.names, "loss": self.loss.non_defaults(), "needs_grad": self.needs_grad}
+        found = {
+            "names": self.names,
+            "loss": self.loss.non_defaults("reduction", "ignore_index"),
+            "needs_grad": self.needs_grad,
+        }
         found["plan"] = self.plan.non_defaults()
         if self.divergence is not None:
             found["divergence"] = asdict(self.divergence)
@@ -116,10 +120,19 @@ class Settings:
         return result_names(self.call([None] * len(self.names)), self.plan)
 
     @cached_property
+    def upstream_names(self) -> tuple[str, ...]:
+        """The results with a gradient."""
+        return ("loss", *self.loss.differentiable_outputs)
+
+    @cached_property
+    def upstream_positions(self) -> tuple[int, ...]:
+        """Where these are among the results."""
+        return tuple(map(self.result_names.index, self.upstream_names))
+
+    @cached_property
     def constant_positions(self) -> tuple[int, ...]:
-        """Of the results, those without a gradient."""
-        differentiable = ("loss", *self.loss.differentiable_outputs)
-        return tuple(at for at, name in enumerate(self.result_names) if name not in differentiable)
+        """Where the others are."""
+        return tuple(at for at in range(len(self.result_names)) if at not in self.upstream_positions)
 
     @cached_property
     def saved_positions(self) -> tuple[int, ...]:
@@ -185,7 +198,7 @@ def backward(
 
     Args:
         settings: those of the forward.
-        upstream: the gradients of the loss and of `DIFFERENTIABLE_OUTPUTS`.
+        upstream: the gradients of `Settings.upstream_names`.
         saved: what `Settings.saved_names` names.
         tensors: those of the forward.
         may_overwrite: whether what is saved may be used up.
@@ -196,7 +209,8 @@ def backward(
         known["unit_gradient"] = known.pop("dX").reshape(-1, *ops.call.tensors["input"].shape[-1:])
     elif "logits" in known and not (may_overwrite or ops.plan.keeps_logits) and known["logits"].dtype == ops.call.dtype:
         known["logits"] = known["logits"].clone()
-    found = engine.backward(ops, Saved(**known), UpstreamGradients(*upstream))
+    of_results = UpstreamGradients(**dict(zip(settings.upstream_names, upstream, strict=True)))
+    found = engine.backward(ops, Saved(**known), of_results)
     return [
         found[name].view(tensors[at].shape)
         for name, at in zip(settings.needs_grad, settings.grad_positions, strict=True)

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, fields
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 import torch
 
@@ -31,8 +31,17 @@ def as_options(options: "Options | tuple[Any, ...] | None") -> "Options":
     return options
 
 
+class PlainValues:
+    """A dataclass of plain values: `Options`, `Loss`, `Plan` and `Shard`."""
+
+    def non_defaults(self, *always: str) -> dict[str, Any]:
+        """The fields that differ from their defaults, by name, which is what a trace carries; and some `always`."""
+        found = {f.name: (getattr(self, f.name), f.default) for f in fields(cast(Any, self))}
+        return {name: value for name, (value, default) in found.items() if value != default or name in always}
+
+
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(PlainValues):
     """Choices that change time and memory, never the result beyond rounding.
 
     Raises:
@@ -130,10 +139,6 @@ class Options:
     def __getstate__(self) -> dict[str, Any]:
         # Without the hash: that of a text differs from one process to the next.
         return {f.name: getattr(self, f.name) for f in fields(self)}
-
-    def non_defaults(self) -> dict[str, Any]:
-        """The fields that differ from their defaults, by name."""
-        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
 
     def has_float32_logits(self, dtype: torch.dtype) -> bool:
         """Whether the logits of operands of `dtype` are wanted in a wider dtype than theirs."""

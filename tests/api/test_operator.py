@@ -29,7 +29,7 @@ from thunder_flce import (
     operators,
 )
 from thunder_flce.engine.plan import GRADIENTS_IN_FORWARD, LOSS_ONLY, Plan
-from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS, Loss
+from thunder_flce.operation.loss import Loss
 from thunder_flce.operators import Settings
 from thunder_flce.options import STRATEGIES
 
@@ -121,7 +121,7 @@ def test_opcheck(name, needs_grad, is_compiled):
     if not (needs_grad and waits):
         return
     found = dict(zip(known.result_names, OPERATOR(tensors, literal), strict=True))
-    upstream = [found[each].detach() + 1 if each in found else None for each in ("loss", *DIFFERENTIABLE_OUTPUTS)]
+    upstream = [found[each].detach() + 1 if each in found else None for each in known.upstream_names]
     args = (upstream, [found[each].detach() for each in known.saved_names], tensors, literal)
     torch.library.opcheck(BACKWARD, args)
     # It leaves what was saved as it is, even in a backward pass whose graph goes.

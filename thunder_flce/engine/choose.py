@@ -27,13 +27,12 @@ from thunder_flce.options import STRATEGIES, Options
 
 # A running sum of dW in 16 bits is rounded twice a chunk. Its error stays within 1.25 × that of a single matmul while
 # hardly any column is the target of more than one token; the few that are, in any real text, get their rows of dW
-# summed in float32: FREQUENT_ROWS of them, or as many as FREQUENT_BYTES hold. Error over that of a single matmul for 4
-# and 16 chunks of 8192 × 128256 × 4096: 1.15 and 1.18 with uniform targets (but 1.30 for 4 chunks at a vocabulary of
-# 98304), 1.09 and 1.10 with Zipf-distributed ones and 192 such rows, which the bytes hold; with 128, 1.12 and 1.14.
+# summed in float32. Error over that of a single matmul for 4 and 16 chunks of 8192 × 128256 × 4096: 1.15 and 1.18 with
+# uniform targets (but 1.30 for 4 chunks at a vocabulary of 98304), 1.09 and 1.10 with Zipf-distributed ones and 192
+# such rows; with 128, 1.12 and 1.14.
 EXACT_CHUNKS = 16
 EXACT_TOKENS_PER_COLUMN = 1 / 15
-FREQUENT_ROWS = 256
-FREQUENT_BYTES = 3 * 2**20
+FREQUENT_ROWS = 192
 # With K targets a token, most columns are the target of several tokens of a text: as many times more rows. What is left
 # is the error of columns that are about equally frequent (lab/performance.md, "Losses over log-probabilities").
 FREQUENT_OF_SEVERAL = 4
@@ -404,15 +403,18 @@ class _Choice:
 
     def _in_16_bits(self, rows: int) -> Plan:
         """With the rows of dW that most is added to in float32, where there are chunks."""
-        columns = sum(self.weights) if self.call.dtype.itemsize == 2 else 0
         has_targets = self.call.divergence is None or self.call.loss.ignores_rows
-        if not columns or rows >= self.tokens or not has_targets:
+        if not self._rounds(rows) or not has_targets:
             return self._with(rows)
-        frequent = min(FREQUENT_ROWS, FREQUENT_BYTES // (4 * columns))
-        return self._with(rows, float32_rows=frequent * (FREQUENT_OF_SEVERAL if self.call.targets_per_token else 1))
+        several = FREQUENT_OF_SEVERAL if self.call.targets_per_token else 1
+        return self._with(rows, float32_rows=several * FREQUENT_ROWS)
 
     def _in_float32(self, rows: int) -> Plan:
         return self._with(rows, float32_accumulator=rows < self.tokens)
+
+    def _rounds(self, rows: int) -> bool:
+        """Whether a sum over chunks of so many rows would be rounded in each."""
+        return bool(self.weights) and self.call.dtype.itemsize == 2 and rows < self.tokens
 
     def _has_few_targets(self) -> bool:
         # The K targets of `target_weights` count as one, though each adds to a row of dW: a sum in float32, or
@@ -421,8 +423,7 @@ class _Choice:
 
     def _is_exact(self, rows: int) -> bool:
         """Whether sums in the parameter's dtype over chunks of so many rows err little enough."""
-        is_rounded = self.weights and self.call.dtype.itemsize == 2 and rows < self.tokens
-        if self.options.accumulate == "parameter" or not is_rounded:
+        if self.options.accumulate == "parameter" or not self._rounds(rows):
             return True
         return self._has_few_targets() and rows * EXACT_CHUNKS >= self.tokens
 
@@ -438,7 +439,7 @@ class _Choice:
         elements = 0 if self.is_on_cpu else call.weight_rows * sum(_hidden_sizes(call, COLUMN))
         rounded = call.dtype.itemsize * elements // self.row_bytes
         wide = partial(self._of_largest, max(default, rounded), self._in_float32)
-        if self.options.accumulate == "float32" and self.weights and call.dtype.itemsize == 2:
+        if self.options.accumulate == "float32" and self._rounds(0):
             return wide()
         plan = self._of_largest(default, self._in_16_bits)
         is_exact = self._is_exact(plan.chunk_rows)

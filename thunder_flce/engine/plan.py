@@ -1,13 +1,13 @@
 """How a region runs, as plain values that a trace carries and prints. Legend: T tokens, C tokens in a chunk."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 
 from thunder_flce.engine.kernels.layout import row_stride
 from thunder_flce.operation.call import Call
+from thunder_flce.options import PlainValues
 
 GRADIENTS_IN_FORWARD = "gradients_in_forward"
 """The forward turns the logits of each chunk into gradients for the expected upstream gradient.
@@ -33,7 +33,7 @@ def is_small(call: Call, hidden: int) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(PlainValues):
     """How a fused loss runs: the same loop over chunks of tokens for every strategy."""
 
     strategy: str
@@ -91,10 +91,6 @@ class Plan:
         """The rows of logits that are kept, and their stride."""
         dtype = self.logits_dtype(call.dtype)
         return self.rows_saved(call.tokens), row_stride(call.vocab, dtype=dtype, device_type=call.device.type)
-
-    def non_defaults(self) -> dict[str, Any]:
-        """The fields that differ from their defaults: what a trace carries."""
-        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
 
     def describe(self) -> str:
         """The plan in words."""

@@ -26,7 +26,7 @@ from thunder_flce.engine.primitives import Primitives, Region
 from thunder_flce.engine.row_loss import RowResults, UpstreamGradients
 from thunder_flce.engine.rows import Rows
 from thunder_flce.operation.call import TOKEN, Call, Linear, Spec, argument
-from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS, RowCoefficients
+from thunder_flce.operation.loss import RowCoefficients
 
 WIDTH = 112
 """Characters of a line, so that one of a trace, with its indentation, has 120 at most."""
@@ -92,9 +92,8 @@ def _run_backward(ops: "_Writer", results: dict[str, Tensor]) -> None:
     shape = (call.tokens,) if loss.reduction == "none" else ()
     upstream = UpstreamGradients(
         ops.empty(shape, call.row_dtype),
-        *(ops.empty((call.tokens,), call.row_dtype) if name in loss.differentiable_outputs else None
-          for name in DIFFERENTIABLE_OUTPUTS),
-    )  # fmt: skip
+        **{name: ops.empty((call.tokens,), call.row_dtype) for name in loss.differentiable_outputs},
+    )
     names = ("valid_count", "row_max", "row_log_sum", "computed_rows", "logits")
     saved = Saved(**{name: results[name] for name in names if name in results})
     if "entropy" in loss.differentiable_outputs:

@@ -40,7 +40,7 @@ from thunder_flce.graph.trace_arguments import plain, settings_of, specs
 from thunder_flce.matching.decisions import PlannedRegion
 from thunder_flce.operation.call import Call, Spec, named_tensors, operand_names, result_specs
 from thunder_flce.operation.checks import check_call
-from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS, Loss
+from thunder_flce.operation.loss import Loss
 from thunder_flce.operators import Settings, plan_for
 from thunder_flce.options import Options
 
@@ -84,9 +84,7 @@ def _backward_impl(
     upstream: Sequence[Tensor | None], saved: Sequence[Tensor], tensors: Sequence[Any], **settings: Any
 ) -> tuple[Tensor, ...]:
     """See `operators.backward`."""
-    known, (grad, *of_outputs) = settings_of(settings), upstream
-    by_name = dict(zip(known.loss.differentiable_outputs, of_outputs, strict=True))
-    upstream = (grad, *map(by_name.get, DIFFERENTIABLE_OUTPUTS))
+    known = settings_of(settings)
     given = _with_tensors(known.names, tensors)
     return tuple(operators.backward(known, upstream, saved, given, may_overwrite=not graph_is_kept()))
 

@@ -50,7 +50,7 @@ thunder's proxies in a trace. Legend: N rows, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -58,6 +58,7 @@ from typing import Any, NamedTuple
 import torch
 
 from thunder_flce.operation.pointwise import VARIABLES, TokenLoss, uses
+from thunder_flce.options import PlainValues
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ DIFFERENTIABLE_OUTPUTS = tuple(name for name, output in OUTPUTS.items() if outpu
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loss:
+class Loss(PlainValues):
     """Which loss: everything that is a plain value, as `functional.linear_cross_entropy` describes it."""
 
     reduction: str = "mean"
@@ -167,11 +168,6 @@ class Loss:
     """What each row adds to the loss in place of its cross-entropy; "" for that."""
     target_rest: bool = False
     """Whether what target weights leave of 1 is the weight of all other columns together."""
-
-    def non_defaults(self) -> dict[str, Any]:
-        """What a trace carries: the reduction, ignore_index, and the other fields that differ from their defaults."""
-        always = ("reduction", "ignore_index")
-        return {f.name: v for f in fields(self) if (v := getattr(self, f.name)) != f.default or f.name in always}
 
     @cached_property
     def logit_map(self) -> LogitMap:

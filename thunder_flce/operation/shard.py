@@ -1,11 +1,12 @@
 """A vocabulary that is divided among the ranks of a process group; plain values, which an operator's settings carry."""
 
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+
+from thunder_flce.options import PlainValues
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shard:
+class Shard(PlainValues):
     """This rank's columns of the logits. They follow each other over the ranks, in any order of these."""
 
     group: str
@@ -28,10 +29,6 @@ class Shard:
     """Whether each rank has a part of the tokens, too: equal parts, in the order of ranks."""
     input_grad_factor: int = 1
     """What the sum of dX over the ranks is multiplied by: their number, where others will average it."""
-
-    def non_defaults(self) -> dict[str, Any]:
-        """The fields that differ from their defaults: what a trace carries."""
-        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
 
     @property
     def token_parts(self) -> int:
