@@ -128,18 +128,6 @@ class Options(PlainValues):
                 # NumPy's is a float, too, but Dynamo takes it for a tensor.
                 object.__setattr__(self, name, float(number))
 
-    def __hash__(self) -> int:
-        # Each call looks for what is known of its options.
-        found = self.__dict__.get("_hash")
-        if found is None:
-            found = hash(tuple([getattr(self, f.name) for f in fields(self)]))
-            object.__setattr__(self, "_hash", found)
-        return found
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Without the hash: that of a text differs from one process to the next.
-        return {f.name: getattr(self, f.name) for f in fields(self)}
-
     def has_float32_logits(self, dtype: torch.dtype) -> bool:
         """Whether the logits of operands of `dtype` are wanted in a wider dtype than theirs."""
         return self.logits_dtype == "float32" and dtype.itemsize < 4

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from thunder_flce.operation import pointwise
 from thunder_flce.operation.call import CLASS, HIDDEN, SCALAR, TOKEN, argument, is_tensor, named_tensors
 from thunder_flce.operation.divergence import KINDS, Divergence
 from thunder_flce.operation.loss import OUTPUTS, Loss
@@ -51,16 +52,7 @@ def check_call(
     for name, tensor in tensors.items():
         _check_needs_no_gradient(name, tensor)
     check_loss(loss, tensors["linear_weight"].shape[0] if vocab is None else vocab)
-    _check_target_weights(given, loss)
-    _check_token_loss(given, loss)
-    if "weight" in given and loss.label_smoothing and "mean_logit" in loss.differentiable_outputs:
-        raise ValueError(
-            'outputs has "mean_logit", which gets no gradient with both weight and label_smoothing; pass '
-            'detached=("mean_logit",) where none is needed'
-        )
-    if "num_items" in given and loss.reduction != "mean":
-        what = f"in place of the number of valid targets; with reduction {loss.reduction!r} it has no meaning"
-        raise ValueError(f'num_items is what reduction "mean" divides by, {what}')
+    _check_what_goes_together(given, loss)
     for name, number in numbers.items():
         check_scalar(name, number)
     if divergence is not None:
@@ -174,43 +166,40 @@ def check_loss(loss: Loss, vocab: int) -> None:
         raise ValueError(f"detached must be {what}, but got {loss.detached!r}")
 
 
-def _check_target_weights(given: Collection[str], loss: Loss) -> None:
-    """Raises for what has no meaning with target weights, or without; `given` are the names of arguments."""
-    if "target_weights" not in given:
-        if loss.target_rest:
-            raise ValueError("target_rest is the rest of target_weights; without these it has no meaning")
-        return
-    if "weight" in given:
-        advice = "multiply these by the class weights of the targets"
-        raise ValueError(f"weight has no meaning with target_weights: {advice}")
-    if loss.token_loss:
-        raise ValueError("token_loss takes the place of the cross-entropy that target_weights belong to")
-    if loss.target_rest and loss.reduction == "none":
-        raise ValueError('target_rest needs reduction "mean" or "sum"')
-    if loss.label_smoothing:
-        raise ValueError("label_smoothing must be 0 with target_weights, which are soft targets already")
-    for name in loss.outputs:
-        if name in ("log_prob", "accuracy"):
-            why = "a token has no target of its own then"
-            raise ValueError(f"outputs must not have {name!r} with target_weights: {why}")
-
-
-def _check_token_loss(given: Collection[str], loss: Loss) -> None:
-    """Raises for what has no meaning with a token loss, or without; `given` are the names of arguments."""
+def _check_what_goes_together(given: Collection[str], loss: Loss) -> None:
+    """Raises for what has no meaning with something else, or without it; `given` are the names of arguments."""
+    has_targets, has_weight, has_each_row = "target_weights" in given, "weight" in given, loss.reduction == "none"
     inputs = sum(name.startswith("token_inputs") for name in given)
-    if not loss.token_loss:
-        if inputs:
-            raise ValueError("token_inputs are what token_loss reads; without it they have no meaning")
-        return
-    from thunder_flce.operation.pointwise import check
-
-    check(loss.token_loss, inputs)
-    if loss.reduction == "none":
-        advice = f"apply it to the results of outputs={VARIABLES}"
-        raise ValueError(f'token_loss needs reduction "mean" or "sum"; for a loss of each token, {advice}')
-    for name, is_given in (("weight", "weight" in given), ("label_smoothing", loss.label_smoothing != 0)):
-        if is_given:
-            raise ValueError(f"{name} belongs to the cross-entropy, in whose place token_loss is")
+    of_target = " and ".join(repr(name) for name in loss.outputs if name in ("log_prob", "accuracy"))
+    needs_detached = has_weight and loss.label_smoothing and "mean_logit" in loss.differentiable_outputs
+    if loss.token_loss:
+        pointwise.check(loss.token_loss, inputs)
+    wrong = (
+        (needs_detached, 'outputs has "mean_logit", which gets no gradient with both weight and label_smoothing; pass '
+         'detached=("mean_logit",) where none is needed'),
+        ("num_items" in given and loss.reduction != "mean", 'num_items is what reduction "mean" divides by, in place '
+         f"of the number of valid targets; with reduction {loss.reduction!r} it has no meaning"),
+        (loss.target_rest and not has_targets, "target_rest is the rest of target_weights; without these it has no "
+         "meaning"),
+        (has_targets and has_weight, "weight has no meaning with target_weights: multiply these by the class weights "
+         "of the targets"),
+        (has_targets and loss.token_loss, "token_loss takes the place of the cross-entropy that target_weights belong "
+         "to"),
+        (loss.target_rest and has_each_row, 'target_rest needs reduction "mean" or "sum"'),
+        (has_targets and loss.label_smoothing, "label_smoothing must be 0 with target_weights, which are soft targets "
+         "already"),
+        (has_targets and of_target, f"outputs must not have {of_target} with target_weights: a token has no target of "
+         "its own then"),
+        (inputs and not loss.token_loss, "token_inputs are what token_loss reads; without it they have no meaning"),
+        (loss.token_loss and has_each_row, 'token_loss needs reduction "mean" or "sum"; for a loss of each token, '
+         f"apply it to the results of outputs={VARIABLES}"),
+        (loss.token_loss and has_weight, "weight belongs to the cross-entropy, in whose place token_loss is"),
+        (loss.token_loss and loss.label_smoothing, "label_smoothing belongs to the cross-entropy, in whose place "
+         "token_loss is"),
+    )  # fmt: skip
+    for is_wrong, text in wrong:
+        if is_wrong:
+            raise ValueError(text)
 
 
 def _fits_64_bits(value: int) -> bool:
