@@ -6,72 +6,58 @@ ranks have as many tokens: to those with fewer, ignored ones are added.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from thunder_flce.calls import loss_of
+from thunder_flce.calls import loss_of, run
 from thunder_flce.operation.call import INTEGERS, has_tokens
 from thunder_flce.operation.loss import Loss
+from thunder_flce.options import Options
 from thunder_flce.vocab_parallel import Agreement
 
 _INTEGERS = tuple(getattr(torch, name) for name in INTEGERS)
 
 
-@dataclass(frozen=True, kw_only=True)
-class AveragedCall:
-    """A call of `linear_cross_entropy` with `VocabParallel.data_parallel`, as one whose ranks have as many tokens."""
+def run_averaged(tensors: Mapping[str, Any], loss: Loss, options: Options, agreement: Agreement) -> tuple[Tensor, ...]:
+    """The loss and its outputs, of what the ranks have agreed on; what is wrong with it on all of them stays so.
 
-    tensors: dict[str, Any]
-    loss: Loss
-    ranks: int
-    shape: torch.Size
-    """(...) of this rank's tokens"""
+    `tensors` are by name, not checked yet.
+    """
+    input, ranks = tensors.get("input"), agreement.shard.ranks
+    shape = input.shape[:-1] if isinstance(input, Tensor) else torch.Size()
+    count, most = shape.numel(), agreement.most_tokens
 
-    @classmethod
-    def of(cls, tensors: Mapping[str, Any], loss: Loss, agreement: Agreement) -> "AveragedCall":
-        """The call, of what the ranks have agreed on; what is wrong with it on all of them stays so.
+    def padded(name: str, tensor: Any) -> Any:
+        """(most, ...) where the tensor has this rank's tokens."""
+        if not isinstance(tensor, Tensor) or not has_tokens(name, tensor.shape, shape):
+            return tensor
+        flat, fill = tensor.reshape(count, *tensor.shape[len(shape) :]), 0
+        if name == "target" and tensor.dtype in _INTEGERS:
+            # A narrow dtype may not hold ignore_index.
+            is_index = type(loss.ignore_index) is int and -(2**63) <= loss.ignore_index < 2**63
+            flat, fill = flat.long(), loss.ignore_index if is_index else 0
+        return torch.cat([flat, flat.new_full((most - count, *flat.shape[1:]), fill)]) if count < most else flat
 
-        Args:
-            tensors: by name, not checked yet.
-            loss: the loss.
-            agreement: the ranks'.
-        """
-        input, ranks = tensors.get("input"), agreement.shard.ranks
-        shape = input.shape[:-1] if isinstance(input, Tensor) else torch.Size()
-        count, most = shape.numel(), agreement.most_tokens
+    changed = {name: padded(name, tensor) for name, tensor in tensors.items()}
+    # The mean over the ranks divides by their number, too.
+    if loss.reduction == "sum" and "num_items" not in tensors:
+        loss, changed["num_items"] = loss_of(**asdict(loss) | {"reduction": "mean"}), float(ranks)
+    elif loss.reduction == "mean" and "num_items" in tensors:
+        changed["num_items"] = _times(tensors["num_items"], ranks)
 
-        def padded(name: str, tensor: Any) -> Any:
-            """(most, ...) where the tensor has this rank's tokens."""
-            if not isinstance(tensor, Tensor) or not has_tokens(name, tensor.shape, shape):
-                return tensor
-            flat, fill = tensor.reshape(count, *tensor.shape[len(shape) :]), 0
-            if name == "target" and tensor.dtype in _INTEGERS:
-                # A narrow dtype may not hold ignore_index.
-                is_index = type(loss.ignore_index) is int and -(2**63) <= loss.ignore_index < 2**63
-                flat, fill = flat.long(), loss.ignore_index if is_index else 0
-            return torch.cat([flat, flat.new_full((most - count, *flat.shape[1:]), fill)]) if count < most else flat
-
-        changed = {name: padded(name, tensor) for name, tensor in tensors.items()}
-        # The mean over the ranks divides by their number, too.
-        if loss.reduction == "sum" and "num_items" not in tensors:
-            loss, changed["num_items"] = loss_of(**asdict(loss) | {"reduction": "mean"}), float(ranks)
-        elif loss.reduction == "mean" and "num_items" in tensors:
-            changed["num_items"] = _times(tensors["num_items"], ranks)
-        return cls(tensors=changed, loss=loss, ranks=ranks, shape=shape)
-
-    def own(self, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """This rank's results: those with one number a token, of its tokens."""
-        return tuple(self._own(result) if result.ndim else result for result in results)
-
-    def _own(self, result: Tensor) -> Tensor:
+    def own(result: Tensor) -> Tensor:
+        """Of a result with one number a token, those of this rank's tokens."""
+        if not result.ndim:
+            return result
         if result.requires_grad:
-            ranks = self.ranks  # Not self, whose tensors would live as long as the result.
             result.register_hook(lambda grad: grad / ranks)
-        return result[: self.shape.numel()].reshape(self.shape)
+        return result[:count].reshape(shape)
+
+    return tuple(map(own, run(changed, loss, options, ranks=agreement)))
 
 
 def _times(number: Any, factor: int) -> Any:

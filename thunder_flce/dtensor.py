@@ -14,7 +14,6 @@ DTensor where each has that of its tokens. Imported where there is a DTensor, si
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,9 +24,11 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from thunder_flce.calls import run
 from thunder_flce.operation.call import COLUMN, HIDDEN, SCALAR, TOKEN, argument
 from thunder_flce.operation.loss import OUTPUTS, Loss
-from thunder_flce.vocab_parallel import VocabParallel
+from thunder_flce.options import Options
+from thunder_flce.vocab_parallel import VocabParallel, agree
 
 Placements = tuple[Placement, ...]
 
@@ -66,115 +67,89 @@ def whole(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-@dataclass(frozen=True, kw_only=True)
-class DividedCall:
-    """A call of `linear_cross_entropy` with DTensors, as the call that this rank makes of its parts."""
+def run_divided(tensors: Mapping[str, Any], loss: Loss, options: Options) -> tuple[Tensor, ...]:
+    """The loss and its outputs, from tensors by name, not checked yet, of which some are DTensors.
 
-    tensors: Mapping[str, Any]
-    """By name, as they were given"""
-    vocab_parallel: VocabParallel | None
-    """The ranks that have to agree before they exchange anything, as `parts` does"""
-    mesh: DeviceMesh
-    of_tokens: Placements
-    """Where tokens are"""
-    summed_over: tuple[int, ...]
-    """The dimensions of the mesh whose ranks have losses of their own"""
-
-    @classmethod
-    def of(cls, tensors: Mapping[str, Any], loss: Loss) -> "DividedCall":
-        """What placements say; nothing is exchanged.
-
-        Args:
-            tensors: by name, not checked yet.
-            loss: the loss.
-
-        Raises:
-            TypeError: for a plain tensor where a DTensor is needed; the message names it and the cure.
-            ValueError: for placements that have no meaning here, likewise.
-        """
-        for name in ("input", "linear_weight", *tensors):
-            if argument(name).role in (HIDDEN, COLUMN):
-                _check_operand(name, tensors)
-        input, weight = tensors["input"], tensors["linear_weight"]
-        mesh = input.device_mesh
-        divides_tokens = _divides("input", input, range(input.ndim - 1), expected="a Shard of a dimension of tokens")
-        divides_vocab = _divides(
-            "linear_weight", weight, range(1), expected="Shard(0), as ColwiseParallel has it", cure=f"; {_IN_FSDP}"
+    Raises:
+        TypeError: for a plain tensor where a DTensor is needed; the message names it and the cure.
+        ValueError: for placements that have no meaning here, likewise; and as `vocab_parallel.agree`.
+    """
+    for name in ("input", "linear_weight", *tensors):
+        if argument(name).role in (HIDDEN, COLUMN):
+            _check_operand(name, tensors)
+    input, weight = tensors["input"], tensors["linear_weight"]
+    mesh, of_input, of_weight = input.device_mesh, input.placements, weight.placements
+    has_part = _divides("input", input, range(input.ndim - 1), expected="a Shard of a dimension of tokens")
+    has_columns = _divides(
+        "linear_weight", weight, range(1), expected="Shard(0), as ColwiseParallel has it", cure=f"; {_IN_FSDP}"
+    )
+    if sum(has_columns) > 1:
+        raise ValueError(
+            f"linear_weight must be Shard(0) along one dimension of the mesh at most, but is {of_weight}; {_IN_FSDP}"
         )
-        if sum(divides_vocab) > 1:
-            raise ValueError(
-                f"linear_weight must be Shard(0) along one dimension of the mesh at most, but is {weight.placements}; "
-                f"{_IN_FSDP}"
-            )
-        along = list(enumerate(zip(divides_tokens, divides_vocab, strict=True)))
-        summed_over = tuple(at for at, (tokens, vocab) in along if tokens and not vocab and mesh.size(at) > 1)
-        _check_sums(input, summed_over, tensors, loss)
-        parallel = None
-        if any(divides_vocab):
-            at = divides_vocab.index(True)
-            parallel = VocabParallel(group=mesh.get_group(at), sequence_parallel=divides_tokens[at])
-            _check_even(input, at)
-        placed = zip(input.placements, divides_tokens, strict=True)
-        return cls(
-            tensors=tensors,
-            vocab_parallel=parallel,
-            mesh=mesh,
-            of_tokens=tuple(placement if is_part else Replicate() for placement, is_part in placed),
-            summed_over=summed_over,
-        )
+    # The dimensions of the mesh whose ranks have losses of their own.
+    summed = [at for at in range(mesh.ndim) if has_part[at] and not has_columns[at] and mesh.size(at) > 1]
+    _check_sums(input, summed, tensors, loss)
+    agreement = None
+    if any(has_columns):
+        at = has_columns.index(True)
+        _check_even(input, at)
+        parallel = VocabParallel(group=mesh.get_group(at), sequence_parallel=has_part[at])
+        # Before anything is redistributed.
+        agreement = agree(parallel, tensors, loss=loss, options=options)
+    of_tokens = tuple(of_input[at] if is_part else Replicate() for at, is_part in enumerate(has_part))
+    weight_grads = tuple(Partial() if at in summed else placement for at, placement in enumerate(of_weight))
+    own = _local(input, of_input, of_input)
 
-    def parts(self) -> dict[str, Any]:
-        """This rank's tensors, plain ones, by name."""
-        of_input, of_weight = (self.tensors[name].placements for name in ("input", "linear_weight"))
-        weight_grads = tuple(Partial() if at in self.summed_over else p for at, p in enumerate(of_weight))
-        input = _local(self.tensors["input"], of_input, of_input)
+    def part(name: str, value: Any) -> Any:
+        """This rank's part of a tensor, a plain one."""
+        role = argument(name).role
+        if role == HIDDEN:
+            return own if name == "input" else _local(value, of_input, of_input)
+        if role == COLUMN:
+            return _local(value, of_weight, weight_grads)
+        if role != TOKEN or not isinstance(value, Tensor):
+            return whole(value)
+        has_several = "target_weights" in tensors and name in ("target", "target_weights")
+        return _tokens_part(name, value, input, own.shape[:-1], of_tokens, value.shape[-1:] if has_several else ())
 
-        def part(name: str, value: Any) -> Any:
-            role = argument(name).role
-            if role == HIDDEN:
-                return input if name == "input" else _local(value, of_input, of_input)
-            if role == COLUMN:
-                return _local(value, of_weight, weight_grads)
-            return self._tokens_part(name, value, input.shape[:-1]) if role == TOKEN else whole(value)
+    results = run({name: part(name, value) for name, value in tensors.items()}, loss, options, ranks=agreement)
+    is_whole = all(isinstance(placement, Replicate) for placement in of_tokens)
+    shape = input.shape[:-1]
+    strides = tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
 
-        return {name: part(name, value) for name, value in self.tensors.items()}
-
-    def _tokens_part(self, name: str, tensor: Any, own: torch.Size) -> Any:
-        """Of a tensor with a number a token, or several: a DTensor, or a plain one of all tokens or of this rank's."""
-        if not isinstance(tensor, Tensor):
-            return tensor
-        has_several = "target_weights" in self.tensors and name in ("target", "target_weights")
-        last, tokens = tensor.shape[-1:] if has_several else (), self.tensors["input"].shape[:-1]
-        all_of_them, part = tokens + last, own + last
-        if not isinstance(tensor, DTensor) and tensor.shape == part:
-            return tensor
-        if tensor.shape != all_of_them:
-            of_part = "" if part == all_of_them else f", or a plain tensor of this rank's tokens, {tuple(part)}"
-            raise ValueError(
-                f"{name} must have input's shape without its last dimension, {tuple(all_of_them)}{of_part}, but got "
-                f"{tuple(tensor.shape)}"
-            )
-        if not isinstance(tensor, DTensor):
-            tensor = DTensor.from_local(tensor, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
-        elif tensor.device_mesh != self.mesh:
-            raise ValueError(f"{name} must be on input's mesh, {self.mesh}, but is on {tensor.device_mesh}")
-        return _local(tensor, self.of_tokens)
-
-    def whole(self, results: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """This rank's results as those of all: sums of numbers, and DTensors where each rank has its own tokens."""
-        return tuple(self._of_tokens(result) if result.ndim else self._sum(result) for result in results)
-
-    def _sum(self, result: Tensor) -> Tensor:
-        for at in self.summed_over:
-            result = _Sum.apply(result, self.mesh.get_group(at))
+    def result_of_all(result: Tensor) -> Tensor:
+        """The sum of numbers, or a DTensor where each rank has something of its own tokens."""
+        if result.ndim:
+            return result if is_whole else DTensor.from_local(
+                result, mesh, of_tokens, run_check=False, shape=shape, stride=strides
+            )  # fmt: skip
+        for at in summed:
+            result = _Sum.apply(result, mesh.get_group(at))
         return result
 
-    def _of_tokens(self, result: Tensor) -> Tensor:
-        if all(isinstance(placement, Replicate) for placement in self.of_tokens):
-            return result
-        shape = self.tensors["input"].shape[:-1]
-        strides = tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
-        return DTensor.from_local(result, self.mesh, self.of_tokens, run_check=False, shape=shape, stride=strides)
+    return tuple(map(result_of_all, results))
+
+
+def _tokens_part(
+    name: str, tensor: Tensor, input: DTensor, own: torch.Size, of_tokens: Placements, last: torch.Size | tuple[()]
+) -> Tensor:
+    """Of a tensor with a number a token, or several: a DTensor, or a plain one of all tokens or of this rank's."""
+    all_of_them, part = input.shape[:-1] + last, own + last
+    if not isinstance(tensor, DTensor) and tensor.shape == part:
+        return tensor
+    if tensor.shape != all_of_them:
+        of_part = "" if part == all_of_them else f", or a plain tensor of this rank's tokens, {tuple(part)}"
+        raise ValueError(
+            f"{name} must have input's shape without its last dimension, {tuple(all_of_them)}{of_part}, but got "
+            f"{tuple(tensor.shape)}"
+        )
+    mesh = input.device_mesh
+    if not isinstance(tensor, DTensor):
+        tensor = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    elif tensor.device_mesh != mesh:
+        raise ValueError(f"{name} must be on input's mesh, {mesh}, but is on {tensor.device_mesh}")
+    return _local(tensor, of_tokens)
 
 
 class _Sum(torch.autograd.Function):
@@ -234,7 +209,7 @@ def _dimension(mesh: DeviceMesh, at: int) -> str:
     return f"dimension {at}" if mesh.mesh_dim_names is None else repr(mesh.mesh_dim_names[at])
 
 
-def _check_sums(input: DTensor, summed_over: tuple[int, ...], tensors: Mapping[str, Any], loss: Loss) -> None:
+def _check_sums(input: DTensor, summed_over: Sequence[int], tensors: Mapping[str, Any], loss: Loss) -> None:
     """Raises where the parts of tokens have means of their own."""
     if not summed_over:
         return

@@ -28,13 +28,9 @@ def run_on_ranks(
 ) -> Sequence[Tensor]:
     """The loss and its outputs, from the arguments of `linear_cross_entropy` by name."""
     if vocab_parallel is None:
-        from thunder_flce.dtensor import DividedCall
+        from thunder_flce.dtensor import run_divided
 
-        divided, agreement = DividedCall.of(named_tensors(arguments), loss), None
-        if divided.vocab_parallel is not None:
-            # Before `parts`, which redistributes.
-            agreement = agree(divided.vocab_parallel, divided.tensors, loss=loss, options=options)
-        return divided.whole(run(divided.parts(), loss, options, ranks=agreement))
+        return run_divided(named_tensors(arguments), loss, options)
     parallel = VocabParallel.of(vocab_parallel)
     if is_traced(arguments["input"]):
         if parallel.data_parallel or has_dtensor([*arguments.values()]):
@@ -44,10 +40,9 @@ def run_on_ranks(
     tensors, agreement = _agreed_parts(parallel, arguments, loss=loss, options=options)
     if not parallel.data_parallel:
         return run(tensors, loss, options, ranks=agreement)
-    from thunder_flce.data_parallel import AveragedCall
+    from thunder_flce.data_parallel import run_averaged
 
-    averaged = AveragedCall.of(tensors, loss, agreement)
-    return averaged.own(tuple(run(averaged.tensors, averaged.loss, options, ranks=agreement)))
+    return run_averaged(tensors, loss, options, agreement)
 
 
 def _agreed_parts(
