@@ -1,5 +1,8 @@
 """When the executor `flce` takes a `torch.nn.functional.cross_entropy` on its own, and how it is differentiated.
 
+Indices of classes take symbols of ours. Class probabilities take thunder's own operations, which other executors fuse;
+nvFuser's cross_entropy itself would take them for indices, and fail.
+
 thunder calls the checker and the rules with the arguments of `torch.nn.functional.cross_entropy`, which it has checked.
 """
 
@@ -9,7 +12,7 @@ import thunder.torch as ltorch
 from thunder.core import dtypes
 from thunder.core.proxies import TensorProxy
 
-from thunder_flce.graph.reading import is_static
+from thunder_flce.graph.reading import is_static, loss_dtype
 from thunder_flce.graph.symbols import executor
 from thunder_flce.graph.thunder_private import get_grad, nvfuser_available, put_grad
 from thunder_flce.graph.unfused_cross_entropy import symbols
@@ -21,7 +24,7 @@ class CrossEntropy(NamedTuple):
     logits: TensorProxy
     """(N, V), (V,) or (B, V, …)"""
     target: TensorProxy
-    """(N,), () or (B, …)"""
+    """(N,), () or (B, …), or class probabilities in the logits' shape"""
     weight: TensorProxy | None = None
     """(V,)"""
     size_average: None = None
@@ -30,6 +33,16 @@ class CrossEntropy(NamedTuple):
     reduce: None = None
     reduction: str = "mean"
     label_smoothing: float = 0.0
+
+    @property
+    def class_dimension(self) -> int:
+        """Where the classes are in the logits' shape."""
+        return min(1, self.logits.ndim - 1)
+
+    @property
+    def has_probabilities(self) -> bool:
+        """Whether the targets are class probabilities."""
+        return dtypes.is_float_dtype(self.target.dtype)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -43,10 +56,10 @@ class CrossEntropy(NamedTuple):
 
 
 def _is_supported(*args: Any, **kwargs: Any) -> bool:
-    """Whether the symbols compute it; thunder's own operations compute that of class probabilities."""
+    """Whether the symbols compute it."""
     call = CrossEntropy(*args, **kwargs)
     is_known = is_static(call.logits, call.target, call.ignore_index, call.label_smoothing)
-    return is_known and dtypes.is_float_dtype(call.logits.dtype) and not dtypes.is_float_dtype(call.target.dtype)
+    return is_known and dtypes.is_float_dtype(call.logits.dtype)
 
 
 def _to_rows(tensor: TensorProxy) -> TensorProxy:
@@ -67,8 +80,11 @@ def _from_rows(rows: TensorProxy, like: TensorProxy) -> TensorProxy:
     return ltorch.permute(last, (0, like.ndim - 1, *range(1, like.ndim - 1)))
 
 
+# A forward returns the loss, and what the gradient is computed from beside the arguments.
+
+
 def _forward(call: CrossEntropy) -> tuple[TensorProxy, tuple[TensorProxy, ...]]:
-    """The loss, and what its gradient is computed from."""
+    """The symbol for indices of classes."""
     logits = _to_rows(call.logits)
     target = call.target if call.target.ndim == 1 else ltorch.reshape(call.target, (-1,))
     loss, *statistics = symbols.cross_entropy_fwd(logits, target, **call.settings)
@@ -77,17 +93,68 @@ def _forward(call: CrossEntropy) -> tuple[TensorProxy, tuple[TensorProxy, ...]]:
     return loss, (logits, target, *statistics)
 
 
+def _backward(call: CrossEntropy, grad: TensorProxy, saved: tuple[TensorProxy, ...]) -> None:
+    grad = ltorch.reshape(grad, (-1,)) if call.reduction == "none" and grad.ndim != 1 else grad
+    gradient = symbols.cross_entropy_bwd(grad, *saved, **call.settings)
+    put_grad(call.logits, _from_rows(gradient, call.logits))
+
+
+# No log_softmax: thunder's torch.compile executor would take it out of the fusion. The backward computes log p again,
+# so that only the log-sum-exp is saved.
+
+
+def _probabilities_forward(call: CrossEntropy) -> tuple[TensorProxy, tuple[TensorProxy, ...]]:
+    """The loss for class probabilities y: -Σ_v q_v log p_v with q = w ((1 - ε) y + ε / V)."""
+    classes = call.class_dimension
+    log_sum_exp = ltorch.logsumexp(ltorch.to(call.logits, loss_dtype(call.logits)), classes, keepdim=True)
+    loss = ltorch.sum(_share(call) * (log_sum_exp - call.logits), classes)
+    if call.reduction != "none":
+        rows, loss = loss.numel, ltorch.sum(loss)
+        loss = loss / rows if call.reduction == "mean" else loss
+    return ltorch.to(loss, call.logits.dtype), (log_sum_exp,)
+
+
+def _probabilities_backward(call: CrossEntropy, grad: TensorProxy, saved: tuple[TensorProxy, ...]) -> None:
+    """dlogits = p Σ q - q and dy = -w (1 - ε) log p, times the upstream gradient."""
+    classes, (log_sum_exp,) = call.class_dimension, saved
+    grad = ltorch.to(grad, log_sum_exp.dtype)
+    if call.reduction == "none":
+        grad = ltorch.unsqueeze(grad, classes)
+    elif call.reduction == "mean":
+        grad = grad / (call.logits.numel // call.logits.shape[classes])
+    share, log_prob = _share(call), call.logits - log_sum_exp
+    gradient = (ltorch.exp(log_prob) * ltorch.sum(share, classes, keepdim=True) - share) * grad
+    put_grad(call.logits, ltorch.to(gradient, call.logits.dtype))
+    slope = log_prob * (grad * (call.label_smoothing - 1))
+    put_grad(call.target, ltorch.to(slope if call.weight is None else slope * _along_classes(call), call.target.dtype))
+
+
+def _share(call: CrossEntropy) -> TensorProxy:
+    """q, the weight of each class's loss."""
+    share = ltorch.to(call.target, loss_dtype(call.logits))
+    if call.label_smoothing:
+        share = share * (1 - call.label_smoothing) + call.label_smoothing / call.logits.shape[call.class_dimension]
+    return share if call.weight is None else share * _along_classes(call)
+
+
+def _along_classes(call: CrossEntropy) -> TensorProxy:
+    """The class weights, to be multiplied with logits."""
+    return ltorch.reshape(call.weight, (-1, *[1] * (call.logits.ndim - 2)))
+
+
 def _transform(*args: Any, **kwargs: Any) -> TensorProxy:
-    return _forward(CrossEntropy(*args, **kwargs))[0]
+    call = CrossEntropy(*args, **kwargs)
+    forward = _probabilities_forward if call.has_probabilities else _forward
+    return forward(call)[0]
 
 
 def _grad(*args: Any, **kwargs: Any) -> TensorProxy:
     call = CrossEntropy(*args, **kwargs)
-    loss, saved = _forward(call)
-    grad = get_grad(loss)
-    grad = ltorch.reshape(grad, (-1,)) if call.reduction == "none" and grad.ndim != 1 else grad
-    gradient = symbols.cross_entropy_bwd(grad, *saved, **call.settings)
-    put_grad(call.logits, _from_rows(gradient, call.logits))
+    forward, backward = _forward, _backward
+    if call.has_probabilities:
+        forward, backward = _probabilities_forward, _probabilities_backward
+    loss, saved = forward(call)
+    backward(call, get_grad(loss), saved)
     return loss
 
 
