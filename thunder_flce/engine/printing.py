@@ -3,7 +3,9 @@
     for each chunk of C tokens (4 × 2048):
       logits bf16[C, 128256] = x @ W.t()  cuBLAS
 
-The formulas of the row work are those of `operation.loss`. Ignored rows are counted as if there were none.
+A, B, uniform and g_e of a row are the `RowCoefficients` of `operation.loss`, u are the logits after scale and softcap,
+u′ is their derivative, p their softmax. Ignored rows are counted as if there were none.
+
 Legend: T tokens, C rows in a chunk, H hidden size, V vocabulary.
 """
 
@@ -120,6 +122,7 @@ class _Writer(Primitives):
         self._vector_library = "Triton" if self.region.has_vector_kernels else "PyTorch"
         self._matmul_library = matmul.library(device_type)
         self._network = "NCCL" if device_type == "cuda" else "gloo"
+        self._u = "u" if call.loss.maps_logits else "logits"
         self._rows = "T"
         """What the lines call the number of rows in a chunk, where there are several"""
 
@@ -221,9 +224,9 @@ class _Writer(Primitives):
     # The row work.
 
     def both_(self, z: Tensor, target: Tensor, coefficients: RowCoefficients) -> RowResults:
-        gradient = f"{self._of_rows('dlogits', z)} = their gradient    in place"
         found = self._statistics("both_", z, target)
-        self._lines.append((gradient, self._row_library))
+        words = f"{self._of_rows('dlogits', z)} = s (softmax({self._u}) - one_hot(y))    in place, by the same kernel"
+        self._lines.append((words, self._row_library))
         return found
 
     def results(self, z: Tensor, target: Tensor) -> RowResults:
@@ -240,7 +243,8 @@ class _Writer(Primitives):
 
     def _statistics(self, primitive: str, z: Tensor, target: Tensor) -> RowResults:
         vector = self.empty(z.shape[:1], self.call.row_dtype)
-        words = f"{self._of_rows('row_max, row_log_sum', vector)} = statistics of the rows of logits; logits[y]"
+        u = self._u
+        words = f"{self._of_rows('row_max, row_log_sum', vector)} = max({u}), log(sum(exp({u} - row_max))); logits[y]"
         self._write(primitive, (words, self._row_library))
         return RowResults(RowStatistics(vector, vector), self.empty(target.shape, z.dtype))
 
@@ -249,7 +253,10 @@ class _Writer(Primitives):
     ) -> tuple[Tensor, Tensor | None]:
         out, has_sums = self.dlogits_buffer(z), self.call.bias_grad
         note = ("in place" if out is z else "in new memory") + (", with its sums over the rows" if has_sums else "")
-        words = f"{self._of_rows('dlogits', out)} = gradient of logits    {note}"
+        terms = f"A softmax({self._u}) - B one_hot(y)"
+        terms += " - uniform" if coefficients.uniform is not None else ""
+        terms += f" - g_e p ({self._u} - row_max)" if coefficients.entropy is not None else ""
+        words = f"{self._of_rows('dlogits', out)} = {f'u′ ({terms})' if self.call.loss.softcap else terms}    {note}"
         self._write("gradient_", (words, self._row_library))
         return out, self.empty((self.call.vocab,), self.call.row_dtype) if has_sums else None
 
@@ -274,7 +281,10 @@ class _Writer(Primitives):
     def loss(self, selected: Rows, found: RowResults) -> tuple[Tensor, dict[str, Tensor]]:
         call, reduction = self.call, self.call.loss.reduction
         shape = (call.own_tokens,) if reduction == "none" else ()
-        words = "those of the rows" if reduction == "none" else f"{reduction} over valid rows"
+        of_row = f"row_log_sum + row_max - {self._u}[y]" if call.loss.is_plain else "loss"
+        has_weights = "weight" in call.tensors or "token_weights" in call.tensors
+        words = f"{of_row} of each row" if reduction == "none" else f"{reduction} over valid rows of {of_row}"
+        words += ", weighted" if has_weights else ""
         self._write("loss", (f"loss {_type(shape, call.row_dtype)} = {words}", self._vector_library))
         return self.empty((selected.count,) if reduction == "none" else (), call.row_dtype), {}
 

@@ -32,12 +32,12 @@ def computation(hidden, weight, labels):
     # x = hidden, W = weight, y = labels
     # loss = t0: f32[2, 4096], row_max = t1: f32[8192], row_log_sum = t2: f32[8192], valid_count = t3: i64[],
     # computed_rows = t4: i64[]
-    # valid_count i64[] = count of valid rows    targets are checked               PyTorch
+    # valid_count i64[] = count of valid rows    targets are checked                           PyTorch
     # x, y = valid rows of x, y
     # for each chunk of C tokens (8 × 1024):
-    #   logits f32[C, 128256] = x @ W.t()                                          PyTorch
-    #   row_max, row_log_sum f32[C] = statistics of the rows of logits; logits[y]  PyTorch
-    # loss f32[8192] = those of the rows                                           PyTorch
+    #   logits f32[C, 128256] = x @ W.t()                                                      PyTorch
+    #   row_max, row_log_sum f32[C] = max(logits), log(sum(exp(logits - row_max))); logits[y]  PyTorch
+    # loss f32[8192] = row_log_sum + row_max - logits[y] of each row                           PyTorch
   t5 = torch_prims_reshape_impl(t0, (8192,))  # t5: "cpu f32[8192]"
   del t0
   return {'output': (t5,), 'flat_args': [hidden, weight, labels], 'flat_output': (t5,)}, ((t1, t2, t3, t4, hidden, weight, labels), ())
@@ -81,12 +81,12 @@ def backward_fn(saved_for_backward, cotangents):
     # x = hidden, W = weight, y = labels, grad = t7, row_max = t1, row_log_sum = t2, valid_count = t3,
     # computed_rows = t4
     # dX = t8: f32[2, 4096, 4096], dW = t9: f32[128256, 4096]
-    # valid_count i64[] = count of valid rows                    PyTorch
+    # valid_count i64[] = count of valid rows                                  PyTorch
     # x, y = valid rows of x, y
     # for each chunk of C tokens (8 × 1024):
-    #   logits f32[C, 128256] = x @ W.t()                        PyTorch
-    #   dlogits f32[C, 128256] = gradient of logits    in place  PyTorch
-    #   dW f32[128256, 4096] += dlogits.t() @ x                  PyTorch
-    #   dX f32[C, 4096] = dlogits @ W                            PyTorch
+    #   logits f32[C, 128256] = x @ W.t()                                      PyTorch
+    #   dlogits f32[C, 128256] = A softmax(logits) - B one_hot(y)    in place  PyTorch
+    #   dW f32[128256, 4096] += dlogits.t() @ x                                PyTorch
+    #   dX f32[C, 4096] = dlogits @ W                                          PyTorch
   del t7, t1, t2, t3, t4, hidden, weight, labels
   return (t8, t9, None)

@@ -29,16 +29,16 @@ def computation(hidden, weight, labels):
     plan={'strategy': "gradients_in_forward", 'chunk_rows': 2048, 'float32_rows': 192, 'tune_products': True})
     # x = hidden, W = weight, y = labels
     # loss = t0: f32[], valid_count = t1: i64[], dX = t2: bf16[2, 4096, 4096], dW = t3: bf16[128256, 4096]
-    # valid_count i64[] = count of valid rows    targets are checked               Triton
+    # valid_count i64[] = count of valid rows    targets are checked                                Triton
     # x, y = valid rows of x, y    the host waits for their number while the first logits run
     # for each chunk of C tokens (4 × 2048):
-    #   logits bf16[C, 128256] = x @ W.t()                                         cuBLAS
-    #   row_max, row_log_sum f32[C] = statistics of the rows of logits; logits[y]  Triton
-    #   dlogits bf16[C, 128256] = their gradient    in place                       Triton
-    #   dW bf16[128256, 4096] += dlogits.t() @ x                                   cuBLAS
-    #   frequent rows of dW f32[192, 4096] += dlogits[:, frequent].t() @ x         cuBLAS
-    #   dX bf16[C, 4096] = dlogits @ W                                             cuBLAS
-    # loss f32[] = mean over valid rows                                            Triton
+    #   logits bf16[C, 128256] = x @ W.t()                                                          cuBLAS
+    #   row_max, row_log_sum f32[C] = max(logits), log(sum(exp(logits - row_max))); logits[y]       Triton
+    #   dlogits bf16[C, 128256] = s (softmax(logits) - one_hot(y))    in place, by the same kernel  Triton
+    #   dW bf16[128256, 4096] += dlogits.t() @ x                                                    cuBLAS
+    #   frequent rows of dW f32[192, 4096] += dlogits[:, frequent].t() @ x                          cuBLAS
+    #   dX bf16[C, 4096] = dlogits @ W                                                              cuBLAS
+    # loss f32[] = mean over valid rows of row_log_sum + row_max - logits[y]                        Triton
   return {'output': (t0,), 'flat_args': [hidden, weight, labels], 'flat_output': (t0,)}, ((t1, t2, t3), ())
 
 

@@ -32,12 +32,12 @@ def computation(hidden, weight, labels):
     # x = hidden, W = weight, y = labels
     # loss = t0: f32[2, 4096], row_max = t1: f32[8192], row_log_sum = t2: f32[8192], valid_count = t3: i64[],
     # computed_rows = t4: i64[]
-    # valid_count i64[] = count of valid rows    targets are checked               Triton
+    # valid_count i64[] = count of valid rows    targets are checked                           Triton
     # x, y = valid rows of x, y    the host waits for their number
     # for each chunk of C tokens (4 × 2048):
-    #   logits bf16[C, 128256] = x @ W.t()                                         cuBLAS
-    #   row_max, row_log_sum f32[C] = statistics of the rows of logits; logits[y]  Triton
-    # loss f32[8192] = those of the rows                                           Triton
+    #   logits bf16[C, 128256] = x @ W.t()                                                     cuBLAS
+    #   row_max, row_log_sum f32[C] = max(logits), log(sum(exp(logits - row_max))); logits[y]  Triton
+    # loss f32[8192] = row_log_sum + row_max - logits[y] of each row                           Triton
   [t5] = nvFusion0(t0)
     # t6 = prims.reshape(t0, (8192,))  # t6: "cuda:0 f32[8192]"
     # t5 = prims.convert_element_type(t6, dtypes.bfloat16)  # t5: "cuda:0 bf16[8192]"
@@ -85,13 +85,13 @@ def backward_fn(saved_for_backward, cotangents):
     # x = hidden, W = weight, y = labels, grad = t8, row_max = t1, row_log_sum = t2, valid_count = t3,
     # computed_rows = t4
     # dX = t10: bf16[2, 4096, 4096], dW = t11: bf16[128256, 4096]
-    # valid_count i64[] = count of valid rows                               Triton
+    # valid_count i64[] = count of valid rows                                   Triton
     # x, y = valid rows of x, y
     # for each chunk of C tokens (4 × 2048):
-    #   logits bf16[C, 128256] = x @ W.t()                                  cuBLAS
-    #   dlogits bf16[C, 128256] = gradient of logits    in place            Triton
-    #   dW bf16[128256, 4096] += dlogits.t() @ x                            cuBLAS
-    #   frequent rows of dW f32[192, 4096] += dlogits[:, frequent].t() @ x  cuBLAS
-    #   dX bf16[C, 4096] = dlogits @ W                                      cuBLAS
+    #   logits bf16[C, 128256] = x @ W.t()                                      cuBLAS
+    #   dlogits bf16[C, 128256] = A softmax(logits) - B one_hot(y)    in place  Triton
+    #   dW bf16[128256, 4096] += dlogits.t() @ x                                cuBLAS
+    #   frequent rows of dW f32[192, 4096] += dlogits[:, frequent].t() @ x      cuBLAS
+    #   dX bf16[C, 4096] = dlogits @ W                                          cuBLAS
   del t8, t1, t2, t3, t4, hidden, weight, labels
   return (t10, t11, None)

@@ -38,17 +38,17 @@ def computation(hidden, labels, t_layer_weight, t_lm_head_weight):
     shard={'group': "1", 'ranks': 2, 'rank': 0, 'start': 0, 'columns': 64128, 'largest': 64128, 'vocab': 128256})
     # x = t0, W = t_lm_head_weight, y = labels
     # loss = t1: f32[], valid_count = t2: i64[], dX = t3: f32[2, 4096, 4096], dW = t4: f32[64128, 4096]
-    # valid_count i64[] = count of valid rows    targets are checked               PyTorch
+    # valid_count i64[] = count of valid rows    targets are checked                           PyTorch
     # x, y = valid rows of x, y
     # for each chunk of C tokens (8 × 1024):
-    #   logits f32[C, 64128] = x @ W.t()                                           PyTorch
-    #   row_max, row_log_sum f32[C] = statistics of the rows of logits; logits[y]  PyTorch
-    #   row_max, row_log_sum = combined over the ranks                             gloo
-    #   dlogits f32[C, 64128] = gradient of logits    in place                     PyTorch
-    #   dW f32[64128, 4096] += dlogits.t() @ x                                     PyTorch
-    #   dX f32[C, 4096] = dlogits @ W                                              PyTorch
-    #   dX = summed over the ranks in f32                                          gloo
-    # loss f32[] = mean over valid rows                                            PyTorch
+    #   logits f32[C, 64128] = x @ W.t()                                                       PyTorch
+    #   row_max, row_log_sum f32[C] = max(logits), log(sum(exp(logits - row_max))); logits[y]  PyTorch
+    #   row_max, row_log_sum = combined over the ranks                                         gloo
+    #   dlogits f32[C, 64128] = A softmax(logits) - B one_hot(y)    in place                   PyTorch
+    #   dW f32[64128, 4096] += dlogits.t() @ x                                                 PyTorch
+    #   dX f32[C, 4096] = dlogits @ W                                                          PyTorch
+    #   dX = summed over the ranks in f32                                                      gloo
+    # loss f32[] = mean over valid rows of row_log_sum + row_max - logits[y]                   PyTorch
   del t0
   return {'output': (t1,), 'flat_args': [hidden, labels, t_layer_weight, t_lm_head_weight], 'flat_output': (t1,)}, ((t2, t3, t4, hidden), ())
 
