@@ -40,7 +40,6 @@ FREQUENT_OF_SEVERAL = 4
 # Chunks of fewer rows leave the matmuls of an H200 memory-bound: each reads all of W, and reads and writes all of dW.
 # On other devices, as many more or fewer, in powers of two, as they compute more or less while they move a byte.
 CHUNK_ROWS = 2048
-BALANCED_OPERATIONS_PER_BYTE = ABSENT_DEVICE.matmul_rate / ABSENT_DEVICE.bandwidth
 # Unless the user gives a budget, chunks are no larger than this part of the device's memory, as far as dW allows.
 PART_OF_MEMORY = 1 / 20
 # Larger chunks gain nothing where H is large; where it is small, what a chunk costs beside its matmuls (about 0.1 ms)
@@ -73,10 +72,9 @@ CPU_SMALLEST_CHUNK = 64
 SAVED_LOGITS_BYTES = 4 * 2**30
 SMALLEST_SAVED_PART = 1 / 8
 
-# What a chunk costs beside its matmuls and row work, and dividing the tokens at all. The second is fitted to 4096 ×
-# 152064 × 3584 in two chunks on an H200, 5% slower than in one; traffic alone would make it 1%.
-CHUNK_OVERHEAD_SECONDS = 25e-6
-DIVISION_SECONDS = 0.8e-3
+# What dividing the tokens costs beside the traffic of dW: fitted to 4096 × 152064 × 3584 in two chunks on an H200, 5%
+# slower than in one; traffic alone would make it 1%.
+DIVISION_SECONDS = 0.85e-3
 # How much of the traffic of a sum over chunks shows where cuBLAS's algorithms are measured.
 TUNED_SUM_PART = 1 / 3
 # float32 and float64 matmuls take so many times as long as 16-bit ones, roughly.
@@ -174,14 +172,14 @@ def seconds(call: Call, plan: Plan, device: Device) -> float:
     rest = call.tokens - plan.rows_saved(call.tokens)
     chunks = (rest < call.tokens) + -(-rest // max(plan.chunk_rows, 1))
     moved = _logits_bytes(call, plan) * call.tokens * (1.0 if plan.strategy == LOSS_ONLY else 3.0)
-    overhead, columns = chunks * CHUNK_OVERHEAD_SECONDS, sum(_hidden_sizes(call, COLUMN))
+    division, columns = 0.0, sum(_hidden_sizes(call, COLUMN))
     if chunks > 1 and columns:
         itemsize, is_wide = call.dtype.itemsize, plan.float32_accumulator
         sums = 2.0 * (chunks - 1) * (4 if is_wide else itemsize) * (TUNED_SUM_PART if plan.tune_products else 1.0)
         moved += call.weight_rows * columns * (sums + is_wide * (4 + itemsize))
-        overhead += DIVISION_SECONDS
+        division = DIVISION_SECONDS
     again = rest if plan.strategy in (SAVE_LOGITS, RECOMPUTE_LOGITS) else 0
-    return matmul_seconds(call, device, again=again) + moved / device.bandwidth + overhead
+    return matmul_seconds(call, device, again=again) + moved / device.bandwidth + division
 
 
 def temporary_bytes(call: Call, plan: Plan, device: Device | None = None) -> int:
@@ -495,8 +493,8 @@ class _Choice:
 
 
 def _compute_bound_rows(device: Device) -> int:
-    balance = device.matmul_rate / device.bandwidth / BALANCED_OPERATIONS_PER_BYTE
-    return int(CHUNK_ROWS * 2.0 ** max(min(round(log2(balance)), 1), -1))
+    balance, of_h200 = (each.matmul_rate / each.bandwidth for each in (device, ABSENT_DEVICE))
+    return int(CHUNK_ROWS * 2.0 ** max(min(round(log2(balance / of_h200)), 1), -1))
 
 
 def _check_batch_invariant(call: Call, options: Options, device: Device) -> None:
