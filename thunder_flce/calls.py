@@ -112,11 +112,11 @@ def _prepared(
     return settings_of_call(call, plan_for(call, options, device=device))
 
 
-def settings_of_call(call: Call, plan: Plan) -> Settings:
-    """The operators' settings of a call that is planned."""
+def settings_of_call(call: Call, plan: Plan, **others: Any) -> Settings:
+    """The operators' settings of a call and its plan, and other fields of them."""
     return Settings(
         names=tuple(call.tensors), loss=call.loss, needs_grad=call.needs_grad, plan=plan, divergence=call.divergence,
-        shard=call.shard,
+        shard=call.shard, **others,
     )  # fmt: skip
 
 
@@ -136,10 +136,7 @@ def unplanned(call: Call, options: Options, *, vocab_parallel: str | None = None
         given = {name: plain(value) for name, value in options.non_defaults().items()}
         options = Options(**given | {"strategy": strategy})
     plan = Plan(strategy=strategy, float32_logits=options.has_float32_logits(call.dtype))
-    return Settings(
-        names=tuple(call.tensors), loss=call.loss, needs_grad=call.needs_grad, plan=plan, options=options,
-        divergence=call.divergence, vocab_parallel=vocab_parallel,
-    )  # fmt: skip
+    return settings_of_call(call, plan, options=options, vocab_parallel=vocab_parallel)
 
 
 def needed(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:

@@ -414,16 +414,17 @@ class _Choice:
         """Whether a sum over chunks of so many rows would be rounded in each."""
         return bool(self.weights) and self.call.dtype.itemsize == 2 and rows < self.tokens
 
-    def _has_few_targets(self) -> bool:
-        # The K targets of `target_weights` count as one, though each adds to a row of dW: a sum in float32, or
-        # compensated, would take once more the memory of dW, fewer chunks that of logits.
-        return self.tokens <= self.call.whole_vocab * EXACT_TOKENS_PER_COLUMN
+    @property
+    def _exact_rows(self) -> int:
+        """Rows of the smallest chunk with which sums in the parameter's dtype err little enough.
 
-    def _is_exact(self, rows: int) -> bool:
-        """Whether sums in the parameter's dtype over chunks of so many rows err little enough."""
-        if self.options.accumulate == "parameter" or not self._rounds(rows):
-            return True
-        return self._has_few_targets() and rows * EXACT_CHUNKS >= self.tokens
+        The K targets of `target_weights` count as one, though each adds to a row of dW: a sum in float32, or
+        compensated, would take once more the memory of dW, fewer chunks that of logits.
+        """
+        if self.options.accumulate == "parameter" or not self._rounds(0):
+            return 0
+        has_few_targets = self.tokens <= self.call.whole_vocab * EXACT_TOKENS_PER_COLUMN
+        return -(-self.tokens // (EXACT_CHUNKS if has_few_targets else 1))
 
     def _summed(self) -> Plan:
         """Rows of a chunk, and where dW is summed.
@@ -440,7 +441,7 @@ class _Choice:
         if self.options.accumulate == "float32" and self._rounds(0):
             return wide()
         plan = self._of_largest(default, self._in_16_bits)
-        is_exact = self._is_exact(plan.chunk_rows)
+        is_exact = plan.chunk_rows >= self._exact_rows
         if self.chosen_rows is not None or self.limit is not None:
             if is_exact:
                 return plan
@@ -454,8 +455,7 @@ class _Choice:
             )
             return plan
         if not is_exact:
-            larger = -(-self.tokens // (EXACT_CHUNKS if self._has_few_targets() else 1))
-            plan = min(self._in_16_bits(self._balanced(larger)), wide(), key=self._bytes)
+            plan = min(self._in_16_bits(self._balanced(self._exact_rows)), wide(), key=self._bytes)
         # All tokens, where their logits take little memory beside the gradients that the forward computes.
         one = self._in_16_bits(max(self.tokens, 1))
         is_little = self.row_bytes * self.tokens <= min(ONE_CHUNK * call.gradient_bytes, self.most_by_default)
@@ -486,7 +486,7 @@ class _Choice:
             return None
         largest = min(self._default_rows(), max(allowed // (4 * self.row_bytes), self.smallest))
         rows = self.chosen_rows or self._balanced(largest)
-        some = (self._in_16_bits if self._is_exact(rows) else self._in_float32)(rows)
+        some = (self._in_16_bits if rows >= self._exact_rows else self._in_float32)(rows)
         counts = range(TILE_ROWS, self.tokens + 1, TILE_ROWS)
         saved = TILE_ROWS * bisect(counts, allowed, key=lambda count: self._bytes(self._saved(count, some)))
         return self._saved(saved, some) if saved >= max(SMALLEST_SAVED_PART * self.tokens, 1) else None
