@@ -32,7 +32,7 @@ def as_options(options: "Options | tuple[Any, ...] | None") -> "Options":
 
 
 class PlainValues:
-    """A dataclass of plain values: `Options`, `Loss`, `Plan` and `Shard`."""
+    """A dataclass of what a graph carries as plain values, such as `Options`, `Loss` and `Plan`."""
 
     def non_defaults(self, *always: str) -> dict[str, Any]:
         """The fields that differ from their defaults, by name, which is what a trace carries; and some `always`."""

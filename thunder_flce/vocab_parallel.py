@@ -5,7 +5,8 @@ begins with a collective of fixed size, before any whose size depends on the cal
 was given, and the few numbers in which ranks may differ, such as its rows of the weight. All ranks then have the same
 numbers of all ranks, and only these decide what comes next:
 
-- where all hashes are equal, what the ranks agree on is computed from the numbers alone,
+- where all hashes are equal, what the ranks agree on is computed from the numbers alone; where those of their devices
+  are not, they tell each other these, too,
 - where they are not, or a rank has refused its arguments, all ranks tell each other the words, and all raise.
 
 No rank remembers earlier calls, so none can be wrong about what another one knows. The host waits for the numbers: for
@@ -35,7 +36,7 @@ from thunder_flce.operation.call import COLUMN, Call, argument, has_tokens
 from thunder_flce.operation.checks import check_call
 from thunder_flce.operation.loss import Loss
 from thunder_flce.operation.shard import Shard
-from thunder_flce.options import Options
+from thunder_flce.options import Options, PlainValues
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
@@ -52,7 +53,7 @@ CHECK_EVERY_CALL = "THUNDER_FLCE_CHECK_RANKS"
 
 
 @dataclass(frozen=True, kw_only=True)
-class VocabParallel:
+class VocabParallel(PlainValues):
     """How the ranks of a group divide the vocabulary of `linear_cross_entropy`.
 
     Raises:
@@ -141,12 +142,11 @@ class _Told(NamedTuple):
     """What a rank tells the others in the first collective of a call, numbers of 64 bits."""
 
     digest: int = 0
-    """A hash of what has to be equal"""
+    """A hash of what has to be equal, or of the error of a rank that has refused its arguments"""
     rows: int = 0
     """Of its part of the weight"""
     start: int = 0
     tokens: int = 0
-    refuses: int = 0
     device: int = 0
     """A hash of its device"""
 
@@ -225,7 +225,7 @@ def agree(
         given, devices = _told_while_capturing(group, told)
     else:
         given = _told_by_all(group, told, weight.device if isinstance(weight, Tensor) else None)
-        if any(each.refuses or each.digest != told.digest for each in given):
+        if any(each.digest != told.digest for each in given):
             _raise_difference(_words_of_all(group, call))
         is_one = all(each.device == told.device for each in given)
         devices = [device] if is_one else _words_of_all(group, device)
@@ -236,7 +236,7 @@ def agree(
             f"input_grad_dtype must be None, torch.float32 or input's dtype, {of_input}, but got "
             f"{parallel.input_grad_dtype}"
         )
-    _, all_rows, starts, counts, _, _ = zip(*given, strict=True)
+    _, all_rows, starts, counts, _ = zip(*given, strict=True)
     return Agreement(
         shard=_shard(parallel, loss, all_rows, _starts(all_rows, starts)),
         weight_rows=sum(all_rows),
@@ -249,7 +249,7 @@ def refuse(parallel: VocabParallel, error: Exception) -> NoReturn:
     """Raises an error of this rank's arguments, once the ranks that are about to agree know of it."""
     group = parallel.process_group
     if not _is_capturing(group):
-        _told_by_all(group, _Told(refuses=1))
+        _told_by_all(group, _Told(digest=_digest(str(error))))
         _words_of_all(group, str(error))
     raise error
 
@@ -449,7 +449,7 @@ def as_literal(**settings: Any) -> str:
     parallel = VocabParallel.of(settings["group"]) if len(settings) == 1 else VocabParallel(**settings)
     if parallel.data_parallel:
         raise NotImplementedError(ONLY_EAGER)
-    changed = {f.name: value for f in fields(parallel) if (value := getattr(parallel, f.name)) != f.default}
+    changed = parallel.non_defaults()
     if parallel.input_grad_dtype is not None:
         changed["input_grad_dtype"] = str(parallel.input_grad_dtype).removeprefix("torch.")
     return repr({**changed, "group": parallel.process_group.group_name})
