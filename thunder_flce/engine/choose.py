@@ -19,7 +19,6 @@ from thunder_flce.device import ABSENT_DEVICE, ROW_MULTIPLE, TILE_ROWS, Device
 from thunder_flce.engine.kernels.dispatch import check_available, library
 from thunder_flce.engine.kernels.layout import row_stride
 from thunder_flce.engine.matmul import cublaslt
-from thunder_flce.engine.matmul.algorithms import TUNED_OPERATIONS
 from thunder_flce.engine.matmul.matmul import scratch_bytes
 from thunder_flce.engine.plan import GRADIENTS_IN_FORWARD, LOSS_ONLY, RECOMPUTE_LOGITS, SAVE_LOGITS, Plan, is_small
 from thunder_flce.operation.call import COLUMN, HIDDEN, Call, argument
@@ -260,10 +259,10 @@ def _scratch_bytes(call: Call, plan: Plan, device: Device, rows: int) -> int:
     """The most that a matmul of so many rows allocates."""
     inputs, shard, dtype = _hidden_sizes(call, HIDDEN), call.shard, call.dtype
     of = partial(scratch_bytes, rows=rows, columns=call.vocab, dtype=dtype, device=device)
-    logits_dtype = plan.logits_dtype(dtype)
+    logits_dtype, widest = plan.logits_dtype(dtype), max(call.tensors[linear.x].shape[-1] for linear in call.linears)
     found = [
         of(
-            "logits", hidden=_widest(call), out_dtype=logits_dtype, has_bias="linear_bias" in call.tensors,
+            "logits", hidden=widest, out_dtype=logits_dtype, has_bias="linear_bias" in call.tensors,
             pads_rows=_stride(call, logits_dtype) != call.vocab, tune=plan.tune_products,
         )
     ]  # fmt: skip
@@ -275,10 +274,6 @@ def _scratch_bytes(call: Call, plan: Plan, device: Device, rows: int) -> int:
     for hidden in _hidden_sizes(call, COLUMN):
         found.append(of("dW", hidden=hidden, out_dtype=plan.sum_dtype(call, hidden, rows=call.tokens)))
     return max(found)
-
-
-def _widest(call: Call) -> int:
-    return max(call.tensors[linear.x].shape[-1] for linear in call.linears)
 
 
 # The choice.
@@ -304,10 +299,7 @@ class _Choice:
         self.limit = budget
         # On a CPU, the memory belongs to everybody.
         self.most_by_default = 0 if self.is_on_cpu else inf if device.memory is None else PART_OF_MEMORY * device.memory
-        # The rows from which the largest matmul is worth measuring.
         is_tuned = device.is_hopper if options.tune_products is None else options.tune_products and device.is_nvidia
-        per_row = 2 * (call.vocab - call.vocab % ROW_MULTIPLE) * _widest(call)
-        self.tuned_rows = -(-TUNED_OPERATIONS // per_row) if is_tuned and call.dtype.itemsize == 2 and per_row else inf
         ignored_rows = options.ignored_rows
         if ignored_rows == "auto":
             # Whether leaving ignored rows out can save more than the wait for their number costs.
@@ -316,6 +308,7 @@ class _Choice:
         self.common = Plan(
             strategy=strategy_of(call, options), float32_logits=options.has_float32_logits(call.dtype),
             ignored_rows=ignored_rows, row_kernels=options.row_kernels, batch_invariant=options.batch_invariant,
+            tune_products=is_tuned and call.dtype.itemsize == 2,
         )  # fmt: skip
         self.row_bytes = max(_logits_bytes(call, self.common) + _dlogits_bytes(call, self.common), 1)
         # The hidden sizes of each dW but for those of small adapters, which are summed in float32 anyway.
@@ -341,8 +334,7 @@ class _Choice:
 
     def _with(self, rows: int, **fields: Any) -> Plan:
         """The plan with chunks of so many rows, and other fields."""
-        tune = min(rows, self.tokens) >= self.tuned_rows
-        return replace(self.common, chunk_rows=rows, tune_products=tune, **fields)
+        return replace(self.common, chunk_rows=rows, **fields)
 
     def _bytes(self, plan: Plan) -> int:
         return temporary_bytes(self.call, plan, self.device)
