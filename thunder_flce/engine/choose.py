@@ -31,7 +31,7 @@ from thunder_flce.options import STRATEGIES, Options
 # such rows; with 128, 1.12 and 1.14.
 EXACT_CHUNKS = 16
 EXACT_TOKENS_PER_COLUMN = 1 / 15
-FREQUENT_ROWS = 192
+FREQUENT_ROWS = 256
 # With K targets a token, most columns are the target of several tokens of a text: as many times more rows. What is left
 # is the error of columns that are about equally frequent (lab/performance.md, "Losses over log-probabilities").
 FREQUENT_OF_SEVERAL = 4

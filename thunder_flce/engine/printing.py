@@ -198,12 +198,13 @@ class _Writer(Primitives):
 
     def start_input_gradient(self, dlogits: Tensor, linear: Linear) -> Callable[[Tensor], None]:
         def finish(out: Tensor) -> None:
-            name, shard = f"dX{linear.number}", self.call.shard
-            words = f"{self._of_rows(name, out)} = dlogits @ {letter(linear.weight)}"
+            name, shard, part = f"dX{linear.number}", self.call.shard, out
+            if is_summed := shard is not None and shard.reduces_input_grad:
+                part = out.to(self.call.row_dtype if shard.float32_input_grad else self.call.dtype)
+            words = f"{self._of_rows(name, part)} = dlogits @ {letter(linear.weight)}"
             self._write("start_input_gradient", (words, self._matmul_library))
-            if shard is not None and shard.reduces_input_grad:
-                dtype = self.call.row_dtype if shard.float32_input_grad else self.call.dtype
-                self._lines.append((f"{name} = summed over the ranks in {_DTYPES[dtype]}", self._network))
+            if is_summed:
+                self._lines.append((f"{self._of_rows(name, out)} = summed over the ranks", self._network))
 
         return finish
 

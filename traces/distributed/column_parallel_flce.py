@@ -47,7 +47,7 @@ def computation(hidden, labels, t_layer_weight, t_lm_head_weight):
     #   dlogits f32[C, 64128] = A softmax(logits) - B one_hot(y)    in place                   PyTorch
     #   dW f32[64128, 4096] += dlogits.t() @ x                                                 PyTorch
     #   dX f32[C, 4096] = dlogits @ W                                                          PyTorch
-    #   dX = summed over the ranks in f32                                                      gloo
+    #   dX f32[C, 4096] = summed over the ranks                                                gloo
     # loss f32[] = mean over valid rows of row_log_sum + row_max - logits[y]                   PyTorch
   del t0
   return {'output': (t1,), 'flat_args': [hidden, labels, t_layer_weight, t_lm_head_weight], 'flat_output': (t1,)}, ((t2, t3, t4, hidden), ())
