@@ -372,6 +372,14 @@ def checkpoint_of_losses(h, w, y, a, m):
     return (of_tokens * a).sum() + order.sum() * F.cross_entropy(F.linear(h, w).flatten(0, 1), y.flatten().flip(0))
 
 
+@expect(IN_FORWARD)
+def masked_in_a_checkpoint(h, w, y, a, m):
+    """The region reads a mask that is made inside, and one that another checkpoint returns beside something else."""
+    mask, _ = checkpoint(lambda m: (m.exp(), m.sin()), m, use_reentrant=False)
+    masked = checkpoint(lambda h, w: log_probs(h, w, y) * h.detach().mean(-1), h, w, use_reentrant=False)
+    return (masked * mask).sum()
+
+
 # Gradients that wait.
 
 

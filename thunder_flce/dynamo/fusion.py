@@ -12,8 +12,7 @@ from thunder_flce.dynamo.reading import body_of, is_checkpoint, read
 from thunder_flce.dynamo.writing import write_regions
 from thunder_flce.matching.decisions import Decision, Reason, in_order, report
 from thunder_flce.matching.interpreter import Interpreter
-from thunder_flce.matching.program import Op
-from thunder_flce.matching.regions import Region, match
+from thunder_flce.matching.regions import Region, match, ordered
 from thunder_flce.options import Options
 
 
@@ -51,8 +50,7 @@ def _fuse(gm: GraphModule, options: Options, *, leaves_small: bool) -> list[Deci
         left = [(part.first.source, part.kind) for region in regions for part in region.parts]
         decisions = [Decision(line, reason=Reason.LEFT_TO_INDUCTOR, kind=kind) for line, kind in left]
         return in_order([*decisions, *refused])
-    checkpoints = {op.inside for region in regions for op in _ops_of(region, known) if op.inside is not None}
-    if checkpoints:
+    if checkpoints := _checkpoints_of(regions, known, gm):
         for checkpoint in checkpoints:
             _open(gm, checkpoint)
         known, regions, refused = _matched(gm, options)
@@ -68,19 +66,12 @@ def _matched(gm: GraphModule, options: Options) -> tuple[Interpreter, list[Regio
     return known, *match(known, options)
 
 
-def _ops_of(region: Region, known: Interpreter) -> list[Op]:
-    """From the results of a region up to its linears."""
-    found: dict[Op, None] = {}
-    linears = {tensor for part in region.parts for tensor in part.logits.linears}
-    waiting = [*region.gives, *(result.tensor for part in region.parts for result in part.results)]
-    while waiting:
-        tensor = waiting.pop()
-        if tensor.op is not None and tensor.op not in found:
-            found[tensor.op] = None
-            # What a sum multiplies its tokens with is read by the region, too.
-            is_read = [each for each in tensor.op.operands if region.total is not None or each in known.values]
-            waiting += [] if tensor in linears else is_read
-    return list(found)
+def _checkpoints_of(regions: list[Region], known: Interpreter, gm: GraphModule) -> set[Any]:
+    """Those with operations that regions take the place of, or with tensors that regions read and that stay inside."""
+    order, _ = ordered(regions, known)
+    read = {tensor for region in regions for tensor in region.read_at if tensor.handle is not None}
+    inside = {tensor.op for tensor in read if tensor.op is not None and tensor.handle.graph is not gm.graph}
+    return {op.inside for op in {*known.program.ops}.difference(order) | inside} - {None}
 
 
 def _open(gm: GraphModule, checkpoint: Any) -> None:

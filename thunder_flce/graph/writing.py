@@ -21,7 +21,7 @@ from thunder_flce.matching.decisions import Decision, PlannedRegion
 from thunder_flce.matching.interpreter import Interpreter
 from thunder_flce.matching.program import Op, Tensor, tensors_in
 from thunder_flce.matching.regions import Region, ordered
-from thunder_flce.matching.writing import expected_gradient, write
+from thunder_flce.matching.writing import write
 from thunder_flce.operation.call import Call, named_tensors, operand_names
 from thunder_flce.options import Options
 from thunder_flce.vocab_parallel import as_literal
@@ -100,12 +100,9 @@ class _Writer:
         if op.outs[0].needs_grad:
             needs_grad = tuple(name for name in operand_names(settings.names) if call.tensors[name].needs_grad)
             call = replace(call, needs_grad=needs_grad)
-        if call.needs_grad and "expected_gradient" not in call.tensors:
-            expected = expected_gradient(
-                op.outs[0], call.tensors["input"].dtype, self, self._options,
-                lambda factor: factor.op is None or factor.op.position < op.position,
-            )  # fmt: skip
-            call = replace(call, tensors=named_tensors({**call.tensors, "expected_gradient": expected}))
+        if call.needs_grad:
+            expected = {"expected_gradient": self._options.expected_gradient, **call.tensors}
+            call = replace(call, tensors=named_tensors(expected))
         results, planned = self._region(call, settings.vocab_parallel)
         self.decisions.append(Decision(op.source, planned))
         return dict(zip(op.outs, results, strict=True))

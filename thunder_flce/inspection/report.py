@@ -192,7 +192,7 @@ def _unwrapped(compiled: Any) -> Iterator[Any]:
         compiled = next((known[name] for name in _WRAPPED if known.get(name) is not None), None)
 
 
-def source_line(decision: Decision) -> str:
+def _source_line(decision: Decision) -> str:
     """The line of code that a decision is about; "" where it is unknown."""
     file, line = decision.line
     return linecache.getline(file, line).strip() if file and line else ""
@@ -203,7 +203,7 @@ def _decision_dict(decision: Decision) -> dict[str, Any]:
     return {
         "kind": decision.kind,
         "source": decision.source,
-        "line": source_line(decision),
+        "line": _source_line(decision),
         "fused": decision.fused,
         "plan": None if region is None else asdict(region.plan),
         "missing_row_kernels": _missing_row_kernels(region) if region else None,
@@ -217,7 +217,7 @@ def _decision_dict(decision: Decision) -> dict[str, Any]:
 def _decision_lines(decision: Decision) -> Iterator[str]:
     """Where, what and why, the line of the user's source and, where it was fused, what runs and what else could."""
     yield str(decision)
-    if line := source_line(decision):
+    if line := _source_line(decision):
         yield f"  {line}"
     if decision.region is None:
         return

@@ -1,30 +1,22 @@
 """What is known of a program that thunder compiled: the decisions, and what the forward saves for its backward."""
 
-import re
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 from typing import Any
 
 import thunder
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
-from torch.fx import GraphModule, Node
 
-from thunder_flce import functional, modules
 from thunder_flce.graph import symbols
 from thunder_flce.graph.reading import is_static
-from thunder_flce.graph.thunder_private import ThunderCompiler, ThunderFXCompiledObject
+from thunder_flce.graph.thunder_private import ThunderFXCompiledObject
 from thunder_flce.graph.trace_arguments import settings_of
 from thunder_flce.graph.trace_printer import STATISTICS, type_of
 from thunder_flce.graph.transform import FuseLinearCrossEntropy
 from thunder_flce.graph.unfused_cross_entropy import symbols as unfused_symbols
-from thunder_flce.inspection.report import Compilation, SavedTensor, source_line
-from thunder_flce.matching.decisions import Decision
-from thunder_flce.matching.program import Source
+from thunder_flce.inspection.report import Compilation, SavedTensor
 
-_OURS = (functional.__file__, modules.__file__)
-"""Through which a user calls the operator."""
 _VIEWS = ("view", "reshape", "torch_prims_reshape_impl")
 
 
@@ -35,17 +27,12 @@ def compilations(compiled: Any) -> list[Compilation] | None:
         ValueError: where it was compiled without `FuseLinearCrossEntropy`.
     """
     if isinstance(compiled, ThunderFXCompiledObject):
-        # Ours has decided before thunder saw a graph, but for the regions that the user wrote.
+        # Ours has decided before thunder saw a graph, but for the regions that the user wrote, in lines of Dynamo's.
         decisions = getattr(compiled._backend, "decisions", None)
         fusions = _fusions(compiled._backend.thunder_options.get("transforms", ()))
         if decisions is None and not fusions:
             raise ValueError("it has no fusion; compile it with thunder_flce.thunderfx")
-        nodes = list(_nodes(compiled._backend))
-        of_thunder = (
-            [_with_user_source(decision, nodes) for decision in compilation.decisions]
-            for fusion in fusions
-            for compilation in fusion.compilations
-        )
+        of_thunder = (compilation.decisions for fusion in fusions for compilation in fusion.compilations)
         graphs = (*(decisions or ()), *filter(None, of_thunder))
         return [Compilation(decisions=each, compiled_by="thunderfx") for each in graphs]
     data = thunder.compile_data(compiled)
@@ -66,23 +53,6 @@ def compilations(compiled: Any) -> list[Compilation] | None:
                 Compilation(decisions=compilation.decisions, compiled_by="thunder", saved=saved, traces=forward)
             )
     return reports
-
-
-def _nodes(backend: ThunderCompiler) -> Iterator[Node]:
-    """All nodes of the parts of Dynamo's graphs that `thunderfx` has compiled."""
-    for info in backend.subgraph_infos:
-        for part in info.submodule_to_compiled_functions:
-            for module in part.modules():
-                yield from module.graph.nodes if isinstance(module, GraphModule) else ()
-
-
-def _with_user_source(decision: Decision, nodes: Sequence[Node]) -> Decision:
-    """With the user's line in place of the line of the code that Dynamo has made of a graph."""
-    name = source_line(decision).partition(" = ")[0]
-    stack = next((node.meta.get("stack_trace") or "" for node in nodes if node.name == name), "")
-    frames = re.findall(r'File "(.+)", line (\d+)', stack)
-    users = [Source(file, int(line)) for file, line in frames if file not in _OURS]
-    return replace(decision, line=users[-1]) if users else decision
 
 
 def _fusions(transforms: Any) -> list[FuseLinearCrossEntropy]:

@@ -277,6 +277,8 @@ class Row:
     labels: Labels | None = None
     class_weight: Tensor | None = None
     """(V,): of a cross-entropy, the weights of what each class adds, where it has any"""
+    reduction: str = "none"
+    """"sum" or "mean" where it is a number of all rows together, but those whose label is ignored"""
 
     def detached(self) -> "Row":
         """Without a gradient."""
@@ -335,19 +337,6 @@ class Row:
         return not any(atom.name in ("M", "u") for atom, _ in self.sum)
 
 
-@dataclass(frozen=True)
-class Total:
-    """A number of each row, of all rows together."""
-
-    of: Row
-    reduction: str
-    """"sum" or "mean", of the rows whose label is not ignored"""
-
-    def detached(self) -> "Total":
-        """Without a gradient."""
-        return replace(self, of=self.of.detached())
-
-
 def scaled(number: Any, factor: Fraction | float, call: Callable[..., Any]) -> Any:
     """A number of each row times a factor, by functions of PyTorch's that `call` calls."""
     if factor == 1:
@@ -382,4 +371,4 @@ class Argmax:
         return self
 
 
-Value = Class | Row | Total | Argmax
+Value = Class | Row | Argmax

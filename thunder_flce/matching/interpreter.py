@@ -8,9 +8,9 @@ import inspect
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any
+from typing import Any, get_args
 
-from thunder_flce.matching.algebra import Argmax, Class, Logits, Row, Total, Value, has_grad
+from thunder_flce.matching.algebra import Argmax, Class, Logits, Row, Value, has_grad
 from thunder_flce.matching.decisions import Decision, NotFused, Reason
 from thunder_flce.matching.program import (
     CHANGED,
@@ -38,13 +38,6 @@ class Result:
 
     tensor: Tensor
     value: Row | Argmax
-    reduction: str = "none"
-    """Of all rows, where it is not a number of each of them: "mean" or "sum", see `Total`"""
-
-    @classmethod
-    def of(cls, tensor: Tensor, value: Row | Total | Argmax) -> "Result":
-        """A tensor by what is known of it."""
-        return cls(tensor, value.of, value.reduction) if isinstance(value, Total) else cls(tensor, value)
 
     @property
     def op(self) -> Op:
@@ -143,8 +136,8 @@ class Interpreter:
         found: Any = None
         try:
             rule = RULES.get(op.name)
-            if rule is not None and _takes(rule, op):
-                found = rule(self, op, *op.args, **op.kwargs)
+            if rule is not None and (given := self._arguments(rule, op)) is not None:
+                found = rule(*given.args, **given.kwargs)
             if isinstance(found, Row | Argmax) and self._is_view_of_written(op):
                 found = None
         except Unknown as problem:
@@ -163,10 +156,24 @@ class Interpreter:
         for out, each in zip(op.outs, several, strict=True):
             if each is not None:
                 self.values[out] = each if out.needs_grad else each.detached()
-        if op.name in LOSSES:
-            self._give(op)
+        row = self.get(op.output)
+        if isinstance(row, Row) and (op.name in LOSSES or row.reduction != "none"):
+            self._give(row, op)
         if op.writes:
             self._write(op)
+
+    def _arguments(self, rule: Any, op: Op) -> inspect.BoundArguments | None:
+        """What a rule is called with; None where it takes no such arguments: PyTorch's functions have more of them."""
+        signature, kinds = _signature(rule)
+        try:
+            bound = signature.bind(self, op, *op.args, **op.kwargs)
+        except TypeError:
+            return None
+        for name, kind in kinds.items():
+            found = bound.arguments[name] = self.get(bound.arguments[name])
+            if not isinstance(found, kind):
+                return None
+        return bound
 
     # Changes in place.
 
@@ -208,13 +215,11 @@ class Interpreter:
 
     # What is asked for.
 
-    def _give(self, op: Op) -> None:
-        """A cross-entropy is a result where its labels are read; what is made of it, no rule says, but `sums`."""
-        loss = self.values.pop(op.output)
-        assert isinstance(loss, Row | Total)
-        result = self.results[op.output] = Result.of(op.output, loss)
-        assert result.row.labels is not None
-        for each in (*result.row.labels.tensors, result.row.class_weight):
+    def _give(self, row: Row, op: Op) -> None:
+        """A cross-entropy, or a sum over tokens, is a result; what is made of it, no rule says, but `sums`."""
+        del self.values[op.output]
+        self.results[op.output] = Result(op.output, row)
+        for each in (*(row.labels.tensors if row.labels else ()), row.class_weight):
             self._demand(each, op)
 
     def _demand_all(self, op: Op, described: list[Tensor], detail: str) -> None:
@@ -228,7 +233,7 @@ class Interpreter:
         if isinstance(found, Class) or (isinstance(found, Row) and not found.is_whole):
             self._escape(tensor, user, detail)
         else:
-            self.results.setdefault(tensor, Result.of(tensor, found))
+            self.results.setdefault(tensor, Result(tensor, found))
 
     def _escape(self, tensor: Tensor, user: Op | None, detail: str = "") -> None:
         found = self.values.get(tensor)
@@ -363,15 +368,12 @@ def _stored(weight: Tensor) -> Tensor:
     return weight
 
 
+_DESCRIPTIONS = {Class, Row, Argmax}
+
+
 @lru_cache(maxsize=512)
-def _signature(rule: Any) -> inspect.Signature:
-    return inspect.signature(rule)
-
-
-def _takes(rule: Any, op: Op) -> bool:
-    """Whether a rule takes the arguments of an operation: PyTorch's functions have more of them than are described."""
-    try:
-        _signature(rule).bind(None, op, *op.args, **op.kwargs)
-    except TypeError:
-        return False
-    return True
+def _signature(rule: Any) -> tuple[inspect.Signature, dict[str, Any]]:
+    """The arguments of a rule, and those that are descriptions, with what these may be."""
+    signature = inspect.signature(rule)
+    kinds = {name: each.annotation for name, each in signature.parameters.items()}
+    return signature, {name: kind for name, kind in kinds.items() if {*(get_args(kind) or (kind,))} <= _DESCRIPTIONS}

@@ -224,7 +224,7 @@ def _joined(parts: Sequence[Part], known: Interpreter, options: Options) -> list
 
 def _is_of_rows(part: Part) -> bool:
     """Whether all that it gives are numbers of each row."""
-    is_reduced = any(result.reduction != "none" for result in part.rows)
+    is_reduced = any(result.row.reduction != "none" for result in part.rows)
     return not is_reduced and part.class_weight is None and not part.argmaxes
 
 
@@ -243,7 +243,7 @@ def _with_sum(parts: list[Part], known: Interpreter, options: Options) -> Region
     plain = Region(parts)
     if not any(part.has_grad for part in parts):
         return plain
-    if plain.loss is not None and plain.loss.reduction != "none":
+    if plain.loss is not None and plain.loss.row.reduction != "none":
         return plain
     try:
         if options.strategy not in (None, GRADIENTS_IN_FORWARD):
@@ -267,7 +267,7 @@ def _check_sum(parts: Sequence[Part], total: TokenSum, options: Options) -> None
     if parts[0].logits.dtype is torch.float16 and options.expected_gradient is None and not is_plain_alone:
         raise NotASum("in float16 they need Options(expected_gradient=), such as a GradScaler's scale")
     if parts[0].class_weight is not None:
-        is_mean = any(summand.reduction == "mean" for summand in total.summands)
+        is_mean = any(each.row.reduction == "mean" for part in parts for each in part.rows)
         if not is_plain or total.kept or is_mean:
             raise NotASum("the losses have class weights")
     if len(parts) > 1:

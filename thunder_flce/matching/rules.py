@@ -1,7 +1,9 @@
 """What each operation makes of what is known of its operands: one rule for each way that PyTorch has.
 
-A rule is called with the arguments of the operation and returns the description of its result, or of each of them; it
-raises `Unknown` for what cannot be described. `interpreter` then asks for the operands themselves.
+A rule is called with the arguments of the operation: the description of an operand where its annotation is that of a
+description, and otherwise the tensor. It returns the description of its result, or of each of them. Where an operand
+is not what the annotation says, there is no rule, and a rule raises `Unknown` for what else cannot be described.
+`interpreter` then asks for the operands themselves.
 """
 
 import math
@@ -25,7 +27,6 @@ from thunder_flce.matching.algebra import (
     Row,
     RowStep,
     Term,
-    Total,
     Value,
     added,
     has_grad,
@@ -70,13 +71,6 @@ def rule(*names: str) -> Callable[[Callable], Callable]:
         return function
 
     return registered
-
-
-def _class(known: "Interpreter", tensor: Any) -> Class:
-    found = known.get(tensor)
-    if not isinstance(found, Class):
-        raise Unknown
-    return found
 
 
 def _over_classes(of: Class, dims: Any) -> None:
@@ -215,32 +209,28 @@ def _einsum(known: "Interpreter", op: Op, equation: str, *operands: Any) -> Clas
 
 
 @rule(*COPIES, "alias", "double")
-def _copied(known: "Interpreter", op: Op, input: Tensor, *args: Any, **kwargs: Any) -> Value:
-    found, before, after = known.get(input), input.dtype, op.output.dtype
-    if found is None or op.output.device != input.device or not after.is_floating_point:
-        raise Unknown
+def _copied(known: "Interpreter", op: Op, input: Value, *args: Any, **kwargs: Any) -> Value:
+    tensor, after = op.operands[0], op.output.dtype
     # Others would round the logits once more, or need a wider loss.
-    is_exact = before == after or (before.itemsize < 4 and after is torch.float32)
-    if isinstance(found, Class) and not is_exact:
+    is_exact = tensor.dtype == after or (tensor.dtype.itemsize < 4 and after is torch.float32)
+    is_number = after.is_floating_point and (is_exact or not isinstance(input, Class))
+    if not is_number or op.output.device != tensor.device:
         raise Unknown
-    return found
+    return input
 
 
 @rule("detach")
-def _detach(known: "Interpreter", op: Op, input: Tensor) -> Value:
-    found = known.get(input)
-    if found is None:
-        raise Unknown
-    return found.detached()
+def _detach(known: "Interpreter", op: Op, input: Value) -> Value:
+    return input.detached()
 
 
 @rule(*RESHAPES, "expand", "expand_as", "broadcast_in_dim", "atleast_1d")
-def _reshape(known: "Interpreter", op: Op, input: Tensor, *args: Any, **kwargs: Any) -> Value:
+def _reshape(known: "Interpreter", op: Op, input: Class | Row | Argmax, *args: Any, **kwargs: Any) -> Value:
     """Any operation that keeps the elements' order and the classes as a dimension of their own."""
-    found, shape = known.get(input), op.output.shape
-    if not same(math.prod(shape), input.numel):
+    shape = op.output.shape
+    if not same(math.prod(shape), op.operands[0].numel):
         raise Unknown
-    return replace(found, shape=shape) if isinstance(found, Row | Argmax) else _in_shape(_class(known, input), shape)
+    return _in_shape(input, shape) if isinstance(input, Class) else replace(input, shape=shape)
 
 
 def _in_shape(of: Class, shape: tuple[Any, ...]) -> Class:
@@ -272,29 +262,30 @@ def _with_step(of: Class, step: RowStep, rows_shape: tuple[Any, ...]) -> Logits:
 
 
 @rule(*PERMUTATIONS)
-def _permute(known: "Interpreter", op: Op, input: Tensor, *args: Any, **kwargs: Any) -> Class:
-    of, order = _class(known, input), _order(op)
-    rows, dim = tuple(d - (d > of.dim) for d in order if d != of.dim), order.index(of.dim)
-    logits, shape = of.logits, op.output.shape
+def _permute(known: "Interpreter", op: Op, input: Class, *args: Any, **kwargs: Any) -> Class:
+    order, shape = _order(op), op.output.shape
+    rows, dim = tuple(d - (d > input.dim) for d in order if d != input.dim), order.index(input.dim)
+    logits = input.logits
     if rows != tuple(range(len(rows))):
-        logits = _with_step(of, RowStep("permute", rows), (*shape[:dim], *shape[dim + 1 :]))
-    return replace(of, logits=logits, dim=dim, shape=shape)
+        logits = _with_step(input, RowStep("permute", rows), (*shape[:dim], *shape[dim + 1 :]))
+    return replace(input, logits=logits, dim=dim, shape=shape)
 
 
 @rule("getitem")
-def _getitem(known: "Interpreter", op: Op, input: Tensor, key: Any) -> Value:
-    found = known.get(input)
-    if isinstance(found, Row | Argmax) and keeps_elements(op):
-        return replace(found, shape=op.output.shape)
+def _getitem(known: "Interpreter", op: Op, input: Class | Row | Argmax, key: Any) -> Value:
+    if not isinstance(input, Class) and keeps_elements(op):
+        return replace(input, shape=op.output.shape)
     key = key if isinstance(key, tuple) else (key,)
-    if isinstance(found, Argmax):
+    if isinstance(input, Argmax):
         # As if the classes were still there, behind the rows.
-        columns, dots = found.logits.terms[0].columns, () if any(part is Ellipsis for part in key) else (Ellipsis,)
-        of = Class(found.logits, len(found.shape), (*found.shape, columns), poly(u=1))
+        columns, dots = input.logits.terms[0].columns, () if any(part is Ellipsis for part in key) else (Ellipsis,)
+        of = Class(input.logits, len(input.shape), (*input.shape, columns), poly(u=1))
         picked = _at_index(of, (*key, *dots, slice(None)), (*op.output.shape, columns))
         return Argmax(picked.logits, op.output.shape)
-    of = _class(known, input)
-    if len(key) == input.ndim and isinstance(key[-1], Tensor) and of.dim == input.ndim - 1:
+    if isinstance(input, Row):
+        raise Unknown
+    of = input
+    if len(key) == len(of.shape) and isinstance(key[-1], Tensor) and of.dim == len(of.shape) - 1:
         if key[:-1] and all(type(part) is int for part in key[:-1]):
             of, key = _pick(of, (*key[:-1], slice(None)), (of.columns,)), key[-1:]
         return _indexed(known, op, of, key)
@@ -346,23 +337,22 @@ _ALL = ((None, None, None), (0, None, None), (None, None, 1), (0, None, 1))
 
 
 @rule("narrow")
-def _narrow(known: "Interpreter", op: Op, input: Tensor, dim: int, start: Any, length: Any) -> Class:
-    of = _class(known, input)
-    size = of.shape[dim]
+def _narrow(known: "Interpreter", op: Op, input: Class, dim: int, start: Any, length: Any) -> Class:
+    size = input.shape[dim]
     if isinstance(start, Tensor) or (type(start) is int and start < 0 and type(size) is not int):
         raise Unknown
     start = start % size if type(start) is int and start < 0 else start
-    return _pick(of, _at(of, dim, slice(start, start + length)), op.output.shape)
+    return _pick(input, _at(input, dim, slice(start, start + length)), op.output.shape)
 
 
 @rule("select")
-def _select(known: "Interpreter", op: Op, input: Tensor, dim: int, index: Any) -> Value:
-    return _getitem(known, op, input, _at(known.get(input), dim, index))
+def _select(known: "Interpreter", op: Op, input: Class | Row | Argmax, dim: int, index: Any) -> Value:
+    return _getitem(known, op, input, _at(input, dim, index))
 
 
-def _at(of: Any, dim: int, part: Any) -> tuple[Any, ...]:
+def _at(of: Class | Row | Argmax, dim: int, part: Any) -> tuple[Any, ...]:
     """An index into one dimension."""
-    if of is None or isinstance(part, Tensor):
+    if isinstance(part, Tensor):
         raise Unknown
     key: list[Any] = [slice(None)] * len(of.shape)
     key[dim % len(of.shape)] = part
@@ -370,11 +360,10 @@ def _at(of: Any, dim: int, part: Any) -> tuple[Any, ...]:
 
 
 @rule("split", "chunk", "tensor_split", "unbind")
-def _split(known: "Interpreter", op: Op, input: Tensor, *args: Any, **kwargs: Any) -> tuple[Class, ...]:
-    of = _class(known, input)
+def _split(known: "Interpreter", op: Op, input: Class, *args: Any, **kwargs: Any) -> tuple[Class, ...]:
     at = 0 if op.name == "unbind" else 1
-    dim = (args[at] if len(args) > at else kwargs.get("dim", 0)) % len(of.shape)
-    if dim == of.dim:
+    dim = (args[at] if len(args) > at else kwargs.get("dim", 0)) % len(input.shape)
+    if dim == input.dim:
         raise Unknown("along the vocabulary")
     parts, start = [], 0
     for number, out in enumerate(op.output):
@@ -382,7 +371,7 @@ def _split(known: "Interpreter", op: Op, input: Tensor, *args: Any, **kwargs: An
         if op.name != "unbind":
             part = slice(start, start + out.shape[dim])
             start = part.stop
-        parts.append(_pick(of, _at(of, dim, part), out.shape))
+        parts.append(_pick(input, _at(input, dim, part), out.shape))
     return tuple(parts)
 
 
@@ -514,11 +503,8 @@ def _div(known: "Interpreter", op: Op, input: Any, other: Any, *, rounding_mode:
 
 
 @rule("neg")
-def _neg(known: "Interpreter", op: Op, input: Tensor) -> Value:
-    found = known.get(input)
-    if not isinstance(found, Class | Row):
-        raise Unknown
-    return _scaled(found, Fraction(-1))
+def _neg(known: "Interpreter", op: Op, input: Class | Row) -> Value:
+    return _scaled(input, Fraction(-1))
 
 
 @rule("add", "sub")
@@ -612,43 +598,39 @@ def _sum_of_linears(known: "Interpreter", a: Class, b: Class, op: Op) -> Class:
 
 
 @rule("tanh")
-def _tanh(known: "Interpreter", op: Op, input: Tensor) -> Class:
-    of = _class(known, input)
-    if not of.is_logits or of.logits.softcap is not None:
-        raise Unknown("after their maximum was subtracted" if "M" in value(of.sum) else "")
-    return replace(of, logits=replace(of.logits, softcap=Fraction(1)))
+def _tanh(known: "Interpreter", op: Op, input: Class) -> Class:
+    if not input.is_logits or input.logits.softcap is not None:
+        raise Unknown("after their maximum was subtracted" if "M" in value(input.sum) else "")
+    return replace(input, logits=replace(input.logits, softcap=Fraction(1)))
 
 
 @rule("exp")
-def _exp(known: "Interpreter", op: Op, input: Tensor) -> Value:
-    found = known.get(input)
-    if isinstance(found, Row) and not found.is_exp:
-        return replace(found, is_exp=True)
-    if not isinstance(found, Class) or not found.is_shifted_logits:
+def _exp(known: "Interpreter", op: Op, input: Class | Row) -> Value:
+    if isinstance(input, Row) and not input.is_exp:
+        return replace(input, is_exp=True)
+    if not isinstance(input, Class) or not input.is_shifted_logits:
         raise Unknown
-    return replace(found, form="exp")
+    return replace(input, form="exp")
 
 
 @rule("log")
-def _log(known: "Interpreter", op: Op, input: Tensor) -> Value:
+def _log(known: "Interpreter", op: Op, input: Class | Row) -> Value:
     """Where a probability underflows, the region has the finite log_softmax, and PyTorch minus infinity."""
-    found = known.get(input)
-    if isinstance(found, Row) and found.is_exp and found.factor == 1:
-        return replace(found, is_exp=False)
-    if not isinstance(found, Class) or found.form != "exp" or found.factor != 1:
+    if input.factor != 1:
         raise Unknown
-    return replace(found, form="")
+    if isinstance(input, Row) and input.is_exp:
+        return replace(input, is_exp=False)
+    if not isinstance(input, Class) or input.form != "exp":
+        raise Unknown
+    return replace(input, form="")
 
 
 @rule("clamp", "clamp_min")
-def _clamp(known: "Interpreter", op: Op, input: Tensor, min: Any = None, max: Any = None) -> Value:
+def _clamp(known: "Interpreter", op: Op, input: Class, min: Any = None, max: Any = None) -> Class:
     """Only -inf is changed, as by `Categorical.entropy`, lest its product with a probability of 0 be NaN."""
-    found = known.get(input)
     if max is not None or not isinstance(min, float) or min != torch.finfo(op.output.dtype).min:
         raise Unknown
-    if not isinstance(found, Class):
-        raise Unknown
-    return found
+    return input
 
 
 # From logits to log-probabilities, and to one number of each row.
@@ -661,53 +643,52 @@ def _with_own_grad(of: Class, name: str, factor: Any = 1) -> Poly:
 
 @rule("log_softmax")
 def _log_softmax(
-    known: "Interpreter", op: Op, input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None
+    known: "Interpreter", op: Op, input: Class, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None
 ) -> Class:
-    of = _class(known, input)
-    dim = int(len(of.shape) not in (0, 1, 3)) if dim is None else dim
-    if dim % len(of.shape) != of.dim:
+    dim = int(len(input.shape) not in (0, 1, 3)) if dim is None else dim
+    if dim % len(input.shape) != input.dim:
         raise NotFused(Reason.CLASS_DIMENSION, f"{op.name} over dimension {dim}")
     _copied(known, op, input)
-    if not of.is_shifted_logits:
-        raise Unknown(f"after {'softmax' if of.form else 'a factor'}")
-    return replace(of, sum=added((1, _with_own_grad(of, "u")), (-1, _with_own_grad(of, "L"))))
+    if not input.is_shifted_logits:
+        raise Unknown(f"after {'softmax' if input.form else 'a factor'}")
+    return replace(input, sum=added((1, _with_own_grad(input, "u")), (-1, _with_own_grad(input, "L"))))
 
 
 @rule("softmax")
-def _softmax(known: "Interpreter", op: Op, input: Tensor, dim: int | None = None, *args: Any, **kwargs: Any) -> Class:
+def _softmax(known: "Interpreter", op: Op, input: Class, dim: int | None = None, *args: Any, **kwargs: Any) -> Class:
     return replace(_log_softmax(known, op, input, dim), form="exp")
 
 
 @rule("logsumexp")
-def _logsumexp(known: "Interpreter", op: Op, input: Tensor, dim: Any, keepdim: bool = False) -> Row:
-    of = _class(known, input)
-    _over_classes(of, dim)
-    if not of.is_shifted_logits:
+def _logsumexp(known: "Interpreter", op: Op, input: Class, dim: Any, keepdim: bool = False) -> Row:
+    _over_classes(input, dim)
+    if not input.is_shifted_logits:
         raise Unknown
-    _, _, rest = parted(of.sum, "u")
-    return Row(of.logits, op.output.shape, added((1, rest), (1, _with_own_grad(of, "L"))))
+    _, _, rest = parted(input.sum, "u")
+    return Row(input.logits, op.output.shape, added((1, rest), (1, _with_own_grad(input, "L"))))
 
 
 @rule("sum")
 def _sum(
-    known: "Interpreter", op: Op, input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
-) -> Row | Total:
-    of = _class(known, input)
+    known: "Interpreter", op: Op, input: Class, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Row:
     _copied(known, op, input)
-    if dim is None and len(of.shape) > 1 and not keepdim and (found := _summed(of, of.rows_shape)).is_whole:
-        return Total(found, "sum")
-    _over_classes(of, dim)
-    return _summed(of, op.output.shape)
+    if dim is None and len(input.shape) > 1 and not keepdim and (found := _summed(input, input.rows_shape)).is_whole:
+        return replace(found, reduction="sum")
+    _over_classes(input, dim)
+    return _summed(input, op.output.shape)
 
 
 @rule("mean")
 def _mean(
-    known: "Interpreter", op: Op, input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
-) -> Value:
-    found, factor = _sum(known, op, input, dim, keepdim), 1 / Fraction(_columns(_class(known, input)))
-    if isinstance(found, Total) and not has_elements(input):
+    known: "Interpreter", op: Op, input: Class, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Row:
+    found = _scaled(_sum(known, op, input, dim, keepdim), 1 / Fraction(_columns(input)))
+    if found.reduction == "none":
+        return found
+    if not has_elements(op.operands[0]):
         raise Unknown("of no tokens, or of as many as values say")
-    return Total(_scaled(found.of, factor), "mean") if isinstance(found, Total) else _scaled(found, factor)
+    return replace(found, reduction="mean")
 
 
 def _columns(of: Class) -> int:
@@ -743,35 +724,31 @@ def _summed(of: Class, shape: tuple[Any, ...]) -> Row:
 
 
 @rule("entr")
-def _entr(known: "Interpreter", op: Op, input: Tensor) -> Class:
-    of = _class(known, input)
-    if not of.is_probability:
+def _entr(known: "Interpreter", op: Op, input: Class) -> Class:
+    if not input.is_probability:
         raise Unknown
-    return _weighted(of, replace(of, form="", sum=added((-1, of.sum))))
+    return _weighted(input, replace(input, form="", sum=added((-1, input.sum))))
 
 
 @rule("xlogy")
-def _xlogy(known: "Interpreter", op: Op, input: Tensor, other: Tensor) -> Class:
-    p, q = _class(known, input), _class(known, other)
-    if q.form != "exp" or q.factor != 1:
+def _xlogy(known: "Interpreter", op: Op, input: Class, other: Class) -> Class:
+    if other.form != "exp" or other.factor != 1:
         raise Unknown
-    return _weighted(p, replace(q, form=""))
+    return _weighted(input, replace(other, form=""))
 
 
 @rule("amax")
-def _amax(known: "Interpreter", op: Op, input: Tensor, dim: Any = (), keepdim: bool = False) -> Row:
-    of = _class(known, input)
-    _over_classes(of, dim)
-    u, cut, rest = parted(of.sum, "u")
-    if of.form == "p" or u + cut <= 0 or (u and cut) or of.factor <= 0:
+def _amax(known: "Interpreter", op: Op, input: Class, dim: Any = (), keepdim: bool = False) -> Row:
+    _over_classes(input, dim)
+    u, cut, rest = parted(input.sum, "u")
+    if input.form == "p" or u + cut <= 0 or (u and cut) or input.factor <= 0:
         raise Unknown
-    maximum = added((u + cut, _with_own_grad(of, "M")))
-    shape = op.outs[0].shape
-    return Row(of.logits, shape, added((1, rest), (1, maximum)), is_exp=of.form == "exp", factor=of.factor)
+    maximum = added((1, rest), (u + cut, _with_own_grad(input, "M")))
+    return Row(input.logits, op.outs[0].shape, maximum, is_exp=input.form == "exp", factor=input.factor)
 
 
 @rule("max")
-def _max(known: "Interpreter", op: Op, input: Tensor, dim: Any = None, keepdim: bool = False) -> tuple[Value, ...]:
+def _max(known: "Interpreter", op: Op, input: Class, dim: Any = None, keepdim: bool = False) -> tuple[Value, ...]:
     if dim is None or isinstance(dim, Tensor):
         raise Unknown
     values, indices = op.output
@@ -780,29 +757,27 @@ def _max(known: "Interpreter", op: Op, input: Tensor, dim: Any = None, keepdim: 
 
 
 @rule("argmax")
-def _argmax(known: "Interpreter", op: Op, input: Tensor, dim: Any = None, keepdim: bool = False) -> Argmax:
-    of = _class(known, input)
-    _over_classes(of, dim)
+def _argmax(known: "Interpreter", op: Op, input: Class, dim: Any = None, keepdim: bool = False) -> Argmax:
+    _over_classes(input, dim)
     # Several exponentials may be infinite.
-    if of.form == "p" or (of.form == "exp" and not of.is_probability) or not of.of_u:
+    if input.form == "p" or (input.form == "exp" and not input.is_probability) or not input.of_u:
         raise Unknown
-    order = of.logits.in_order
-    return Argmax(order if of.of_u > 0 else replace(order, scale=-order.scale), op.outs[-1].shape)
+    order = input.logits.in_order
+    return Argmax(order if input.of_u > 0 else replace(order, scale=-order.scale), op.outs[-1].shape)
 
 
 @rule("gather")
-def _gather(known: "Interpreter", op: Op, input: Tensor, dim: int, index: Tensor, **kwargs: Any) -> Row:
-    of = _class(known, input)
-    _over_classes(of, dim)
-    sizes = [size for at, size in enumerate(index.shape) if at != of.dim]
-    is_of_rows = index.ndim == input.ndim and all(map(agree, sizes, of.rows_shape)) and same(index.shape[of.dim], 1)
-    if not is_of_rows:
-        raise Unknown(f"labels of shape {_text(index.shape)} for logits of shape {_text(of.shape)}")
-    return _at_labels(known, op, of, index)
+def _gather(known: "Interpreter", op: Op, input: Class, dim: int, index: Tensor, **kwargs: Any) -> Row:
+    _over_classes(input, dim)
+    is_one = index.ndim == len(input.shape) and same(index.shape[input.dim], 1)
+    sizes = [size for at, size in enumerate(index.shape) if at != input.dim]
+    if not is_one or not all(map(agree, sizes, input.rows_shape)):
+        raise Unknown(f"labels of shape {_text(index.shape)} for logits of shape {_text(input.shape)}")
+    return _at_labels(known, op, input, index)
 
 
 @rule("take_along_dim")
-def _take_along_dim(known: "Interpreter", op: Op, input: Tensor, indices: Tensor, dim: int | None = None) -> Row:
+def _take_along_dim(known: "Interpreter", op: Op, input: Class, indices: Tensor, dim: int | None = None) -> Row:
     if dim is None:
         raise Unknown
     return _gather(known, op, input, dim, indices)
@@ -849,7 +824,7 @@ def _indexed(known: "Interpreter", op: Op, of: Class, key: tuple[Any, ...]) -> R
 def _loss(
     known: "Interpreter", op: Op, input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None,
     ignore_index: Any = -100, reduce: Any = None, reduction: Any = "mean", label_smoothing: Any = 0.0,
-) -> Row | Total:  # fmt: skip
+) -> Row:  # fmt: skip
     # Where nll_loss has no ignore_index, thunder keeps None.
     ignore_index = -100 if ignore_index is None else ignore_index
     of = known.get(input)
@@ -879,8 +854,7 @@ def _loss(
     of_row = added(
         *((factor, _with_own_grad(of, name)) for name, factor in (("L", 1), ("y", smoothing - 1), ("U", -smoothing)))
     )
-    row = Row(of.logits, target.shape, of_row, labels=labels, class_weight=weight)
-    return row if reduction == "none" else Total(row, reduction)
+    return Row(of.logits, target.shape, of_row, labels=labels, class_weight=weight, reduction=reduction)
 
 
 def _check_class_weights(weight: Tensor, logits: Logits) -> None:

@@ -64,7 +64,6 @@ class Summand:
     handle: Handle
     """What it is in the part's recorder"""
     tensor: Tensor
-    reduction: str = "none"
 
 
 @dataclass(eq=False)
@@ -160,7 +159,7 @@ class _Search:
             for result in part.rows:
                 if result.tensor not in part.own:
                     part.own[result.tensor] = _recorded(result, part)
-                if result.reduction == "none":
+                if result.row.reduction == "none":
                     self._tokens[result.tensor] = part, part.own[result.tensor]
         for op in self._program.ops:
             self._follow(op)
@@ -233,7 +232,7 @@ class _Search:
                 summands.append(Summand(*self._tokens[each], each))
             else:
                 part = self._sources[each]
-                summands.append(Summand(part, part.own[each], each, self._known.results[each].reduction))
+                summands.append(Summand(part, part.own[each], each))
         needed = set(self._program.results)
         live(self._program.ops, needed, given={place, *self._sources}, dropped=self._writes)
         kept = needed.intersection(self._sources) - {place}
@@ -350,7 +349,7 @@ def _recorded(result: Result, part: Part) -> Handle:
     if not row.variables:
         raise NotASum("they are numbers that do not depend on the logits")
     number = row.made_of({name: Handle(name) for name in VARIABLES}, call)
-    if row.labels is not None and row.ignore_index is not None and result.reduction == "none":
+    if row.labels is not None and row.ignore_index is not None and row.reduction == "none":
         valid = recorder.add_input(torch.bool)
         part.inputs[valid] = TokenInput(row.labels.tensors[0], row.shape, row.labels.read_at, row.ignore_index)
         number = call(torch.where, valid, number, 0.0)

@@ -202,7 +202,7 @@ class _Writing:
         """The loss where results are given one by one."""
         reduction, ignore_index = "none", NOTHING_IGNORED
         if self._loss is not None:
-            reduction, ignore_index = self._loss.reduction, self._region.parts[0].ignore_index
+            reduction, ignore_index = self._loss.row.reduction, self._region.parts[0].ignore_index
         return {"reduction": reduction, "ignore_index": ignore_index, "label_smoothing": float(self._smoothing or 0)}
 
     def _common_smoothing(self) -> Fraction | None:
@@ -294,11 +294,11 @@ class _Writing:
 
     def _of_rows_of(self, summand: Summand, weight: Tensor | float) -> Tensor | float:
         """The weights of the tokens of a summand, from its own."""
-        if summand.reduction == "none":
+        part, result = summand.part, self._known.results.get(summand.tensor)
+        if result is None or result.row.reduction == "none":
             return weight
-        part = summand.part
-        if self._known.results[summand.tensor].row.ignore_index is None:
-            if summand.reduction == "sum":
+        if result.row.ignore_index is None:
+            if result.row.reduction == "sum":
                 return weight
             count = part.count
             if isinstance(weight, float) and not isinstance(count, int):
@@ -306,7 +306,7 @@ class _Writing:
                 weight = self._call(torch.full, (), weight, dtype=self._rows_dtype, device=device)
             return self._call(torch.div, weight, count) if isinstance(weight, Tensor) else weight / count
         is_valid = self._is_valid(part)
-        if summand.reduction == "mean":
+        if result.row.reduction == "mean":
             count = self._call(torch.Tensor.to, self._call(torch.sum, is_valid), self._rows_dtype)
             self._reciprocals.append(self._call(torch.reciprocal, count))
             # Ignored rows have a gradient of 0, also where all are ignored.
@@ -336,9 +336,10 @@ class _Writing:
             return self._in_rows(self._call(torch.full, rows, weight, dtype=self._rows_dtype, device=device))
         if weight.ndim == 0:
             weight = self._call(torch.Tensor.expand, weight, rows)
-        if weight.dtype != self._rows_dtype:
-            weight = self._call(torch.Tensor.to, weight, self._rows_dtype)
-        return self._in_rows(weight)
+        return self._in_rows(self._in_rows_dtype(weight))
+
+    def _in_rows_dtype(self, tensor: Tensor) -> Tensor:
+        return tensor if tensor.dtype == self._rows_dtype else self._call(torch.Tensor.to, tensor, self._rows_dtype)
 
     def _in_rows(self, tensor: Tensor) -> Tensor:
         """One number of each token in the shape of the input's rows; in one dimension where parts are joined."""
@@ -398,17 +399,17 @@ class _Writing:
         """A result, from what the region returns."""
         if result is self._loss:
             return found["loss"]
-        of_rows = self._row(result, found)
+        of_rows, reduction = self._row(result, found), result.row.reduction
         if result.row.ignore_index is None:
-            return of_rows if result.reduction == "none" else self._call(_REDUCTIONS[result.reduction], of_rows)
+            return of_rows if reduction == "none" else self._call(_REDUCTIONS[reduction], of_rows)
         is_valid = self._is_valid(part)
         if not same_shape(of_rows.shape, is_valid.shape):
             of_rows = self._call(torch.reshape, of_rows, is_valid.shape)
         of_rows = self._call(torch.where, is_valid, of_rows, 0.0)
-        if result.reduction == "none":
+        if reduction == "none":
             return of_rows
         total = self._call(torch.sum, of_rows)
-        return total if result.reduction == "sum" else self._call(torch.div, total, self._call(torch.sum, is_valid))
+        return total if reduction == "sum" else self._call(torch.div, total, self._call(torch.sum, is_valid))
 
     def _row(self, result: Result, found: dict[str, Tensor]) -> Tensor:
         """A number of each row, from what the region returns."""
@@ -435,18 +436,36 @@ class _Writing:
 
     # The upstream gradient.
 
-    def _scalar(self) -> Tensor | None:
-        """The program's tensor that the region's loss is; None where it makes that of numbers of each row."""
-        if self._region.total is not None:
-            return self._region.total.place
-        return None if self._loss is None else self._loss.tensor
-
     def _expected_gradient(self) -> Tensor | float | None:
-        total = self._region.total
-        found = expected_gradient(self._scalar(), self._logits.dtype, self._writer, self._options, self._exists)
-        is_token_loss = total is not None and total.as_losses is None
-        # A token loss in float16 is fused only where the options say the upstream gradient: it is 1.
-        return 1.0 if found is None and is_token_loss and self._logits.dtype is torch.float16 else found
+        """What the program and the options say; None for 1."""
+        total, dtype, given = self._region.total, self._logits.dtype, self._options.expected_gradient
+        # The program's tensor that the region's loss is; none where it makes that of numbers of each row.
+        result = total.place if total is not None else None if self._loss is None else self._loss.tensor
+        # float16 needs a loss scale, and the factors that follow the loss are none.
+        if dtype is torch.float16 and given is None:
+            # A token loss is fused only where the options say the upstream gradient: it is 1.
+            return 1.0 if total is not None and total.as_losses is None else None
+        number: float = given or 1.0
+        tensor: Tensor | None = None
+        for factor, divides in factors_after(result) if result is not None else ():
+            if not isinstance(factor, Tensor):
+                number = number / factor if divides else number * factor
+            elif self._exists(factor):
+                factor = self._call(torch.detach, factor)
+                factor = factor if factor.ndim == 0 else self._call(torch.reshape, factor, ())
+                factor = self._in_rows_dtype(factor)
+                factor = self._call(torch.div, 1.0, factor) if divides else factor
+                tensor = factor if tensor is None else self._call(torch.mul, tensor, factor)
+        if tensor is not None:
+            # The tensor may be 0 when the program runs. Then gradients are finished for 1.
+            tensor = tensor if number == 1 else self._call(torch.mul, tensor, number)
+            size = self._call(torch.abs, tensor)
+            limits = self._call(torch.ge, size, _LEAST_FACTOR), self._call(torch.le, size, 1 / _LEAST_FACTOR)
+            return self._call(torch.where, self._call(torch.logical_and, *limits), tensor, 1.0)
+        if number == 1 or not _LEAST_FACTOR <= abs(number) <= 1 / _LEAST_FACTOR:
+            return None
+        # A loss in 16 bits rounds its upstream gradient.
+        return number if result is None or result.dtype.itemsize >= 4 else _rounded(number, result.dtype)
 
     def _exists(self, factor: Tensor) -> bool:
         """Whether a tensor is there where the region is, and does not depend on logits."""
@@ -461,47 +480,6 @@ class _Writing:
                 if each.op.position > min(t.op.position for p in self._region.parts for t in p.logits.linears if t.op):
                     waiting += each.op.operands
         return True
-
-
-def expected_gradient(
-    result: Tensor | None, dtype: torch.dtype, writer: Writer, options: Options, exists: Callable[[Tensor], bool]
-) -> Tensor | float | None:
-    """The upstream gradient that the program and the options say; None for 1. May add operations to the graph.
-
-    Args:
-        result: the loss; None where the results are numbers of each row.
-        dtype: of the linear's operands.
-        writer: of the graph.
-        options: may say a factor of their own.
-        exists: whether a tensor is there before the region.
-    """
-    number: float = options.expected_gradient or 1.0
-    tensor: Tensor | None = None
-    call, rows_dtype = writer.call, torch.float64 if dtype is torch.float64 else torch.float32
-    # float16 needs a loss scale, and the factors that follow the loss are none.
-    if dtype is torch.float16 and options.expected_gradient is None:
-        return None
-    for factor, divides in factors_after(result) if result is not None else ():
-        if not isinstance(factor, Tensor):
-            number = number / factor if divides else number * factor
-        elif exists(factor):
-            factor = call(torch.detach, factor)
-            factor = factor if factor.ndim == 0 else call(torch.reshape, factor, ())
-            factor = factor if factor.dtype == rows_dtype else call(torch.Tensor.to, factor, rows_dtype)
-            factor = call(torch.div, 1.0, factor) if divides else factor
-            tensor = factor if tensor is None else call(torch.mul, tensor, factor)
-    if tensor is not None:
-        # The tensor may be 0 when the program runs. Then gradients are finished for 1.
-        tensor = tensor if number == 1 else call(torch.mul, tensor, number)
-        size = call(torch.abs, tensor)
-        is_usable = call(
-            torch.logical_and, call(torch.ge, size, _LEAST_FACTOR), call(torch.le, size, 1 / _LEAST_FACTOR)
-        )
-        return call(torch.where, is_usable, tensor, 1.0)
-    if number == 1 or not _LEAST_FACTOR <= abs(number) <= 1 / _LEAST_FACTOR:
-        return None
-    # A loss in 16 bits rounds its upstream gradient.
-    return number if result is None or result.dtype.itemsize >= 4 else _rounded(number, result.dtype)
 
 
 _ORDER = (*VARIABLES, "argmax", "valid_argmax")
