@@ -11,12 +11,11 @@ import torch.nn.functional as F
 
 from interpreted import DEVICE, INTERPRETED, on_device, prepare_row_kernels
 from test_pointwise import FUNCTIONS
-from thunder_flce import Options, linear_cross_entropy
 from thunder_flce.engine import row_loss
 from thunder_flce.engine.kernels.interface import RowStatistics
 from thunder_flce.engine.row_loss import RowResults
 from thunder_flce.operation.call import Call
-from thunder_flce.operation.loss import Loss
+from thunder_flce.operation.loss import LogitMap, Loss
 from thunder_flce.token_losses import token_loss_of
 
 ROWS, V = 700, 50
@@ -40,13 +39,6 @@ def interpreter(monkeypatch):
     prepare_row_kernels(monkeypatch)
 
 
-def _kernel_for(function, inputs, *logit_map):
-    from thunder_flce.engine.kernels.triton_tokens import kernel_for
-    from thunder_flce.operation.loss import LogitMap
-
-    return kernel_for(token_loss_of(function, inputs), tuple(each.dtype for each in inputs), LogitMap(*logit_map))
-
-
 def _inputs():
     """Two numbers of each token, a mask and a positive integer."""
     generator = torch.Generator().manual_seed(3)
@@ -58,14 +50,13 @@ def _inputs():
 @on_device
 @pytest.mark.parametrize("name", [*FUNCTIONS, *IN_KERNELS])
 def test_functions(name):
-    _check(name, (FUNCTIONS | IN_KERNELS)[name], *_inputs())
+    from thunder_flce.engine.kernels.triton_tokens import kernel_for
 
-
-def _check(name, function, inputs, generator):
+    function, (inputs, generator) = (FUNCTIONS | IN_KERNELS)[name], _inputs()
     row_max, log_sum, expected, s = torch.rand(4, ROWS, generator=generator).mul(3).to(DEVICE)
     s[::5] = 0
     z_y, expected = row_max - 4 * torch.rand(ROWS, generator=generator).to(DEVICE), -expected
-    kernel = _kernel_for(function, inputs)
+    kernel = kernel_for(token_loss_of(function, inputs), tuple(each.dtype for each in inputs), LogitMap())
     if name in LEFT_TO_PYTORCH:
         assert kernel is None
         return
@@ -84,27 +75,3 @@ def _check(name, function, inputs, generator):
         if right is not None:
             torch.testing.assert_close(ours, right, rtol=1e-4, atol=2e-5)
     assert not others.one_hot[::5].any()
-
-
-@on_device
-def test_a_call(monkeypatch):
-    """Of several chunks, skipping rows; the kernel takes part."""
-    from thunder_flce.engine.kernels import triton_tokens
-
-    if INTERPRETED:
-        pytest.skip("`test_engine_interpreted` has the engine")
-    launches, launch = [], triton_tokens.launch
-    monkeypatch.setattr(triton_tokens, "launch", lambda *given: (launches.append(given), launch(*given)))
-    inputs, generator = _inputs()
-    x, weight = torch.randn(ROWS, 16, generator=generator), torch.randn(V, 16, generator=generator)
-    target = torch.randint(V, (ROWS,), generator=generator).masked_fill(torch.arange(ROWS) % 7 == 0, -100)
-    found = []
-    for row_kernels in ("auto", "torch"):
-        operands = [each.to(DEVICE).requires_grad_() for each in (x, weight)]
-        options = Options(chunk_rows=256, ignored_rows="skip", row_kernels=row_kernels)
-        loss = linear_cross_entropy(
-            *operands, target.to(DEVICE), token_loss=FUNCTIONS["GRPO"], token_inputs=inputs[:2], options=options
-        )
-        found.append([loss, *torch.autograd.grad(loss, operands)])
-    assert len(launches) == 3
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
