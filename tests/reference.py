@@ -299,6 +299,18 @@ def incoming_gradients(case: Case, outputs: tuple[str, ...], dtype: torch.dtype)
     return case.incoming[outputs, dtype]
 
 
+PLANS = {
+    "one chunk": Plan(strategy="gradients_in_forward", chunk_rows=64),
+    "chunks": Plan(strategy="gradients_in_forward", chunk_rows=10),
+    "float32 accumulator": Plan(strategy="gradients_in_forward", chunk_rows=10, float32_accumulator=True),
+    "frequent rows": Plan(strategy="gradients_in_forward", chunk_rows=10, float32_rows=256),
+    "save logits": Plan(strategy="save_logits"),
+    "save some logits": Plan(strategy="save_logits", saved_rows=14, chunk_rows=10, float32_accumulator=True),
+    "recompute logits": Plan(strategy="recompute_logits", chunk_rows=10, float32_accumulator=True),
+}
+"""Of few tokens: one of each kind"""
+
+
 def run_by(monkeypatch, plan: Plan) -> None:
     """Has all calls run by one plan."""
     for module in (calls, operators):

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from reference import (
+    PLANS,
     Case,
     assert_as_exact_as_eager,
     error,
@@ -23,7 +24,6 @@ from reference import (
 )  # fmt: skip
 from thunder_flce import Options, linear_cross_entropy
 from thunder_flce.engine.kernels.scaling import scaled_gradients
-from thunder_flce.engine.plan import Plan
 from thunder_flce.options import STRATEGIES
 
 ON_EVERY_BACKEND = True
@@ -70,17 +70,6 @@ def test_error_with_targets_as_frequent_as_words(chunks, ranks, frozen, device):
     case.target = torch.multinomial(frequency, 512, replacement=True).to(device)
     case.weight.requires_grad_(not frozen)
     assert_as_exact_as_eager(case, options=Options(chunk_rows=512 // chunks), factor=1.35 if ranks else 1.25)
-
-
-PLANS = {
-    "one chunk": Plan(strategy="gradients_in_forward", chunk_rows=64),
-    "chunks": Plan(strategy="gradients_in_forward", chunk_rows=10),
-    "float32 accumulator": Plan(strategy="gradients_in_forward", chunk_rows=10, float32_accumulator=True),
-    "frequent rows": Plan(strategy="gradients_in_forward", chunk_rows=10, float32_rows=256),
-    "save logits": Plan(strategy="save_logits"),
-    "save some logits": Plan(strategy="save_logits", saved_rows=14, chunk_rows=10, float32_accumulator=True),
-    "recompute logits": Plan(strategy="recompute_logits", chunk_rows=10, float32_accumulator=True),
-}
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
@@ -180,21 +169,6 @@ def test_dtypes_of_the_target(dtype, ignore_index, device):
         case.target[::4] = ignore_index
     case.target = case.target.to(dtype)
     assert_as_exact_as_eager(case, ignore_index=ignore_index)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_vocabulary_of_one_column(dtype, reduction, strategy, device):
-    """The only probability is 1: gradients are exactly 0, and so is the loss."""
-    if strategy == "gradients_in_forward" and reduction == "none":
-        pytest.skip("no such strategy")
-    case = make_case(vocab=1, scale=30.0, dtype=dtype, device=device, bias=True)
-    for settings in ({}, {"softcap": 5.0, "logit_scale": -1.5}, {"vocab_size": 1, "label_smoothing": 0.1}):
-        result = ours(case, options=Options(strategy=strategy, chunk_rows=7), reduction=reduction, **settings)
-        assert all((tensor == 0).all() for tensor in result.gradients), settings
-        # A kernel's softcap may differ from PyTorch's in the last digit.
-        assert result.loss.abs().max() <= (1e-5 if "softcap" in settings else 0), settings
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

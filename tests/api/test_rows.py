@@ -5,18 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from reference import assert_as_exact_as_eager, error, make_case, ours, run_by, truth
+from reference import PLANS, assert_as_exact_as_eager, error, make_case, ours, run_by, truth
 from thunder_flce import Options, linear_cross_entropy
 from thunder_flce.engine import engine
-from thunder_flce.engine.plan import Plan
 from thunder_flce.engine.primitives import Primitives, Region
-from thunder_flce.options import STRATEGIES
-
-PLANS = {
-    **{strategy: Plan(strategy=strategy, chunk_rows=0 if strategy == "save_logits" else 10) for strategy in STRATEGIES},
-    "some logits saved": Plan(strategy="save_logits", saved_rows=14, chunk_rows=26),
-}
-
 
 SAVING_PLANS = {name: plan for name, plan in PLANS.items() if plan.strategy != "gradients_in_forward"}
 

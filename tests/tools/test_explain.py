@@ -57,16 +57,16 @@ def test_fused():
     assert "return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))" in text
     assert "for each chunk of C tokens (4 × 10, 1 × 8):" in text
     assert f"logits f32[C, {V}] = x @ W.t()" in text and "dW *= grad" in text.split("  backward:\n")[1]
-
-
-def test_plans_have_the_chosen_one_first():
-    report = _explained(programs.litgpt, options=Options(chunk_rows=10))
-    plans = report[0].plans(report.decisions[0])
+    # The chosen plan comes first.
+    plans = compilation.plans(decision)
     assert [plan.chosen for plan in plans] == [True] + [False] * (len(plans) - 1)
-    assert plans[0].plan == report.decisions[0].plan
+    assert plans[0].plan == decision.plan
     assert plans[0].temporary_bytes == 10 * V * 4
     assert {plan.plan.strategy for plan in plans} == {"gradients_in_forward", "save_logits", "recompute_logits"}
     assert next(p.temporary_bytes for p in plans if p.plan.strategy == "save_logits") == T * V * 4
+    saved = {tensor.role: tensor for tensor in compilation.saved if not tensor.is_argument}
+    assert {role: each.bytes for role, each in saved.items()} == {"dX": T * H * 4, "dW": V * H * 4, "valid_count": 8}
+    assert saved["dW"].type == f"f32[{V}, {H}]"
 
 
 def test_declined_says_why_and_where():
@@ -78,17 +78,6 @@ def test_declined_says_why_and_where():
     assert f"{decision.source}: not fused, because the program returns its logits; return the loss only" in text
     assert decision.source.startswith(programs.__file__)
     assert "return F.cross_entropy(logits.view(-1, logits.shape[-1]).float(), labels.view(-1)), logits" in text
-
-
-def test_saved_tensors_are_those_of_the_trace_with_their_sizes():
-    (compilation,) = _explained(programs.litgpt)
-    saved = {tensor.role: tensor for tensor in compilation.saved if not tensor.is_argument}
-    assert {role: tensor.bytes for role, tensor in saved.items()} == {
-        "dX": T * H * 4,
-        "dW": V * H * 4,
-        "valid_count": 8,
-    }
-    assert saved["dW"].type == f"f32[{V}, {H}]"
 
 
 def test_to_dict_is_plain_values():
