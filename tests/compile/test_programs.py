@@ -199,6 +199,13 @@ def shifted_hidden_states(h, w, y, a, m):
 
 
 @expect(IN_FORWARD)
+def chosen_by_name(h, w, y, a, m):
+    x, is_token, zeros = log_probs(h, w, y), m.bool(), torch.zeros_like(a)
+    by_method = x.where(condition=is_token, other=zeros) + x.where(is_token, other=zeros) + x.where(is_token, a)
+    return (by_method + torch.where(other=zeros, condition=is_token, input=x)).sum()
+
+
+@expect(IN_FORWARD)
 def rows_as_many_as_labels(h, w, y, a, m):
     """Their numbers have the symbol of the labels' length, and may be given by name."""
     x = F.linear(h[0], w).log_softmax(-1)
