@@ -82,8 +82,8 @@ class Options(PlainValues):
     expected_gradient: float | None = None
     """The upstream gradient that gradients in the forward are finished for, where it is not 1: such as the reciprocal
     of the number of accumulation steps by which a training loop divides the loss. Another one is also right, but then
-    16-bit gradients are rounded once more. In a jitted program, that of its results: constants that follow the loss in
-    the program are found by themselves."""
+    16-bit gradients are rounded once more. In a program that is compiled, that of its results: factors that follow a
+    loss which is fused are found by themselves; those behind a call of `linear_cross_entropy` are not."""
 
     tune_products: bool | None = None
     """Whether, on an NVIDIA GPU, the large matmuls of 16-bit operands try the algorithms that cuBLAS proposes, and then

@@ -60,7 +60,7 @@ WORTH_MEMORY = 1.03
 # all of W and adds to all of dW: with fewer rows than this part of H, their traffic takes longer than the logits'. On
 # two cores, 1024 × 128256 × 2048 in float32 takes 13.4, 11.8, 10.5 and 10.3 s with chunks of 64, 128, 256 and 512, and
 # twice as many tokens 24.8, 21.2 and 22.7 s with chunks of 256, 512 and 1024.
-CPU_THREAD_BYTES = 16 * 2**20
+CPU_THREAD_BYTES, CPU_FEWEST_THREADS = 16 * 2**20, 2
 CPU_CHUNK_BYTES = 512 * 2**20
 CPU_PART_OF_HIDDEN = 1 / 4
 CPU_SMALLEST_CHUNK = 64
@@ -352,7 +352,8 @@ class _Choice:
         """Rows of the largest chunk that time asks for, if they take no more memory than a call may by default."""
         call, device = self.call, self.device
         if self.is_on_cpu:
-            allowed = min(device.multiprocessors * CPU_THREAD_BYTES, CPU_CHUNK_BYTES) // self.row_bytes
+            threads = max(device.multiprocessors, CPU_FEWEST_THREADS)
+            allowed = min(threads * CPU_THREAD_BYTES, CPU_CHUNK_BYTES) // self.row_bytes
             return max(allowed, int(call.hidden * CPU_PART_OF_HIDDEN), self.smallest)
         least = rows = max(self.compute_bound_rows, CHUNK_ROWS if self.tokens <= CHUNK_ROWS else 0)
         enough = int(CHUNK_SECONDS * device.matmul_rate / (6 * max(call.hidden, 1) * max(call.vocab, 1)))
