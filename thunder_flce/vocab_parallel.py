@@ -159,6 +159,8 @@ _All = tuple[list[_Told], list[Device | None]]
 # By what this rank told, for captured CUDA graphs; None where others have told different things.
 _agreed: "WeakKeyDictionary[ProcessGroup, OrderedDict[_Told, _All | None]]" = WeakKeyDictionary()
 _REMEMBERED = 256
+# Devices of all ranks, by their digests, where they differ.
+_devices: "WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], list[Device | None]]]" = WeakKeyDictionary()
 
 
 def is_dtensor(value: Any) -> TypeGuard["DTensor"]:
@@ -228,7 +230,7 @@ def agree(
         if any(each.digest != told.digest for each in given):
             _raise_difference(_words_of_all(group, call))
         is_one = all(each.device == told.device for each in given)
-        devices = [device] if is_one else _words_of_all(group, device)
+        devices = [device] if is_one else _devices_of_all(group, tuple([each.device for each in given]), device)
         _remember(group, told, (given, devices))
     of_input = getattr(input, "dtype", None)
     if parallel.input_grad_dtype not in (None, torch.float32, of_input):
@@ -314,6 +316,14 @@ def _words_of_all(group: "ProcessGroup", words: Any) -> list[Any]:
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, words, group=group)
     return found
+
+
+def _devices_of_all(group: "ProcessGroup", digests: tuple[int, ...], device: Device | None) -> list[Device | None]:
+    """What ranks whose devices have these digests tell each other, once: all of them know whether they have."""
+    known = _devices.setdefault(group, {})
+    if digests not in known:
+        known[digests] = _words_of_all(group, device)
+    return known[digests]
 
 
 def _raise_difference(words: list[Any]) -> NoReturn:

@@ -26,12 +26,13 @@ from thunder_flce.options import STRATEGIES, Options
 
 # A running sum of dW in 16 bits is rounded twice a chunk. Its error stays within 1.25 × that of a single matmul while
 # hardly any column is the target of more than one token; the few that are, in any real text, get their rows of dW
-# summed in float32. Error over that of a single matmul for 4 and 16 chunks of 8192 × 128256 × 4096: 1.15 and 1.18 with
-# uniform targets (but 1.30 for 4 chunks at a vocabulary of 98304), 1.09 and 1.10 with Zipf-distributed ones and 192
-# such rows; with 128, 1.12 and 1.14.
+# summed in float32: FREQUENT_ROWS of them, or as many as FREQUENT_BYTES hold. Error over that of a single matmul for 4
+# and 16 chunks of 8192 × 128256 × 4096: 1.15 and 1.18 with uniform targets (but 1.30 for 4 chunks at a vocabulary of
+# 98304), 1.09 and 1.10 with Zipf-distributed ones and 192 such rows, which the bytes hold; with 128, 1.12 and 1.14.
 EXACT_CHUNKS = 16
 EXACT_TOKENS_PER_COLUMN = 1 / 15
 FREQUENT_ROWS = 256
+FREQUENT_BYTES = 3 * 2**20
 # With K targets a token, most columns are the target of several tokens of a text: as many times more rows. What is left
 # is the error of columns that are about equally frequent (lab/performance.md, "Losses over log-probabilities").
 FREQUENT_OF_SEVERAL = 4
@@ -397,8 +398,8 @@ class _Choice:
         has_targets = self.call.divergence is None or self.call.loss.ignores_rows
         if not self._rounds(rows) or not has_targets:
             return self._with(rows)
-        several = FREQUENT_OF_SEVERAL if self.call.targets_per_token else 1
-        return self._with(rows, float32_rows=several * FREQUENT_ROWS)
+        frequent = min(FREQUENT_ROWS, FREQUENT_BYTES // (4 * sum(self.weights)))
+        return self._with(rows, float32_rows=frequent * (FREQUENT_OF_SEVERAL if self.call.targets_per_token else 1))
 
     def _in_float32(self, rows: int) -> Plan:
         return self._with(rows, float32_accumulator=rows < self.tokens)
