@@ -17,6 +17,7 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
     _install_threaded_pg,
     _uninstall_threaded_pg,
 )
+from torch.utils import _python_dispatch
 
 # How many ranks tests on GPUs have: as many as there are, from 2 to 4.
 GPUS = min(torch.cuda.device_count(), 4)
@@ -49,6 +50,9 @@ def as_threads(count: int, run: Callable[[int], Any]) -> list[Any]:
     ProcessLocalGroup.reset()
     store = dist.HashStore()
     barrier = threading.Barrier(count)
+    # Whether there is a mode is one flag for all threads, which two that enter and leave one in turns leave at True:
+    # then Dynamo would compile nothing any more, in silence.
+    flags = {name: flag for name, flag in vars(_python_dispatch).items() if isinstance(flag, bool)}
     # Grad mode and autocast are a thread's own.
     is_grad_enabled = torch.is_grad_enabled()
 
@@ -78,6 +82,7 @@ def as_threads(count: int, run: Callable[[int], Any]) -> list[Any]:
     finally:
         isolate(False)
         _uninstall_threaded_pg()
+        vars(_python_dispatch).update(flags)
     if errors:
         raise RankErrors(errors)
     return results

@@ -215,7 +215,7 @@ def test_devices(name, rows):
 def test_where_dw_is_summed():
     """In float32 wherever 16 bits would add more than a quarter to the error of dW."""
     plan = plan_of()
-    assert not plan.float32_accumulator and -(-8192 // plan.chunk_rows) <= EXACT_CHUNKS and plan.float32_rows == 256
+    assert not plan.float32_accumulator and -(-8192 // plan.chunk_rows) <= EXACT_CHUNKS and plan.float32_rows == 192
     for sizes, options, changes, is_wide in (
         (S1, Options(chunk_rows=512), {}, False),
         (S1, Options(chunk_rows=256), {}, True),
@@ -234,7 +234,7 @@ def test_where_dw_is_summed():
         assert not (plan.float32_accumulator and plan.float32_rows)
     assert not plan_of(options=Options(chunk_rows=8192)).float32_rows
     # Of an adapter, all rows are.
-    assert plan_of(rank=512).float32_rows == 256 and not plan_of(rank=512, **FROZEN).float32_rows
+    assert plan_of(rank=512).float32_rows == 192 and not plan_of(rank=512, **FROZEN).float32_rows
 
 
 # Memory.
