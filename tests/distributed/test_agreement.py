@@ -12,7 +12,7 @@ from divided import part_of
 from ranks import as_processes, as_threads
 from reference import make_case
 from test_plan import DEVICES, call, shard_of
-from thunder_flce import Options, VocabParallel, linear_cross_entropy
+from thunder_flce import Options, VocabParallel, linear_cross_entropy, vocab_parallel
 from thunder_flce.device import Device
 from thunder_flce.engine.choose import choose
 from thunder_flce.operation.call import named_tensors
@@ -48,14 +48,21 @@ def test_heads_of_which_a_rank_has_as_many_rows(run):
 
 @pytest.mark.parametrize("others", [("H100", "L40S"), ("H200", "A100"), ("A100", "3090"), ("H200", "H200")], ids=str)
 def test_ranks_with_different_gpus_make_one_plan(others, monkeypatch):
-    """Or they would run another number of chunks, and wait for each other. Products are tuned if all are Hopper's."""
-    devices, rank_of = [DEVICES[name] for name in others], threading.local()
+    """Or they would run another number of chunks, and wait for each other. Products are tuned if all are Hopper's.
+
+    They tell each other which GPUs they have once.
+    """
+    devices, rank_of, told = [DEVICES[name] for name in others], threading.local(), []
     monkeypatch.setattr(Device, "of", lambda device: devices[rank_of.rank])
+    tell = vocab_parallel._words_of_all
+    monkeypatch.setattr(vocab_parallel, "_words_of_all", lambda *given: (told.append(given), tell(*given))[1])
 
     def run(rank):
         rank_of.rank = rank
         arguments = {"input": torch.zeros(3, 8), "linear_weight": torch.zeros(5, 8), "target": torch.zeros(3).long()}
-        found = agree(VocabParallel(group=dist.group.WORLD), named_tensors(arguments), loss=Loss(), options=Options())
+        parallel = VocabParallel(group=dist.group.WORLD)
+        found, again = (agree(parallel, named_tensors(arguments), loss=Loss(), options=Options()) for _ in range(2))
+        assert found == again
         region = call(shard=replace(shard_of(2), rank=rank))
         return found.device, [choose(region, Options(tune_products=tune), found.device) for tune in (None, True)]
 
@@ -64,7 +71,7 @@ def test_ranks_with_different_gpus_make_one_plan(others, monkeypatch):
     assert first.is_hopper == second.is_hopper == all(device.is_hopper for device in devices)
     # What each would plan on its own.
     alone = {choose(call(shard=shard_of(2)), Options(), device) for device in devices}
-    assert (len(alone) > 1) == (others != ("H200", "H200"))
+    assert (len(alone) > 1) == (others != ("H200", "H200")) and len(told) == (0 if len(alone) == 1 else 2)
 
 
 def _captured_anew(rank: int) -> list[str]:

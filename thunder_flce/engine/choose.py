@@ -57,10 +57,10 @@ FULL_WAVE = 0.8
 # times the gradients, which are there anyway, and taken where smaller ones are predicted to take this much longer.
 ONE_CHUNK = 1.2
 WORTH_MEMORY = 1.03
-# On a CPU, the logits of a chunk have so many bytes for each thread, and for all of them together. But each chunk reads
-# all of W and adds to all of dW: with fewer rows than this part of H, their traffic takes longer than the logits'. On
-# two cores, 1024 × 128256 × 2048 in float32 takes 13.4, 11.8, 10.5 and 10.3 s with chunks of 64, 128, 256 and 512, and
-# twice as many tokens 24.8, 21.2 and 22.7 s with chunks of 256, 512 and 1024.
+# On a CPU, the logits of a chunk have so many bytes for each thread, of at least two, and for all of them together. But
+# each chunk reads all of W and adds to all of dW: with fewer rows than this part of H, their traffic takes longer than
+# the logits'. On two cores, 1024 × 128256 × 2048 in float32 takes 13.4, 11.8, 10.5 and 10.3 s with chunks of 64, 128,
+# 256 and 512, and twice as many tokens 24.8, 21.2 and 22.7 s with chunks of 256, 512 and 1024.
 CPU_THREAD_BYTES, CPU_FEWEST_THREADS = 16 * 2**20, 2
 CPU_CHUNK_BYTES = 512 * 2**20
 CPU_PART_OF_HIDDEN = 1 / 4
