@@ -13,6 +13,7 @@ from typing import Any
 
 import sympy
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import tracing
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node, Proxy
@@ -147,7 +148,8 @@ class _Graph:
             given = tree_map(self._argument, (args, kwargs))
             node = self._graph.call_function(function, *given)
         values: Any = map_arg(given, value_of)
-        with self._fake_mode, torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        # Without Python's dispatcher, torch 2.8 has no views of symbolic sizes.
+        with self._fake_mode, enable_python_dispatcher(), torch.enable_grad(), torch.autocast("cpu", enabled=False):
             value = node.target(*values[0], **values[1])  # type: ignore[operator]
         return self._made(node, value)
 
