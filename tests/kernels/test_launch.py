@@ -72,11 +72,11 @@ def test_only_three_tensors_may_be_specialised_on_their_alignment():
     """Of others, nothing is looked at."""
     import triton
 
-    from thunder_flce.engine.kernels import triton_divergence, triton_rows, triton_vectors
+    from thunder_flce.engine.kernels import triton_divergence, triton_logits, triton_rows, triton_vectors
 
-    modules = (triton_divergence, triton_rows, triton_vectors)
+    modules = (triton_divergence, triton_logits, triton_rows, triton_vectors)
     kernels = [value for module in modules for name, value in vars(module).items() if name.endswith("_kernel")]
-    assert len(kernels) == 8 and all(isinstance(kernel, triton.JITFunction) for kernel in kernels)
+    assert len(kernels) == 9 and all(isinstance(kernel, triton.JITFunction) for kernel in kernels)
     for kernel in kernels:
         for at, parameter in enumerate(kernel.params):
             is_free = parameter.do_not_specialize or parameter.do_not_specialize_on_alignment

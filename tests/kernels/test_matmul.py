@@ -87,14 +87,14 @@ def test_gradients(dtypes, vocab, hidden, device):
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
 @pytest.mark.parametrize("vocab", [V, V + 3])
 def test_batch_invariant_rows(vocab, dtypes):
-    """Any rows have the bits that they have beside all others; for CUDA, test_batch_invariant asks that."""
+    """Any rows have the bits that they have beside all others; for CUDA, test_triton_logits asks that."""
     of, out_dtype = {"dtype": dtypes[0], "device": "cpu"}, dtypes[1]
     x, weight, bias = _randn(200, H + 1, **of), _randn(vocab, H + 1, **of), _randn(vocab, **of)
 
     def logits(rows):
         out = _padded(len(x[rows]), vocab, dtype=out_dtype, device="cpu")
-        matmul.logits_(out, x[rows], weight, bias=bias, batch_invariant=True)
-        matmul.logits_(out, x[rows], weight, accumulate=True, batch_invariant=True)
+        matmul.invariant_logits_(out, x[rows], weight, bias=bias)
+        matmul.invariant_logits_(out, x[rows], weight, accumulate=True)
         return out
 
     whole = logits(slice(None))

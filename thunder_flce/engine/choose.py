@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 
-from thunder_flce.device import ABSENT_DEVICE, ROW_MULTIPLE, TILE_ROWS, Device
+from thunder_flce.device import ABSENT_DEVICE, BFLOAT16_CAPABILITY, TILE_ROWS, Device
 from thunder_flce.engine.kernels.dispatch import check_available, library
 from thunder_flce.engine.kernels.layout import row_stride
-from thunder_flce.engine.matmul import cublaslt
 from thunder_flce.engine.matmul.matmul import scratch_bytes
 from thunder_flce.engine.plan import GRADIENTS_IN_FORWARD, LOSS_ONLY, RECOMPUTE_LOGITS, SAVE_LOGITS, Plan, is_small
 from thunder_flce.operation.call import COLUMN, HIDDEN, Call, argument
@@ -499,20 +498,14 @@ def _check_batch_invariant(call: Call, options: Options, device: Device) -> None
     """
     reason = ""
     if device.kind == "cuda":
-        linears = [("input", call.dtype, [call.tensors[linear.x].shape[-1] for linear in call.linears])]
-        if (teacher := call.get("teacher_input")) is not None:
-            linears.append(("teacher_input", teacher.dtype, [teacher.shape[-1]]))
         dtype = torch.float32 if options.has_float32_logits(call.dtype) else call.dtype
-        # What a GPU that is not there would have is not known.
-        if device.is_hip or (torch.cuda.is_available() and cublaslt.library_name() is None):
-            reason = "on GPUs it needs NVIDIA's cuBLASLt of CUDA 12 or 13, on Linux"
-        elif library(options.row_kernels, dtype=dtype, device_type="cuda") != "Triton":
+        if library(options.row_kernels, dtype=dtype, device_type="cuda") != "Triton":
             reason = 'on CUDA it needs Triton and row_kernels="auto" or "triton"'
-        for name, dtype, sizes in linears:
-            if dtype.itemsize != 2:
+        elif device.is_nvidia and (device.capability or BFLOAT16_CAPABILITY) < BFLOAT16_CAPABILITY:
+            reason = "it needs a GPU of compute capability 8.0 or newer"
+        for name in ("input", "teacher_input"):
+            if name in call.tensors and (dtype := call.tensors[name].dtype).itemsize != 2:
                 reason = f"on CUDA it needs bfloat16 or float16, but {name} is {dtype}"
-            elif any(size % ROW_MULTIPLE for size in sizes):
-                reason = f"on CUDA it needs multiples of {ROW_MULTIPLE}, but the hidden sizes of {name} are {sizes}"
     elif device.kind != "cpu":
         reason = f"it runs on CUDA and on a CPU, but the input is on {device.kind!r}"
     if reason:

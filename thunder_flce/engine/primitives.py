@@ -5,7 +5,7 @@ in a chunk, H hidden size, V vocabulary.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NoReturn
 
 import torch
@@ -111,6 +111,17 @@ class Region:
         return kernel_for(
             self.call.loss.token_loss, tuple([each.dtype for each in self.call.token_inputs]), self.logit_map
         )
+
+    @cached_property
+    def logits_(self) -> Callable[..., None]:
+        """What writes logits: see `matmul.logits_`."""
+        if not self.plan.batch_invariant:
+            return partial(matmul.logits_, tune=self.plan.tune_products)
+        if self.device_type == "cpu":
+            return matmul.invariant_logits_
+        from thunder_flce.engine.kernels.triton_logits import logits_
+
+        return logits_
 
     @cached_property
     def takes_one_pass(self) -> bool:
@@ -347,7 +358,7 @@ class Primitives:
         The smallest is written first, and the head's matmul adds to it: at 2048 × 128256 × 4096 and a rank of 16 that
         takes 0.14 ms more than the head alone (H200), the other way round 0.36 ms.
         """
-        call, plan = self.call, self.plan
+        call = self.call
         if not call.vocab:
             return
         bias, accumulate = call.tensors.get("linear_bias"), False
@@ -357,10 +368,7 @@ class Primitives:
         if len(linears) > 1:
             linears.sort(key=lambda each: each[1].shape[1])
         for linear, x in linears:
-            matmul.logits_(
-                out, x, self._columns(call.tensors[linear.weight]), bias=bias, accumulate=accumulate,
-                tune=plan.tune_products, batch_invariant=plan.batch_invariant,
-            )  # fmt: skip
+            self.region.logits_(out, x, self._columns(call.tensors[linear.weight]), bias=bias, accumulate=accumulate)
             bias, accumulate = None, True
 
     def _columns(self, parameter: Tensor) -> Tensor:
@@ -509,9 +517,7 @@ class Primitives:
 
     def teacher_logits_(self, out: Tensor, x: Tensor) -> None:
         """Fills out (C, V) with the teacher's logits of some rows, from its hidden states (C, H′)."""
-        plan, weight = self.plan, self._columns(self.call.tensors["teacher_weight"])
-        tune = plan.tune_products and not plan.batch_invariant
-        matmul.logits_(out, x, weight, tune=tune, batch_invariant=plan.batch_invariant)
+        self.region.logits_(out, x, self._columns(self.call.tensors["teacher_weight"]))
 
     def divergence_(self, z: Tensor, teacher: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor]:
         """(C,) each row's divergence from the teacher's logits and, with factors (C,), its gradient in place of z."""

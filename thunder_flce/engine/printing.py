@@ -121,6 +121,8 @@ class _Writer(Primitives):
         self._row_library = self.region.row_library
         self._vector_library = "Triton" if self.region.has_vector_kernels else "PyTorch"
         self._matmul_library = matmul.library(device_type)
+        is_in_triton = plan.batch_invariant and device_type == "cuda"
+        self._logits_library = "Triton" if is_in_triton else self._matmul_library
         self._network = "NCCL" if device_type == "cuda" else "gloo"
         self._u = "u" if call.loss.maps_logits else "logits"
         self._rows = "T"
@@ -193,7 +195,7 @@ class _Writer(Primitives):
         sign, bias = "=", " + b" if "linear_bias" in self.call.tensors else ""
         for linear, _ in sorted(zip(self.call.linears, xs, strict=True), key=lambda each: each[1].shape[1]):
             words = f"{self._of_rows('logits', out)} {sign} {letter(linear.x)} @ {letter(linear.weight)}.t(){bias}"
-            self._write("logits_", (words, self._matmul_library))
+            self._write("logits_", (words, self._logits_library))
             sign, bias = "+=", ""
 
     def start_input_gradient(self, dlogits: Tensor, linear: Linear) -> Callable[[Tensor], None]:
@@ -267,7 +269,7 @@ class _Writer(Primitives):
         return row_loss.token_loss(self, found, inputs, s)
 
     def teacher_logits_(self, out: Tensor, x: Tensor) -> None:
-        self._write("teacher_logits_", (f"{self._of_rows('teacher', out)} = x' @ W'.t()", self._matmul_library))
+        self._write("teacher_logits_", (f"{self._of_rows('teacher', out)} = x' @ W'.t()", self._logits_library))
 
     def divergence_(self, z: Tensor, teacher: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor]:
         assert self.call.divergence is not None

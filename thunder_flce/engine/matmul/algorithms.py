@@ -1,4 +1,4 @@
-"""Which of cuBLASLt's algorithms runs a matmul: the fastest one measured, or one for any number of rows.
+"""Which of cuBLASLt's algorithms runs a matmul: the fastest one, by measurement.
 
 cuBLAS's first candidate, the one that PyTorch runs, is not the fastest where outputs are large for the operations that
 they take. At 2048 × 128256 × 4096 in bfloat16 on an H200, another takes 11% to 15% less time for what is added to dW
@@ -21,8 +21,7 @@ from typing import Any
 
 import torch
 
-from thunder_flce.device import ALIGNED_BYTES, ROW_MULTIPLE, TILE_ROWS, on_device
-from thunder_flce.engine.matmul import cublaslt
+from thunder_flce.device import on_device
 from thunder_flce.engine.matmul.cublaslt import Algorithm, Kind, Matmul, MatmulDescriptor, Signature
 
 # Matmuls of so many operations, half a millisecond on an H200, are worth measuring, which takes about 0.15 s. Of 27
@@ -55,12 +54,6 @@ _MOST_TUNINGS, _MOST_KINDS = 64, 256
 # time that they took. What it gains, 3% or so, pays for it later.
 _OFTEN = 1000
 _MOST_MET = 4096
-
-# For any number of rows, `run_invariant` runs what cuBLASLt proposes for so many. It looks whether a row has the bits
-# that it has alone among as many, or as these bytes hold, but a tile of them; on a CPU, all matmuls have so many.
-_CHOSEN_FOR_ROWS = 2048
-_CHECKED_BYTES = 128 * 2**20
-_CPU_ROWS = 64
 
 _descriptor = lru_cache(maxsize=64)(MatmulDescriptor)
 
@@ -219,98 +212,3 @@ def _seconds(runs: Sequence[Callable[[], object]]) -> list[float]:
         end.record()
     events[-1].synchronize()
     return [start.elapsed_time(end) / 1e3 for start, end in itertools.pairwise(events)]
-
-
-def run_invariant(matmul: Matmul, *, in_pytorch: Callable[..., None]) -> None:
-    """Runs a matmul each row of which has the same bits, whatever rows there are beside it.
-
-    Libraries choose by the number of rows in which order they sum; here it has no say. On a CPU `in_pytorch` runs the
-    matmuls of 64 rows, some of which may be zeros; it takes the fields of a `Matmul` by name.
-
-    Raises:
-        RuntimeError: on CUDA, where cuBLASLt cannot read the operands or has no algorithm for any number of rows.
-    """
-    if not matmul.out.is_cuda:
-        _run_in_whole_blocks(matmul, in_pytorch)
-    elif more := -matmul.out.shape[1] % ROW_MULTIPLE:
-        # cuBLASLt reads so many columns at a time.
-        pad = torch.nn.functional.pad
-        out, b = pad(matmul.out, (0, more)), pad(matmul.b.t(), (0, 0, 0, more)).t()
-        bias = None if matmul.bias is None else pad(matmul.bias, (0, more))
-        run_invariant(matmul._replace(out=out, b=b, bias=bias), in_pytorch=in_pytorch)
-        matmul.out.copy_(out[:, :-more])
-    elif matmul.out.numel():
-        _run_chosen_for_any_rows(matmul)
-
-
-def _run_in_whole_blocks(matmul: Matmul, in_pytorch: Callable[..., None]) -> None:
-    # MKL adds in another order where a row of float64 starts between two multiples of 16 bytes.
-    hidden, columns = matmul.a.shape[1], matmul.out.shape[1]
-    a = matmul.a.new_zeros(_CPU_ROWS, -(-hidden // ROW_MULTIPLE) * ROW_MULTIPLE)[:, :hidden]
-    out = matmul.out.new_zeros(_CPU_ROWS, columns)
-    for of_a, of_out in zip(matmul.a.split(_CPU_ROWS), matmul.out.split(_CPU_ROWS), strict=True):
-        rows = slice(0, of_a.shape[0])
-        a[rows] = of_a
-        if matmul.accumulate:
-            out[rows] = of_out
-        in_pytorch(**matmul._replace(a=a, out=out)._asdict())
-        of_out.copy_(out[rows])
-
-
-def _run_chosen_for_any_rows(matmul: Matmul) -> None:
-    if cublaslt.loaded() is None:
-        raise RuntimeError("batch_invariant=True: on a GPU, it needs the cuBLASLt that PyTorch is built for")
-    # The row stride of a matrix of one row may be any number; that of a view of the flat matrix is its width.
-    a = matmul.a.flatten().view(matmul.a.shape)
-    matmul = matmul._replace(a=a.clone() if a.data_ptr() % ALIGNED_BYTES else a)
-    signature = Signature.of(matmul)
-    if signature is None:
-        raise RuntimeError(
-            "batch_invariant=True: cuBLASLt cannot read these operands; input, weight and bias must be contiguous, on "
-            "multiples of 16 bytes, and of one dtype in 16 bits"
-        )
-    with on_device(matmul.out.device):
-        of_many = _of_rows(signature, _CHOSEN_FOR_ROWS)
-        candidates = _descriptor(of_many).candidates
-        if not candidates or not _descriptor(signature).run(matmul, candidates[0]):
-            raise RuntimeError(f"batch_invariant=True: cuBLASLt has no algorithm for any number of rows of {signature}")
-        is_captured = torch.cuda.is_current_stream_capturing()
-        if of_many not in _are_invariant and not is_captured:
-            _are_invariant[of_many] = _is_invariant(matmul, candidates[0])
-        if not _are_invariant.get(of_many, True):
-            hidden, columns = of_many.a.columns, of_many.out.columns
-            raise RuntimeError(
-                f"batch_invariant=True: on {torch.cuda.get_device_name(matmul.out.device)}, cuBLASLt of CUDA "
-                f"{torch.version.cuda} gives a row of {columns} logits, hidden size {hidden}, other bits among "
-                f"{_checked_rows(matmul)} rows than alone"
-            )
-
-
-_are_invariant: dict[Signature, bool] = {}
-"""By what a matmul is but for its rows, whether each row has the same bits alone and among others."""
-
-
-def _of_rows(signature: Signature, rows: int) -> Signature:
-    return signature._replace(a=signature.a._replace(rows=rows), out=signature.out._replace(rows=rows))
-
-
-def _checked_rows(matmul: Matmul) -> int:
-    rows = _CHECKED_BYTES // (matmul.out.shape[1] * matmul.out.itemsize) // TILE_ROWS * TILE_ROWS
-    return min(max(rows, TILE_ROWS), _CHOSEN_FOR_ROWS)
-
-
-def _is_invariant(matmul: Matmul, algorithm: Algorithm) -> bool:
-    """Whether rows have the same bits alone and among others; waits for the device."""
-    generator, count = torch.Generator(matmul.a.device).manual_seed(0), _checked_rows(matmul)
-    a = torch.empty(count, matmul.a.shape[1], dtype=matmul.a.dtype, device=matmul.a.device)
-    a.normal_(generator=generator)
-    found = []
-    for rows in (slice(None), *(slice(row, row + 1) for row in (0, count // 3, count - 1))):
-        out = matmul.out.new_full((a[rows].shape[0], matmul.out.shape[1]), math.nan)
-        part = matmul._replace(out=out, a=a[rows], accumulate=False)
-        signature = Signature.of(part)
-        if signature is None or not _descriptor(signature).run(part, algorithm):
-            return False
-        found.append((rows, out.view(_BITS[out.itemsize])))
-    whole = found[0][1]
-    return all(torch.equal(whole[rows], alone) for rows, alone in found[1:])

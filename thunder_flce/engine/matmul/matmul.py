@@ -1,6 +1,7 @@
 """The three matmuls, each written into memory that the caller owns.
 
     logits_             logits = x Wᵀ + b, or logits += x Wᵀ for a further linear term
+    invariant_logits_   the same, each row with the bits that it has in any batch
     input_gradient_     dX = dlogits W
     weight_gradient_    dW = dlogitsᵀ x
 
@@ -22,11 +23,12 @@ from thunder_flce.engine.matmul.cublaslt import Kind, Matmul
 
 # Columns at a time of what is copied, or computed outside the result, in float32.
 _FLOAT32_COLUMNS = 8192
+# Of `invariant_logits_`.
+_BLOCK_ROWS = 64
 
 
 def logits_(
-    out: Tensor, x: Tensor, weight: Tensor, *, bias: Tensor | None = None, accumulate: bool = False, tune: bool = False,
-    batch_invariant: bool = False,
+    out: Tensor, x: Tensor, weight: Tensor, *, bias: Tensor | None = None, accumulate: bool = False, tune: bool = False
 ) -> None:  # fmt: skip
     """out (C, V) = x (C, H) @ weight (V, H)ᵀ + bias (V,), rounded once; added to what out holds if `accumulate`.
 
@@ -34,7 +36,6 @@ def logits_(
 
     Raises:
         ValueError: for a bias with `accumulate`.
-        RuntimeError: with `batch_invariant`, as `algorithms.run_invariant`.
     """
     if accumulate and bias is not None:
         raise ValueError("a bias is added with the linear term that is written first, not to one that accumulates")
@@ -45,19 +46,32 @@ def logits_(
             biases = repeat(None) if bias is None else bias.split(step)
             # Not `strict`: there is no end of None.
             for of_out, of_weight, of_bias in zip(out.split(step, 1), weight.split(step), biases, strict=False):
-                logits_(
-                    of_out, x, of_weight, bias=of_bias, accumulate=accumulate, tune=tune,
-                    batch_invariant=batch_invariant,
-                )  # fmt: skip
+                logits_(of_out, x, of_weight, bias=of_bias, accumulate=accumulate, tune=tune)
             return
     inner_bias = None if is_wider else bias
-    if batch_invariant:
-        matmul = Matmul("logits", out, x, weight.t(), inner_bias, accumulate)
-        algorithms.run_invariant(matmul, in_pytorch=_multiply)
-    else:
-        _multiply(out, x, weight.t(), kind="logits", bias=inner_bias, accumulate=accumulate, tune=tune)
+    _multiply(out, x, weight.t(), kind="logits", bias=inner_bias, accumulate=accumulate, tune=tune)
     if is_wider and bias is not None:
         out.add_(bias)
+
+
+def invariant_logits_(
+    out: Tensor, x: Tensor, weight: Tensor, *, bias: Tensor | None = None, accumulate: bool = False
+) -> None:
+    """`logits_` on a CPU, each row with the same bits, whatever rows there are beside it.
+
+    Libraries choose by the number of rows in which order they sum, so all matmuls have as many, some of which are 0.
+    """
+    hidden = x.shape[1]
+    # MKL adds in another order where a row of float64 starts between two multiples of 16 bytes.
+    block = x.new_zeros(_BLOCK_ROWS, -(-hidden // ROW_MULTIPLE) * ROW_MULTIPLE)[:, :hidden]
+    of_block = out.new_zeros(_BLOCK_ROWS, out.shape[1])
+    for of_x, of_out in zip(x.split(_BLOCK_ROWS), out.split(_BLOCK_ROWS), strict=True):
+        rows = slice(0, of_x.shape[0])
+        block[rows] = of_x
+        if accumulate:
+            of_block[rows] = of_out
+        logits_(of_block, block, weight, bias=bias, accumulate=accumulate)
+        of_out.copy_(of_block[rows])
 
 
 def input_gradient_(out: Tensor, dlogits: Tensor, weight: Tensor, *, tune: bool = False) -> None:
