@@ -1,6 +1,7 @@
 """Ranks for tests: threads of this process, which is quick, or processes that speak gloo or NCCL."""
 
 import os
+import sys
 import tempfile
 import threading
 import time
@@ -50,9 +51,11 @@ def as_threads(count: int, run: Callable[[int], Any]) -> list[Any]:
     ProcessLocalGroup.reset()
     store = dist.HashStore()
     barrier = threading.Barrier(count)
-    # Whether there is a mode is one flag for all threads, which two that enter and leave one in turns leave at True:
-    # then Dynamo would compile nothing any more, in silence.
-    flags = {name: flag for name, flag in vars(_python_dispatch).items() if isinstance(flag, bool)}
+    # Whether there is a mode, or thunder's autocast, is one flag for all threads, which two that change it in turns
+    # leave changed: then Dynamo would compile nothing any more, and thunder in the wrong dtype, in silence.
+    autocast = sys.modules.get("thunder.transforms.autocast")
+    modules = [each for each in (_python_dispatch, autocast) if each is not None]
+    flags = [{name: flag for name, flag in vars(each).items() if isinstance(flag, bool)} for each in modules]
     # Grad mode and autocast are a thread's own.
     is_grad_enabled = torch.is_grad_enabled()
 
@@ -82,7 +85,8 @@ def as_threads(count: int, run: Callable[[int], Any]) -> list[Any]:
     finally:
         isolate(False)
         _uninstall_threaded_pg()
-        vars(_python_dispatch).update(flags)
+        for module, of_module in zip(modules, flags, strict=True):
+            vars(module).update(of_module)
     if errors:
         raise RankErrors(errors)
     return results
