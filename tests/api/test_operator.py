@@ -150,16 +150,6 @@ def test_options_that_change_between_calls(field):
         assert torch.equal(compiled(*head(case), options), program(*head(case), options))
 
 
-def test_a_compiled_backward_reads_what_is_saved_more_than_once(settings):
-    """Nothing is overwritten while the graph is kept; nor where an operator runs in the backward."""
-    case = make_case()
-    loss = torch.compile(call, backend="aot_eager", fullgraph=True)(case, **settings)
-    grad = torch.randn_like(loss)
-    first = torch.autograd.grad(loss, (case.x, case.weight), grad, retain_graph=True)
-    second = torch.autograd.grad(loss, (case.x, case.weight), grad)
-    torch.testing.assert_close(first, second, rtol=0, atol=0)
-
-
 # The caches on disk know programs by their operators, and not by what these are lowered to.
 @pytest.mark.inductor
 @torch._inductor.config.patch(fx_graph_cache=False)
@@ -229,22 +219,6 @@ def test_without_values(kind, settings):
         assert [tuple(result.shape) for result in results[1:]] == [(), (3, 5), (3, 5)][: 1 + len(names)]
         for operand, gradient in zip((x, weight), torch.autograd.grad(loss.sum(), (x, weight)), strict=True):
             assert (gradient.shape, gradient.dtype, gradient.device) == (operand.shape, operand.dtype, operand.device)
-
-
-@pytest.mark.parametrize("kind", ["meta", "fake", "compiled"])
-def test_errors_are_the_same_without_values(kind):
-    function = torch.compile(linear_cross_entropy, backend="eager") if kind == "compiled" else linear_cross_entropy
-    of = {"device": "meta" if kind == "meta" else "cpu"}
-    x, weight, target = torch.randn(6, 8, **of), torch.randn(12, 8, **of), torch.zeros(6, dtype=torch.int64, **of)
-    # Dynamo raises its own error, with the text in it.
-    with FakeTensorMode(allow_non_fake_inputs=True) if kind == "fake" else torch.no_grad():
-        for given, message in (
-            ((x, weight[:, :7], target), r"input's last dimension must be H = 7, as in linear_weight \(12, 7\)"),
-            ((x, weight.bfloat16(), target), "linear_weight must have input's dtype, float32, but got bfloat16"),
-            ((x, weight, target[:5]), "target must have input's shape without its last dimension"),
-        ):
-            with pytest.raises(Exception, match=message):
-                function(*given)
 
 
 # Transforms of torch.func.

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 def _skip_what_does_not_run(entry, compiler):
-    """What README.md says of versions."""
+    """What docs/models.md says of versions."""
     if entry.model.startswith("litgpt"):
         if not zoo.HAS_LITGPT:
             pytest.skip("needs litgpt")
