@@ -18,17 +18,7 @@ from thunder_flce.backend import compile_graph
 
 FOLDER = Path(__file__).parents[2] / "examples"
 NEEDS = {
-    "dpo": [],
-    "fsdp2": [],
-    "functional": [],
-    "gain": [],
-    "grpo": [],
     "llama": ["transformers"],
-    "local_text": ["tokenizers"],
-    "show_traces": ["rich"],
-    "tensor_parallel": [],
-    "thunder_jit": [],
-    "torch_compile": [],
     "train_gpt": ["litgpt", "rich", "tokenizers", "tqdm"],
     "trainer": ["accelerate", "tokenizers", "transformers"],
 }
@@ -40,7 +30,7 @@ def load(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
 
     def load(name):
-        for package in NEEDS[name]:
+        for package in NEEDS.get(name, ()):
             pytest.importorskip(package, reason="needs the extra 'examples'")
         spec = importlib.util.spec_from_file_location(f"example_{name}", FOLDER / f"{name}.py")
         module = importlib.util.module_from_spec(spec)
@@ -51,9 +41,9 @@ def load(monkeypatch):
     return load
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.py")))
-def test_loads(name, load):
-    assert load(name).__doc__
+def test_cells(load):
+    """Of a notebook."""
+    load("thunder_jit")
 
 
 @pytest.fixture

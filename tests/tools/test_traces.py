@@ -1,21 +1,21 @@
 """Traces: the printed ones are current, and what is saved, computed and fused is what it should be."""
 
 import os
+import re
 import subprocess
 import sys
-from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import thunder
 import torch
+import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import thunder_flce
-from thunder_flce import Options
+from front_ends import symbols
 from thunder_flce.inspection import programs
-from thunder_flce.options import STRATEGIES
 
 TRACES = Path(__file__).parents[2] / "traces"
 sys.path.insert(0, str(TRACES))
@@ -23,22 +23,7 @@ sys.path.insert(0, str(TRACES))
 import regenerate  # noqa: E402
 
 SIZES = programs.Sizes(batch=2, sequence=24, hidden=16, vocab=100)
-STANDALONE = programs.logits_returned
-FUSED = [program for program in programs.PROGRAMS if program is not STANDALONE]
-CASES = [
-    (program, strategy)
-    for program in FUSED
-    for strategy in STRATEGIES
-    if not (program is programs.reduction_none and strategy == "gradients_in_forward")
-]
-each_case = pytest.mark.parametrize(("program", "strategy"), CASES, ids=lambda x: getattr(x, "__name__", x))
 needs_nvfuser = pytest.mark.skipif(not find_spec("nvfuser_direct"), reason="needs nvFuser's Python package")
-
-FORWARD = {"flce_linear_cross_entropy_fwd", "flce_cross_entropy_fwd"}
-BACKWARD = {"flce_linear_cross_entropy_bwd", "flce_cross_entropy_bwd", "flce_scale_gradients"}
-UNFUSED = {"linear", "cross_entropy", "log_softmax", "logsumexp", "nll_loss"}
-
-
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, thunder has other executors")
 
 
@@ -81,52 +66,29 @@ def _run(command: list[str]) -> None:
     subprocess.run([sys.executable, *command], check=True, env=environment)
 
 
-def _compile(program, *, options=None, jit=thunder_flce.jit, **settings):
-    """The final forward and backward trace of a program."""
-    jitted = jit(program, **settings) if options is None else jit(program, options=options, **settings)
-    jitted(*programs.arguments(program, SIZES, device="cpu", dtype=torch.float32))
-    return thunder.last_traces(jitted)[-1], thunder.last_backward_traces(jitted)[-1]
+def _checkpointed(hidden, weight, labels):
+    """Its linear is computed again, of which the unfused loss needs the logits."""
+    return checkpoint(_not_fused, hidden, weight, labels, use_reentrant=False)
 
 
-def _count(trace) -> Counter:
-    """How often each of the symbols of a loss stands in a trace, on its own or inside of others."""
-    found = Counter()
-    waiting = list(trace.bound_symbols)
-    while waiting:
-        bsym = waiting.pop()
-        if bsym.sym.name in FORWARD | BACKWARD | UNFUSED:
-            found[bsym.sym.name] += 1
-        else:
-            waiting += bsym.subsymbols
-    return found
-
-
-@each_case
-def test_recompute_option_brings_no_forward_back(program, strategy):
-    forward, backward = _compile(program, options=Options(strategy=strategy), auto_recompute_intermediates=True)
-    assert _count(forward) == {"flce_linear_cross_entropy_fwd": 1}
-    assert not _count(backward).keys() & (FORWARD | UNFUSED)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_checkpoint_brings_no_forward_back(strategy):
-    def loss(hidden, weight, labels):
-        # What checkpoint marks is what is not returned; the product makes the loss such a tensor.
-        return programs.litgpt(hidden, weight, labels) * 2
-
-    def program(hidden, weight, labels):
-        return checkpoint(loss, hidden, weight, labels, use_reentrant=False)
-
-    forward, backward = _compile(program, options=Options(strategy=strategy))
-    assert _count(forward) == {"flce_linear_cross_entropy_fwd": 1}
-    assert not _count(backward).keys() & (FORWARD | UNFUSED)
+def _not_fused(hidden, weight, labels):
+    # What checkpoint marks is what is not returned; the product makes the loss such a tensor.
+    return 2 * F.cross_entropy(F.linear(hidden, weight).relu().flatten(0, 1), labels.flatten())
 
 
 @pytest.mark.filterwarnings("ignore::thunder_flce.NotFusedWarning")
-def test_standalone_cross_entropy():
-    forward, backward = _compile(STANDALONE, auto_recompute_intermediates=True)
-    assert _count(forward) == {"linear": 1, "flce_cross_entropy_fwd": 1}
-    assert _count(backward) == {"flce_cross_entropy_bwd": 1}
+@pytest.mark.parametrize("program", [programs.litgpt, programs.reduction_none, programs.logits_returned, _checkpointed])
+def test_no_loss_is_computed_again(program):
+    """In the backward, where thunder recomputes what it can or has to."""
+    jitted = thunder_flce.jit(program, auto_recompute_intermediates=program is not _checkpointed)
+    jitted(*programs.arguments(program, SIZES, device="cpu", dtype=torch.float32))
+    forward, backward = (
+        [bsym.sym.name for bsym in symbols(traces[-1])]
+        for traces in (thunder.last_traces(jitted), thunder.last_backward_traces(jitted))
+    )
+    assert sum(name.endswith("cross_entropy_fwd") for name in forward) == 1
+    assert {"flce_linear_cross_entropy_bwd", "flce_cross_entropy_bwd", "flce_scale_gradients"} & {*backward}
+    assert not any(re.search("cross_entropy_fwd$|^cross_entropy$|softmax|logsumexp|nll", name) for name in backward)
 
 
 # Traces for CUDA, which need no GPU. They are read as text, because they come from another process.
