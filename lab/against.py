@@ -16,8 +16,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-
 from thunder_flce.bench import methods, output
 from thunder_flce.bench.cli import Subset
 from thunder_flce.bench.measure import (
@@ -28,15 +26,13 @@ from thunder_flce.bench.measure import (
     laps_ms,
     no_mark,
     peak_bytes,
-    progress,
-    release,
     spread,
     synchronize,
 )
 from thunder_flce.bench.methods import Method, ours
 from thunder_flce.bench.output import GB, TIME
-from thunder_flce.bench.regions import run_step
-from thunder_flce.bench.shapes import Inputs, Shape
+from thunder_flce.bench.regions import prepared, run_step
+from thunder_flce.bench.shapes import Shape
 
 PACKAGE = "thunder_flce"
 
@@ -71,18 +67,11 @@ def measure(shape: Shape, names: list[str], run: Run, *, base: str, base_commit:
             raise SystemExit(f"--base must be a method or a folder with a folder {PACKAGE}, but got {base!r}") from None
     if folder is not None:
         base = base_commit or output.commit_of(folder / PACKAGE) or folder.name
-    run.fields |= {**shape.as_record(), "base": base}
-    torch.compiler.reset()
+    run.fields["base"] = base
+    inputs = prepared(shape, run)
     pairs: dict[str, tuple[Step, Step]] = {}
     memory: dict[str, dict[str, Any]] = {}
-    inputs = None
-    with run.attempt(*names):
-        release(run.device)
-        inputs = Inputs.random(shape, run.device)
-    if inputs is None:
-        return
     for name in names:
-        progress(f"{name}: first calls")
         with run.attempt(name):
             other = methods.maker(base)() if folder is None else _of_checkout(name, folder)
             pair = partial(run_step, inputs, methods.maker(name)()), partial(run_step, inputs, other)

@@ -10,6 +10,7 @@ import random
 import sysconfig
 import time
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from thunder_flce.bench.cli import Subset, one_of, positive
 from thunder_flce.bench.measure import Run, progress, release, synchronize
-from thunder_flce.bench.methods import Method, maker, peer
+from thunder_flce.bench.methods import Method, maker
 from thunder_flce.bench.output import TIME
 from thunder_flce.bench.shapes import Inputs
 
@@ -118,7 +119,7 @@ class _Training:
         tokens = _tokens(setup).to(device)
         held_out = len(tokens) // 20
         self._text, self._held_out = tokens[:-held_out], tokens[-held_out:]
-        litgpt = peer("litgpt", extra="examples")
+        litgpt = import_module("litgpt")
         self._make = lambda: litgpt.GPT(
             litgpt.Config(**setup.config, block_size=setup.length, vocab_size=setup.vocab, padding_multiple=128)
         )
@@ -202,7 +203,7 @@ def _schedule(step: int, steps: int) -> float:
 
 def _tokens(setup: Setup) -> Tensor:
     """The text as numbers (n,) int64, by a byte-level byte-pair vocabulary that is made of it."""
-    tokenizers = peer("tokenizers", extra="examples")
+    tokenizers = import_module("tokenizers")
     documents = _documents(setup.characters)
     tokenizer = tokenizers.ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(documents, vocab_size=setup.vocab, show_progress=False)

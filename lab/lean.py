@@ -24,7 +24,7 @@ from thunder_flce.bench.cli import SUBSETS
 from thunder_flce.bench.measure import TOTAL, Laps, Run, Step, Unavailable, no_mark, synchronize
 from thunder_flce.bench.methods import Method, maker, ours
 from thunder_flce.bench.output import COLUMNS
-from thunder_flce.bench.regions import add, mean_reference, prepared, step_of
+from thunder_flce.bench.regions import add, mean_reference, prepared, run_step
 from thunder_flce.bench.shapes import Inputs, Shape
 from thunder_flce.options import Options
 
@@ -162,12 +162,10 @@ def measure(shape: Shape, methods: list[str], run: Run) -> None:
     upstream, reference = _numbers(inputs), mean_reference(inputs)
     for name in methods:
         given = inputs.map(Tensor.detach) if name == NO_GRAD else inputs
-        make = partial(step_of, given, partial(METHODS[name], inputs), upstream=upstream)
-        add(run, name, make, reference=reference if name in MEANS else {})
-        if name in run.added:
-            step, _, numbers = run.added[name]
-            with run.attempt(name):
-                numbers |= _counts(step, run.device)
+        with run.attempt(name):
+            step = partial(run_step, given, METHODS[name](inputs), upstream=upstream)
+            numbers = add(run, name, step, reference=reference if name in MEANS else {})
+            numbers |= _counts(step, run.device)
     del reference
     run.report(partial(_turn, run))
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from thunder_flce.bench.cli import Subset
-from thunder_flce.bench.measure import Run, no_mark, progress, release, synchronize
+from thunder_flce.bench.measure import Run, no_mark, synchronize
 from thunder_flce.bench.methods import Method, maker, ours
 from thunder_flce.bench.output import TIME
-from thunder_flce.bench.regions import run_step
+from thunder_flce.bench.regions import prepared, run_step
 from thunder_flce.bench.shapes import Inputs, Shape
 from thunder_flce.engine.matmul.algorithms import tunings
 from thunder_flce.options import Options
@@ -66,16 +66,10 @@ def counts_of(tokens: int) -> list[int]:
 
 def measure(shape: Shape, methods: list[str], run: Run) -> None:
     """Runs each method, names from `METHODS`, twice through all numbers of tokens; the shape's are the middle one."""
+    counts = counts_of(shape.tokens)
+    inputs = prepared(replace(shape, tokens=max(counts)), run)
     run.fields |= shape.as_record()
-    torch.compiler.reset()
-    counts, inputs = counts_of(shape.tokens), None
-    with run.attempt("inputs"):
-        release(run.device)
-        inputs = Inputs.random(replace(shape, tokens=max(counts)), run.device)
-    if inputs is None:
-        return
     for name in methods:
-        progress(name)
         with run.attempt(name):
             run.row(name, counts=len(counts), **_run(METHODS[name](shape), inputs, counts))
 

@@ -16,10 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from thunder_flce.bench.rates import a_call
-from thunder_flce.bench.shapes import Shape
+import torch
+
 from thunder_flce.device import ABSENT_DEVICE
 from thunder_flce.engine.choose import choose, temporary_bytes
+from thunder_flce.operation.call import Call
 from thunder_flce.options import Options
 
 ROOT = Path(__file__).parent.parent
@@ -142,7 +143,7 @@ def savings() -> str:
     for model, (vocab, hidden) in MODELS.items():
         cells = []
         for tokens in TOKENS:
-            call = a_call(Shape(name=model, tokens=tokens, vocab=vocab, hidden=hidden), "cuda")
+            call = Call.of_mean(tokens, vocab, hidden, dtype=torch.bfloat16, device=torch.device("cuda"))
             held = temporary_bytes(call, choose(call, Options(), H200), H200)
             cell = f"{tokens * vocab * 2 / 1e9:.2f} → {held / 1e9:.2f} GB"
             if (model, tokens) in times:
@@ -194,7 +195,7 @@ LOSSES = {
     "forward KL from a teacher": ("KL from a teacher", "6287b3c"),
 }
 WAYS = {
-    "thunder_flce": ("function", "jit"),
+    "thunder_flce": ("function", "jit", "flce"),
     "torch.compile": ("torch.compile",),
     "Liger": ("liger", "liger, per token"),
     "TRL": ("trl",),

@@ -18,10 +18,11 @@ from thunder_flce.bench import cli, distributed, losses, measure, output, rates
 from thunder_flce.bench.measure import Run, Unavailable
 from thunder_flce.bench.methods import LOG_PROBS, METHODS, maker
 from thunder_flce.bench.models import parse_model
-from thunder_flce.bench.regions import matmuls, row_slices
+from thunder_flce.bench.regions import add_matmuls, row_slices
 from thunder_flce.bench.shapes import Inputs, Shape, parse_shape
 from thunder_flce.device import ABSENT_DEVICE
 from thunder_flce.engine.choose import choose
+from thunder_flce.operation.call import Call
 from thunder_flce.options import Options
 
 image = pytest.importorskip("matplotlib.image", reason="needs matplotlib")
@@ -68,6 +69,7 @@ def failing_later():
 
 
 BROKEN = {
+    "no module": lambda: raising(ModuleNotFoundError("no module"))(None),
     "MemoryError: later": failing_later,
     "not here": lambda: raising(Unavailable("not here")),
     "RuntimeError: broken": lambda: raising(RuntimeError("broken\nand more"))(None),
@@ -140,8 +142,10 @@ def test_distributed(tmp_path):
         assert row["ranks"] == 2 and row["dx_error"] < 1e-5 and row["dw_error"] < 1e-5
         assert row["ratio"] == pytest.approx(row["time_ms"] / rows["three matmuls"]["time_ms"])
     assert rows["liger"]["failed"] == "equal parts of the vocabulary only"
-    rows = bench(tmp_path / "odd", "distributed", "--shapes", "tiny,tokens=9", "--methods", "vocab_parallel")
-    assert rows["vocab_parallel"]["failed"] == "9 tokens cannot be divided among 2 ranks"
+    names = ["vocab_parallel", "sequence_parallel"]
+    rows = bench(tmp_path / "odd", "distributed", "--shapes", "tiny,tokens=9", "--methods", *names)
+    assert rows["sequence_parallel"]["failed"] == "9 tokens cannot be divided among 2 ranks"
+    assert rows["vocab_parallel"]["dx_error"] < 1e-5
 
 
 def test_losses(tmp_path):
@@ -150,15 +154,16 @@ def test_losses(tmp_path):
     assert list(rows) == [*FLOORS, *names]
     check_losses(rows, names)
     # Eager PyTorch has logits (64, 500) in float32 and as much again; a frozen head leaves no room for either.
-    memory = {name: rows[f"DPO, frozen head, {name}"]["above_outputs_gb"] for name in ("eager", "jit")}
-    assert memory["eager"] >= 2 * 64 * 500 * 4 / 1e9 and memory["jit"] < memory["eager"] / 2
+    memory = {name: rows[f"DPO, frozen head, {name}"]["above_outputs_gb"] for name in ("eager", "flce")}
+    assert memory["eager"] >= 2 * 64 * 500 * 4 / 1e9 and memory["flce"] < memory["eager"] / 2
 
 
 def check_losses(rows, names):
     for name in names:
-        row, loss = rows[name], losses.LOSSES[losses.METHODS[name][0]]
-        assert {error for error in ("dx", "dw") if f"{error}_error" in row} == set(loss.gradients)
-        assert max(row[f"{result}_error"] for result in ("loss", *loss.gradients)) < 1e-5
+        row, loss = rows[name], losses.METHODS[name]
+        gradients = [f"d{name[0]}" for name in ("x", "weight") if name not in loss.constants]
+        assert [error for error in ("dx", "dw") if f"{error}_error" in row] == gradients
+        assert max(row[f"{result}_error"] for result in ("loss", *gradients)) < 1e-5
         assert row["ratio"] == pytest.approx(row["time_ms"] / rows[FLOORS[loss.matmuls - 1]]["time_ms"])
 
 
@@ -209,7 +214,7 @@ def test_peers(tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, module, StandIns)
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers.functional", StandIns)
     peers = [name for name in losses.METHODS if name.endswith(tuple(LOG_PROBS))]
-    assert len(peers) == 3 * 5 + 2
+    assert len(peers) == 3 * 6
     peers += ["DPO, liger", "DPO, frozen head, liger"]
     shape = ["--shapes", "tokens=16,vocab=21,hidden=8,dtype=float32", "--methods"]
     check_losses(bench(tmp_path / "losses", "losses", *shape, *peers), peers)
@@ -217,7 +222,7 @@ def test_peers(tmp_path, monkeypatch):
     rows = bench(tmp_path / "rows", *shape, *names)
     assert all(max(rows[name][f"{result}_error"] for result in ("loss", "dx", "dw")) < 1e-5 for name in names)
     rows = bench(tmp_path / "bias", "--shapes", "tiny,bias=1", "--methods", "liger", "cut-cross-entropy")
-    assert rows["liger"]["dbias_error"] < 1e-5 and rows["cut-cross-entropy"]["failed"] == "no bias in this version"
+    assert rows["liger"]["dbias_error"] < 1e-5 and "argument 'bias'" in rows["cut-cross-entropy"]["failed"]
 
 
 def test_peers_that_are_not_installed_say_so(monkeypatch):
@@ -227,7 +232,7 @@ def test_peers_that_are_not_installed_say_so(monkeypatch):
     peers = [name for name in METHODS if name.startswith(("liger", "trl", "cut", "quack", "torch linear"))]
     assert len(peers) == 10
     for make in [*map(maker, peers), *LOG_PROBS.values()]:
-        with pytest.raises(Unavailable, match=r"liger_kernel|trl|cut_cross_entropy|quack|torch .* has no"):
+        with pytest.raises((ImportError, AttributeError), match="liger_kernel|trl|cut_cross|quack|LinearCrossEntropy"):
             make()
 
 
@@ -257,7 +262,7 @@ def test_rates(tmp_path, capsys):
 
 def test_which_options_are_tried():
     """Half and twice the chunk, what the measured rates ask for, the other choice of matmuls, other row kernels."""
-    call = rates.a_call(parse_shape("S1"), "cuda")
+    call = Call.of_mean(8192, 128256, 4096, dtype=torch.bfloat16, device=torch.device("cuda"))
     h100, amd, l40s = ABSENT_DEVICE, replace(ABSENT_DEVICE, is_hip=True), replace(ABSENT_DEVICE, bandwidth=2e12)
     chosen, by_rates = (choose(call, Options(), device) for device in (h100, l40s))
     assert (chosen.chunk_rows, by_rates.chunk_rows) == (2048, 4096)
@@ -289,9 +294,7 @@ def test_the_matmuls_that_times_are_compared_with_have_the_dlogits_of_the_loss(m
     results = []
     mm = torch.mm
     monkeypatch.setattr(torch, "mm", lambda *operands, out=None: results.append(mm(*operands, out=out)))
-    step = matmuls(inputs.map(torch.Tensor.detach), 3)
-    with torch.no_grad():
-        step(measure.no_mark)
+    add_matmuls(Run(device="cpu"), inputs, 3)
     logits = F.linear(inputs.x, inputs.weight, inputs.bias).detach().requires_grad_()
     F.cross_entropy(logits, inputs.target).backward()
     dlogits = logits.grad[:, :64]
@@ -365,7 +368,6 @@ def test_the_shape_of_a_model(tmp_path):
     [
         *((["--shapes", text], "a shape must be one of S1") for text in ("S9", "tokens=3", "S1,vocab=x", "S1,odd=1")),
         (["--shapes", "none.json,tokens=3"], "no shape can be read from 'none.json'"),
-        (["losses", "--shapes", "tokens=9,vocab=20,hidden=8"], "divisible by 8, but got custom 9"),
         (["losses", "--shapes", "tiny,ignored=0.5"], "without bias, ignored, frozen, rank, but got tiny"),
         (["distributed", "--shapes", "tiny,frozen=1"], "without bias, frozen, rank, but got tiny"),
         (["models", "--models", "none"], "a model must be one of litgpt-llama.*, but got 'none'"),

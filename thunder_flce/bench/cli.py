@@ -13,7 +13,7 @@ import torch
 
 from thunder_flce.bench import distributed, losses, methods, models, output, rates, regions
 from thunder_flce.bench.measure import Run, progress
-from thunder_flce.bench.shapes import SHAPES, parse_plain_shape, parse_shape
+from thunder_flce.bench.shapes import GRAMMAR, parse_plain_shape, parse_shape
 
 PROGRAM = "python -m thunder_flce bench"
 
@@ -80,7 +80,7 @@ SUBSETS = {
         measure=losses.measure,
         methods=losses.METHODS,
         cases={"cuda": ["qwen3-8b"], "cpu": ["tiny"]},
-        parse=partial(parse_plain_shape, divisor=losses.SEQUENCES, without=("bias", "ignored", "frozen", "rank")),
+        parse=partial(parse_plain_shape, without=("bias", "ignored", "frozen", "rank")),
         turns={"rounds": 3, "turn_ms": 300},
     ),
     "models": Subset(
@@ -143,7 +143,8 @@ def main(arguments: Sequence[str], subsets: Mapping[str, Subset] = SUBSETS, prog
     if parsed.pictures and parsed.pictures.exists() and not parsed.pictures.is_dir():
         parser.error(f"--pictures: {parsed.pictures} is no folder")
     context = output.context(command, device=parsed.device, commit=parsed.commit)
-    print(f"`{command}`\n\n{output.as_words(context)}\n", flush=True)
+    known = ", ".join(f"{name} {value}" for name, value in context.items() if value and name != "command")
+    print(f"`{command}`\n\n{known}\n", flush=True)
 
     def write(row: output.Row) -> None:
         if parsed.json:
@@ -168,7 +169,7 @@ def _parser(subsets: Mapping[str, Subset], program: str) -> argparse.ArgumentPar
     for name, subset in subsets.items():
         of_subset = names.add_parser(name, help=subset.help, description=subset.help)
         add = of_subset.add_argument
-        described = _SHAPES if subset.case == "shape" else f"as {', '.join(subset.cases['cuda'])}"
+        described = GRAMMAR if subset.case == "shape" else f"as {', '.join(subset.cases['cuda'])}"
         add(f"--{subset.case}s", dest="cases", nargs="+", metavar="CASE", help=described)
         add("--methods", nargs="+", metavar="METHOD", help="; ".join(subset.methods))
         add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
@@ -182,9 +183,3 @@ def _parser(subsets: Mapping[str, Subset], program: str) -> argparse.ArgumentPar
         for option, settings in subset.options.items():
             add(f"--{option.replace('_', '-')}", **settings)
     return parser
-
-
-_SHAPES = (
-    f"{', '.join(SHAPES)}; tokens=…,vocab=…,hidden=…[,bias=1][,ignored=…][,dtype=…][,frozen=1][,rank=…]; "
-    "both, as in S1,bias=1; or a Hugging Face model's config.json,tokens=…"
-)

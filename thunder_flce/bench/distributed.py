@@ -10,10 +10,11 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,8 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from thunder_flce.bench.measure import TOTAL, Mark, Run, Unavailable, progress
-from thunder_flce.bench.methods import peer
+from thunder_flce.bench.measure import TOTAL, Mark, Run, Step, Unavailable
 from thunder_flce.bench.regions import Results, add, add_matmuls, mean_reference, run_step
 from thunder_flce.bench.shapes import Inputs, Shape
 from thunder_flce.functional import linear_cross_entropy
@@ -35,9 +35,6 @@ from thunder_flce.vocab_parallel import VocabParallel
 
 TIMEOUT = timedelta(seconds=60)
 """A rank that fails ends the others after this time."""
-
-Step = Callable[[Mark], Results]
-"""Gives the loss, dX of all tokens or of this rank's, and dW of this rank's rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,18 +48,10 @@ class Part:
 
     def own_tokens(self) -> Inputs:
         """Its tokens, and its rows of the weight."""
+        if len(self.inputs.x) % self.mesh.size():
+            raise Unavailable(f"{len(self.inputs.x)} tokens cannot be divided among {self.mesh.size()} ranks")
         x = self.inputs.x.detach()[self.tokens].requires_grad_()
         return self.inputs._replace(x=x, target=self.inputs.target[self.tokens])
-
-    def whole(self, tensor: Tensor) -> DTensor:
-        """What all ranks have."""
-        return DTensor.from_local(tensor, self.mesh, [Replicate()], run_check=False)
-
-    def weight(self) -> DTensor:
-        """As `ColwiseParallel` has it."""
-        rows, hidden = self.inputs.weight, self.inputs.x.shape[1]
-        shape = torch.Size((self.vocab, hidden))
-        return DTensor.from_local(rows, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=(hidden, 1))
 
 
 def _vocab_parallel(part: Part, **settings: Any) -> Step:
@@ -85,8 +74,11 @@ def _loss_parallel(part: Part, *, is_compiled: bool = False) -> Step:
     program = torch.compile(loss, dynamic=False) if is_compiled else loss
 
     def method(inputs: Inputs) -> Tensor:
-        loss = program(part.whole(inputs.x), part.weight(), part.whole(inputs.target))
-        return cast(DTensor, loss).to_local()
+        x, target = (DTensor.from_local(each, part.mesh, [Replicate()]) for each in (inputs.x, inputs.target))
+        # As `ColwiseParallel` has it.
+        size, stride = torch.Size((part.vocab, x.shape[1])), (x.shape[1], 1)
+        weight = DTensor.from_local(inputs.weight, part.mesh, [Shard(0)], shape=size, stride=stride)
+        return cast(DTensor, program(x, weight, target)).to_local()
 
     def step(mark: Mark) -> Results:
         with loss_parallel():
@@ -101,7 +93,7 @@ def _liger(part: Part) -> Step:
         raise Unavailable("equal parts of the vocabulary only")
     if not part.inputs.x.is_cuda:
         raise Unavailable("runs on GPUs only")
-    fused = peer("liger_kernel.transformers.functional").liger_fused_linear_scaled_cross_entropy_tp
+    fused = import_module("liger_kernel.transformers.functional").liger_fused_linear_scaled_cross_entropy_tp
 
     def method(inputs: Inputs) -> Tensor:
         losses = fused(inputs.x, inputs.weight, inputs.target, tp_group=part.mesh.get_group())
@@ -126,6 +118,7 @@ def _fully_shard(part: Part) -> Step:
     return step
 
 
+# Their steps give the loss, dX of all tokens or of this rank's, and dW of this rank's rows.
 METHODS: Mapping[str, Callable[[Part], Step]] = {
     "vocab_parallel": _vocab_parallel,
     "sequence_parallel": partial(_vocab_parallel, sequence_parallel=True),
@@ -144,11 +137,6 @@ OWN_TOKENS = (*OWN_MEANS, "sequence_parallel")
 def measure(shape: Shape, names: list[str], run: Run, *, ranks: int) -> None:
     """Measures some ways, names from `METHODS`, on so many ranks, each in a process of its own and on its own GPU."""
     run.fields |= {**shape.as_record(), "ranks": ranks}
-    if shape.tokens % ranks:
-        for name in names:
-            run.row(name, failed=f"{shape.tokens} tokens cannot be divided among {ranks} ranks")
-        return
-    progress(f"{ranks} processes")
     with tempfile.TemporaryDirectory() as folder:
         # The clock must not decide how often a step runs; and no rank may go on where another one has failed.
         of_rank = Run(device=run.device, rounds=run.rounds, calls=run.calls, settle_ms=0, turn_ms=1e9, strict=True)
@@ -158,24 +146,12 @@ def measure(shape: Shape, names: list[str], run: Run, *, ranks: int) -> None:
 
 
 def _run_rank(rank: int, ranks: int, folder: Path, *arguments: Any) -> None:
+    """Gives the run the rows of the slowest rank, with the largest memory and error of any."""
     run, shape, names = arguments
     if run.device == "cuda":
         torch.cuda.set_device(rank)
     backend = "nccl" if run.device == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=TIMEOUT)
-    _measure(shape, names, run)
-    if rank == 0:
-        (folder / "rows").write_text(json.dumps(run.rows))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # At its usual end, a rank on a busy CPU was now and then aborted for a thread that was still running ("terminate
-    # called without an active exception").
-    os._exit(0)
-
-
-def _measure(shape: Shape, names: list[str], run: Run) -> None:
-    """Gives the run the rows of the slowest rank, with the largest memory and error of any."""
-    ranks, rank = dist.get_world_size(), dist.get_rank()
     whole = Inputs.random(shape, run.device)
     right = mean_reference(whole)
     size, tokens = -(-shape.vocab // ranks), shape.tokens // ranks
@@ -190,24 +166,29 @@ def _measure(shape: Shape, names: list[str], run: Run) -> None:
     del whole, right
     # Which column a target is, makes no difference to a product; here it must be one of this rank's.
     add_matmuls(run, part.inputs._replace(target=part.inputs.target % len(dw)), 3)
+
+    def largest(numbers: Iterable[float]) -> list[float]:
+        """Of each number, that of the rank where it is largest."""
+        of_ranks = torch.tensor([*numbers], dtype=torch.float64, device=run.device)
+        dist.all_reduce(of_ranks, dist.ReduceOp.MAX)
+        return of_ranks.tolist()
+
     for name in names:
         right_dx = (dx[part.tokens] if name in OWN_TOKENS else dx) * (ranks if name in OWN_MEANS else 1)
         reference = {"dx": right_dx, "dw": dw, **({} if name in OWN_MEANS else {"loss": loss})}
-        add(run, name, partial(METHODS[name], part), reference=reference, matmuls=3)
-        if name in run.added:  # Or it is unavailable, on all ranks.
-            numbers = run.added[name][2]
-            of_ranks = _of_all({field: number for field, number in numbers.items() if isinstance(number, float)})
-            numbers |= {field: max(numbers[field] for numbers in of_ranks) for field in of_ranks[0]}
+        with run.attempt(name):
+            numbers = add(run, name, METHODS[name](part), reference=reference, matmuls=3)
+            floats = {field: number for field, number in numbers.items() if isinstance(number, float)}
+            numbers |= zip(floats, largest(floats.values()), strict=True)
 
     def slowest(step: Step) -> list[dict[str, float]]:
-        of_ranks = _of_all([lap[TOTAL] for lap in run.turn(step)])
-        return [{TOTAL: max(times)} for times in zip(*of_ranks, strict=True)]
+        return [{TOTAL: ms} for ms in largest(lap[TOTAL] for lap in run.turn(step))]
 
     run.report(slowest)
-
-
-def _of_all(value: Any) -> list[Any]:
-    """What each rank has."""
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
-    return gathered
+    if rank == 0:
+        (folder / "rows").write_text(json.dumps(run.rows))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # At its usual end, a rank on a busy CPU was now and then aborted for a thread that was still running ("terminate
+    # called without an active exception").
+    os._exit(0)

@@ -8,17 +8,15 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
+from importlib import import_module
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import thunder_flce
-from thunder_flce.backend import compile_graph
-from thunder_flce.bench.measure import Run, progress
-from thunder_flce.bench.methods import LOG_PROBS, Method, peer
-from thunder_flce.bench.regions import Results, add, add_matmuls, make_reference, prepared, row_slices, step_of
+from thunder_flce.bench.measure import Run
+from thunder_flce.bench.methods import COMPILERS, LOG_PROBS, Method
+from thunder_flce.bench.regions import Results, add, add_matmuls, make_reference, prepared, row_slices, run_step
 from thunder_flce.bench.shapes import Inputs, Shape
 from thunder_flce.functional import linear_cross_entropy
 from thunder_flce.kl_divergence import linear_kl_divergence
@@ -28,15 +26,6 @@ SEQUENCES = 8
 
 Program = Callable[..., Tensor]
 """The loss from x (T, H), weight (V, H), target (T,) and what is given: weights of the tokens (T,), or a teacher."""
-
-_compile = partial(torch.compile, fullgraph=True, dynamic=False)
-# Strict: what is not fused fails, and is not measured as if it were ours.
-COMPILERS: dict[str, Callable[[Program], Program]] = {
-    "jit": partial(thunder_flce.jit, strict=True),
-    "backend": partial(_compile, backend=compile_graph, options={"strict": True}),
-    "torch.compile": _compile,
-    "eager": lambda program: program,
-}
 
 
 def _log_probs_of(logits: Tensor, target: Tensor, *given: Tensor) -> Tensor:
@@ -58,46 +47,33 @@ class Loss:
     of_rows: Callable[..., Tensor] = _log_probs_of  # these, from logits, target, and what is given, of some tokens
     given: Callable[[Inputs], tuple[Tensor, ...]] = _weights
     of_tokens: int = 1  # how many of the given ones have a row for each token; they come first
-    gradients: tuple[str, ...] = ("dx", "dw")
+    constants: tuple[str, ...] = ()  # those of x and weight that get no gradient
     matmuls: int = 3  # that the results need: the logits, dX and dW are one each, and so are a teacher's logits
-    own: Mapping[str, Callable[[], Program]] = field(default_factory=dict)  # ours, "function", and Liger's, "liger"
-    per_token: tuple[str, ...] = tuple(LOG_PROBS)  # peers under whose log-probabilities it runs
+    own: Mapping[str, Program] = field(default_factory=dict)  # ours, "function", and Liger's, "liger"
 
     @property
     def ways(self) -> tuple[str, ...]:
         """Who computes it: without a function of ours, what our compilers make of it."""
-        ours = () if "function" in self.own else ("jit", "backend")
-        return (*ours, *self.own, *self.per_token, "torch.compile", "eager")
+        ours = () if "function" in self.own else ("flce", "flce backend")
+        peers = LOG_PROBS if self.of_rows is _log_probs_of else ()
+        return (*ours, *self.own, *peers, "torch.compile", "eager")
 
     def method(self, way: str, given: tuple[Tensor, ...]) -> Method:
         """The loss as one of `ways` computes it."""
         reduce, of_rows = self.reduce, self.of_rows
-        log_probs = LOG_PROBS[way]() if way in self.per_token else None
 
         def written(x: Tensor, weight: Tensor, target: Tensor, *given: Tensor) -> Tensor:
-            if log_probs is not None:
-                return reduce(log_probs(x, weight, target), *given)
             # In float32, as people write it: sums of log-probabilities in bfloat16 are off by whole units.
             return reduce(of_rows(F.linear(x, weight).float(), target, *given), *given)
 
-        compiler = COMPILERS.get("eager" if way in self.per_token else way)
-        program = self.own[way]() if compiler is None else compiler(written)
+        if way in self.own:
+            program = self.own[way]
+        elif way in LOG_PROBS:
+            log_probs = LOG_PROBS[way]()
+            program = lambda x, weight, target, *given: reduce(log_probs(x, weight, target), *given)  # noqa: E731
+        else:
+            program = COMPILERS[way](written)
         return lambda inputs: program(inputs.x, inputs.weight, inputs.target, *given)
-
-    def inputs(self, inputs: Inputs) -> Inputs:
-        """Those of which only what has a gradient requires one."""
-        needed = {"dx": inputs.x, "dw": inputs.weight}
-        x, weight = (tensor if name in self.gradients else tensor.detach() for name, tensor in needed.items())
-        return inputs._replace(x=x, weight=weight)
-
-    def reference(self, inputs: Inputs, given: tuple[Tensor, ...]) -> Results:
-        """The right loss and gradients."""
-
-        def of_rows(wide: Inputs, rows: slice, *given: Tensor) -> Tensor:
-            of_tokens = (each[rows] for each in given[: self.of_tokens])
-            return self.of_rows(wide.logits(rows), wide.target[rows], *of_tokens, *given[self.of_tokens :])
-
-        return make_reference(inputs, of_rows, self.reduce, given=given)
 
 
 def _mean(log_probs: Tensor, *given: Tensor) -> Tensor:
@@ -120,14 +96,10 @@ def _grpo(log_probs: Tensor, weights: Tensor) -> Tensor:
     return (0.04 * divergence - gains).mean()
 
 
-def _our_log_probs(x: Tensor, weight: Tensor, target: Tensor, *given: Tensor) -> Tensor:
-    return -linear_cross_entropy(x, weight, target, reduction="none")
-
-
-def _liger_preference() -> Program:
+def _liger_preference(x: Tensor, weight: Tensor, target: Tensor, _: Tensor) -> Tensor:
     """Liger's DPO, a chunk for each pair of sequences."""
-    fused = peer("liger_kernel.chunked_loss").LigerFusedLinearDPOLoss(beta=0.1, use_ref_model=False)
-    return lambda x, weight, target, _: fused(weight, x.view(SEQUENCES, -1, x.shape[1]), target.view(SEQUENCES, -1))[0]
+    fused = import_module("liger_kernel.chunked_loss").LigerFusedLinearDPOLoss(beta=0.1, use_ref_model=False)
+    return fused(weight, x.view(SEQUENCES, -1, x.shape[1]), target.view(SEQUENCES, -1))[0]
 
 
 @torch.no_grad()
@@ -169,41 +141,39 @@ def _minus_divergence(divergence: str, logits: Tensor, target: Tensor, *teacher:
 
 
 def _distillation(divergence: str, beta: float) -> Loss:
-    def liger() -> Program:
-        function = peer("liger_kernel.transformers.functional").liger_fused_linear_jsd
-        return lambda x, weight, _, *teacher: function(x, weight, *teacher, jsd_beta=beta)
+    def ours(x: Tensor, weight: Tensor, _: Tensor, *teacher: Tensor) -> Tensor:
+        return linear_kl_divergence(x, weight, *teacher, divergence=divergence)
 
-    ours = _ours(lambda x, weight, _, *teacher: linear_kl_divergence(x, weight, *teacher, divergence=divergence))
-    of_rows, own = partial(_minus_divergence, divergence), {**ours, "liger": liger}
-    return Loss(reduce=_mean, of_rows=of_rows, given=_teacher, matmuls=4, own=own, per_token=())
+    def liger(x: Tensor, weight: Tensor, _: Tensor, *teacher: Tensor) -> Tensor:
+        function = import_module("liger_kernel.transformers.functional").liger_fused_linear_jsd
+        return function(x, weight, *teacher, jsd_beta=beta)
 
-
-def _ours(program: Program) -> dict[str, Callable[[], Program]]:
-    return {"function": lambda: program}
+    of_rows, own = partial(_minus_divergence, divergence), {"function": ours, "liger": liger}
+    return Loss(reduce=_mean, of_rows=of_rows, given=_teacher, matmuls=4, own=own)
 
 
 LOSSES = {
-    "mean": Loss(reduce=_mean, own=_ours(lambda x, weight, target, _: linear_cross_entropy(x, weight, target))),
+    "mean": Loss(reduce=_mean, own={"function": lambda x, weight, target, _: linear_cross_entropy(x, weight, target)}),
     "GRPO": Loss(reduce=_grpo),
     "DPO": Loss(reduce=_preference, own={"liger": _liger_preference}),
     "DPO, frozen head": Loss(
-        reduce=_preference, gradients=("dx",), matmuls=2, own={"liger": _liger_preference},
-        per_token=("trl", "cut-cross-entropy"),  # which leave out dW
+        reduce=_preference, constants=("weight",), matmuls=2, own={"liger": _liger_preference}
     ),
     "weighted tokens": Loss(reduce=lambda log_probs, weights: -(log_probs * weights).sum() / weights.sum()),
     "log-probabilities alone": Loss(
-        reduce=lambda log_probs, _: log_probs, gradients=(), matmuls=1, own=_ours(_our_log_probs)
+        reduce=lambda log_probs, _: log_probs, constants=("x", "weight"), matmuls=1,
+        own={"function": lambda x, weight, target, _: -linear_cross_entropy(x, weight, target, reduction="none")},
     ),
     "top-64 teacher": Loss(
-        reduce=_mean, of_rows=_of_largest, given=_largest, of_tokens=2, per_token=(),
-        own=_ours(lambda x, weight, _, top, shares: linear_cross_entropy(x, weight, top, target_weights=shares)),
+        reduce=_mean, of_rows=_of_largest, given=_largest, of_tokens=2,
+        own={"function": lambda x, weight, _, top, shares: linear_cross_entropy(x, weight, top, target_weights=shares)},
     ),
     "KL from a teacher": _distillation("forward", 0.0),
     "reverse KL": _distillation("reverse", 1.0),
     "Jensen-Shannon": _distillation("jensen_shannon", 0.5),
 }  # fmt: skip
 
-METHODS = {f"{name}, {way}": (name, way) for name, loss in LOSSES.items() for way in loss.ways}
+METHODS = {f"{name}, {way}": loss for name, loss in LOSSES.items() for way in loss.ways}
 
 
 # Most programs are one function with other constants, which Dynamo would give up to compile after eight of them.
@@ -211,17 +181,20 @@ METHODS = {f"{name}, {way}": (name, way) for name, loss in LOSSES.items() for wa
 def measure(shape: Shape, names: list[str], run: Run) -> None:
     """Measures some losses, names from `METHODS`, on one shape, whose tokens are divided into `SEQUENCES`."""
     inputs = prepared(shape, run)
-    for count in sorted({LOSSES[METHODS[name][0]].matmuls for name in names} | {3}):
+    for count in sorted({METHODS[name].matmuls for name in names} | {3}):
         add_matmuls(run, inputs, count)
-    # A reference is as large as the gradients; one at a time.
-    for loss_name, group in groupby(sorted(names, key=list(METHODS).index), lambda name: METHODS[name][0]):
-        loss, reference = LOSSES[loss_name], Results()
-        given, of_loss = loss.given(inputs), loss.inputs(inputs)
-        progress(f"{loss_name}: reference")
+    for loss_name, loss in LOSSES.items():
+        if not (ways := [way for way in loss.ways if f"{loss_name}, {way}" in names]):
+            continue
+        # A reference is as large as the gradients; one at a time.
+        reference = Results()
+        given = loss.given(inputs)
+        of_loss = inputs._replace(**{name: getattr(inputs, name).detach() for name in loss.constants})
         with run.attempt(f"{loss_name}, reference"):
-            reference = loss.reference(of_loss, given)
-        for name in group:
-            make = partial(loss.method, METHODS[name][1], given)
-            add(run, name, partial(step_of, of_loss, make), reference=reference, matmuls=loss.matmuls)
+            reference = make_reference(of_loss, loss.of_rows, loss.reduce, given=given, of_tokens=loss.of_tokens)
+        for way in ways:
+            with run.attempt(name := f"{loss_name}, {way}"):
+                step = partial(run_step, of_loss, loss.method(way, given))
+                add(run, name, step, reference=reference, matmuls=loss.matmuls)
         del reference
     run.report()

@@ -25,13 +25,16 @@ Laps = list[dict[str, float]]
 """Of each call of a step, the milliseconds of each phase, and of all of them as `TOTAL`."""
 TOTAL = "total"
 
+MATMULS = {1: "one matmul", 2: "two matmuls", 3: "three matmuls", 4: "four matmuls"}
+"""The methods that times are compared with: so many matmuls alone."""
+
 
 def no_mark(phase: str) -> None:
     """Of a step that nobody times."""
 
 
 class Unavailable(Exception):
-    """A method that is not installed, or cannot do what it is asked for; the message says why."""
+    """A method that cannot do what it is asked for; the message says why."""
 
 
 def progress(words: str) -> None:
@@ -61,14 +64,15 @@ class Run:
     device: str  # "cuda" or "cpu"
     rounds: int = 4  # turns of each method
     calls: int = 5  # timings a turn, at most
-    turn_ms: float = 500  # how long these may take together; on a GPU two are always made, on a CPU one
-    settle_ms: float = 250  # how long a method runs on a GPU before it is timed; on a CPU its first calls do
-    strict: bool = False  # whether failures are raised, but for `Unavailable`
+    turn_ms: float = 500  # how long these may take together; two are always made
+    settle_ms: float = 250  # how long a method runs on a GPU before it is timed; on a CPU, two calls do
+    strict: bool = False  # whether failures are raised, but for what is unavailable or not installed
     write: Callable[[dict[str, Any]], object] | None = None  # called with each row as soon as it is known
     fields: dict[str, Any] = field(default_factory=dict)  # of all rows
     rows: list[dict[str, Any]] = field(default_factory=list)  # those known so far, as in JSON
-    # What `report` is to time: of each method its step, its floor, and more of its row.
-    added: dict[str, tuple[Step, str | None, dict[str, Any]]] = field(default_factory=dict)
+    # What `report` is to time: of each method its step, which has run before, and more of its row. With "matmuls", the
+    # row has the "ratio" to the time of so many, where they were added, too.
+    added: dict[str, tuple[Step, dict[str, Any]]] = field(default_factory=dict)
 
     def row(self, method: str, **numbers: Any) -> None:
         """Adds a row, without what is None."""
@@ -78,42 +82,35 @@ class Run:
             self.write(self.rows[-1])
 
     @contextmanager
-    def attempt(self, *methods: str) -> Iterator[None]:
-        """Turns any failure inside into a row of each of these methods, and frees what the failed one held."""
-        failed = False
+    def attempt(self, method: str) -> Iterator[None]:
+        """Turns any failure inside into a row of the method, and frees what it held."""
+        progress(method)
         try:
             yield
         # A peer may fail in any way; its row says so and the others go on.
         except Exception as error:
-            if self.strict and not isinstance(error, Unavailable):
+            is_available = not isinstance(error, Unavailable | ImportError)
+            if self.strict and is_available:
                 raise
-            failed = True
-            words = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            if isinstance(error, Unavailable | torch.OutOfMemoryError):
-                words = str(error) if isinstance(error, Unavailable) else "out of memory"
-            for method in methods:
-                self.row(method, failed=words)
+            words = f"{type(error).__name__}: {error}" if is_available else str(error)
+            is_full = isinstance(error, torch.OutOfMemoryError)
+            self.row(method, failed="out of memory" if is_full else words.partition("\n")[0])
             # What the functions that failed had in their variables, the tracebacks hold on to.
             chain: BaseException | None = error
             while chain is not None:
                 traceback.clear_frames(chain.__traceback__)
                 chain = chain.__context__
-        if failed:
             release(self.device)
-
-    def add(self, name: str, step: Step, *, floor: str | None = None, **numbers: Any) -> None:
-        """Adds a method, whose step has run before; "ratio" is its time over that of the floor, another method."""
-        self.added[name] = step, floor, numbers
 
     def report(self, turn: Callable[[Step], Laps] | None = None, *, operations: int | None = None) -> None:
         """Times what was added, by `turn` or `Run.turn`; a row also says how many operations are done a second."""
-        laps = self.in_turns({name: step for name, (step, *_) in self.added.items()}, turn or self.turn)
+        laps = self.in_turns({name: step for name, (step, _) in self.added.items()}, turn or self.turn)
         for name, of_method in laps.items():
-            _, floor, numbers = self.added[name]
+            numbers = self.added[name][1]
             times: dict[str, float] = {}
             for phase in (TOTAL, *of_method[0]):
                 times |= spread((lap[phase] for lap in of_method), "time_ms" if phase == TOTAL else f"{phase}_ms")
-            if floor in laps:
+            if (floor := MATMULS.get(numbers.get("matmuls", 0))) in laps:
                 times["ratio"] = times["time_ms"] / statistics.median(lap[TOTAL] for lap in laps[floor])
             if operations is not None:
                 times["tflops"] = operations / times["time_ms"] / 1e9
@@ -124,8 +121,8 @@ class Run:
         found: dict[str, list[Any]] = {name: [] for name in steps}
         for number in range(1, self.rounds + 1):
             for name in list(found):
-                progress(f"round {number} of {self.rounds}: {name}")
                 with self.attempt(name):
+                    progress(f"round {number} of {self.rounds}: {name}")
                     found[name] += turn(steps[name])
                     continue
                 del found[name]
@@ -136,15 +133,8 @@ class Run:
         return laps_ms((step for _ in self.repetitions(step)), self.device)
 
     def repetitions(self, *steps: Step) -> Iterator[int]:
-        """Counts how often all of these steps are timed in a turn; on a GPU it lets the chip settle first."""
-        if self.device == "cpu":
-            end = time.perf_counter() + self.turn_ms / 1e3
-            for number in range(self.calls):
-                if number and time.perf_counter() >= end:
-                    return
-                yield number
-            return
-        settled = time.perf_counter() + self.settle_ms / 1e3
+        """Counts how often all of these steps are timed in a turn, after what settles the chip."""
+        settled = time.perf_counter() + (self.settle_ms / 1e3 if self.device == "cuda" else 0)
         while True:
             call_ms = sum(lap[TOTAL] for lap in laps_ms(steps, self.device))
             if time.perf_counter() >= settled:

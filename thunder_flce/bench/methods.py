@@ -10,7 +10,6 @@ from functools import partial
 from importlib import import_module
 from itertools import chain
 from operator import attrgetter
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -33,9 +32,26 @@ def _program(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *ad
     return F.cross_entropy(logits.float(), target)
 
 
-def _compiled(compile_program: Callable[..., Callable[..., Tensor]], **settings: Any) -> Method:
-    """The mean loss as it is written in PyTorch, compiled by a function."""
-    program = compile_program(_program, **settings)
+def _backend(program: Callable[..., Tensor], *, options: Options | None = None) -> Callable[..., Tensor]:
+    given = {**(options or Options()).non_defaults(), "strict": True}
+    return torch.compile(program, fullgraph=True, dynamic=False, backend=compile_graph, options=given)
+
+
+# Strict: what is not fused fails, and is not measured as if it were ours.
+COMPILERS: dict[str, Callable[..., Callable[..., Tensor]]] = {
+    "eager": lambda program: program,
+    "torch.compile": partial(torch.compile, fullgraph=True, dynamic=False),
+    "torch.compile, dynamic": partial(torch.compile, fullgraph=True, dynamic=True),
+    "thunder": lambda program: import_module("thunder").jit(program),
+    "flce": partial(thunder_flce.jit, strict=True),
+    "flce backend": _backend,
+}
+"""From a program in PyTorch, what runs it; those of ours also take `Options`, as `options`."""
+
+
+def _compiled(compiler: str, **settings: Any) -> Method:
+    """The mean loss as it is written in PyTorch, by one of `COMPILERS`."""
+    program = COMPILERS[compiler](_program, **settings)
     return lambda inputs: program(inputs.x, inputs.weight, inputs.bias, inputs.target, *chain(*inputs.terms))
 
 
@@ -51,77 +67,47 @@ def ours(
     return method
 
 
-def _jitted(options: Options) -> Method:
-    program, function = _compiled(thunder_flce.jit, options=options), ours(options)
-    # A sum of linears is given to the function as such: there is nothing to find in a trace.
-    return lambda inputs: function(inputs) if inputs.terms else program(inputs)
-
-
-def _by_backend(options: Options) -> Method:
-    given = {**options.non_defaults(), "strict": True}
-    return _compiled(torch.compile, dynamic=False, backend=compile_graph, options=given)
-
-
-def peer(module: str, *, extra: str | None = "peers") -> ModuleType:
-    """A module of another library, which the extra installs, or its own name; `Unavailable` where it is not there."""
-    try:
-        return import_module(module)
-    except ModuleNotFoundError as error:
-        cure = f"pip install {module.partition('.')[0]}" if extra is None else f"it is in the extra {extra!r}"
-        raise Unavailable(f"{error}; {cure}") from None
-    except ImportError as error:
-        raise Unavailable(str(error)) from None
-
-
-def _one_linear(function: Callable[..., Tensor], *, takes_bias: bool = True) -> Method:
-    """A function of x, weight, target and, where it takes one, bias=; it says so where there is more than it takes."""
+def _one_linear(function: Callable[..., Tensor]) -> Method:
+    """A function of x, weight, target and, where there is one, bias=."""
 
     def method(inputs: Inputs) -> Tensor:
         if inputs.terms:
             raise Unavailable("takes one linear, and no adapter beside it")
-        if inputs.bias is not None and not takes_bias:
-            raise Unavailable("no bias in this version")
-        bias = {"bias": inputs.bias} if takes_bias else {}
+        bias = {} if inputs.bias is None else {"bias": inputs.bias}
         return function(inputs.x, inputs.weight, inputs.target, **bias)
 
     return method
 
 
 def _peer(path: str, **settings: Any) -> Method:
-    """A peer's function, as in "module:name", which takes no bias."""
+    """A peer's function, as in "module:name"."""
     module, name = path.split(":")
-    return _one_linear(partial(attrgetter(name)(peer(module)), **settings), takes_bias=False)
-
-
-def _liger(**settings: Any) -> Method:
-    function = peer("liger_kernel.transformers.functional").liger_fused_linear_cross_entropy
-    return _one_linear(partial(function, **settings))
+    return _one_linear(partial(attrgetter(name)(import_module(module)), **settings))
 
 
 def _torch_linear_cross_entropy(**settings: Any) -> Method:
-    if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
-        raise Unavailable(f"torch {torch.__version__} has no chunked linear_cross_entropy")
-    function: Callable[..., Tensor] = F.linear_cross_entropy  # type: ignore[attr-defined]
-    options = torch.nn.LinearCrossEntropyOptions(**settings)
-    return _one_linear(lambda x, weight, target, bias: function(x, weight, target, linear_bias=bias, options=options))
+    # Newer versions of torch have both.
+    options = torch.nn.LinearCrossEntropyOptions(**settings)  # type: ignore[attr-defined]
+    function: Callable[..., Tensor] = partial(F.linear_cross_entropy, options=options)  # type: ignore[attr-defined]
+    return _one_linear(lambda x, weight, target, bias=None: function(x, weight, target, linear_bias=bias))
 
 
 def _trl_log_probs() -> Callable[..., Tensor]:
     """The head of TRL's trainers without the model around it, at the width of their blocks of the vocabulary."""
-    function = peer("trl.kernels", extra=None).ChunkedLogProbFunction
+    function = import_module("trl.kernels").ChunkedLogProbFunction
     settings = 1.0, 32768, None, 1.0, ()  # temperature, columns, softcap, scale, outputs
     return lambda x, weight, target, bias=None: function.apply(x, weight, bias, target, *settings)[0]
 
 
 def _liger_log_probs() -> Callable[..., Tensor]:
-    function = peer("liger_kernel.ops").LigerFusedLinearScaledCrossEntropyFunction
+    function = import_module("liger_kernel.ops").LigerFusedLinearScaledCrossEntropyFunction
     settings = 1.0, -100, 1, False  # temperature, ignore_index, tiles, entropy
     return lambda x, weight, target: -function.apply(x, weight, target, *settings)
 
 
 def _cut_cross_entropy_log_probs() -> Callable[..., Tensor]:
     """With all gradients: by default it leaves out the small ones."""
-    function = peer("cut_cross_entropy").linear_cross_entropy
+    function = import_module("cut_cross_entropy").linear_cross_entropy
     return lambda x, weight, target: -function(x, weight, target, reduction="none", filter_eps=None)
 
 
@@ -136,30 +122,28 @@ LOG_PROBS = {
 def _trl() -> Method:
     log_probs = _trl_log_probs()
 
-    def function(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> Tensor:
+    def function(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None) -> Tensor:
         valid = target != -100
         return -log_probs(x[valid], weight, target[valid], bias).sum() / valid.sum()
 
     return _one_linear(function)
 
 
-OURS: dict[str, Callable[[Options], Method]] = {"flce": _jitted, "flce backend": _by_backend, "function": ours}
+OURS = "flce", "flce backend", "function"
 """This project by thunder, by the backend of torch.compile and as a function."""
 
 _HOPPER = "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90:LigerFusedLinearCrossEntropySM90Function.apply"
+_LIGER = "liger_kernel.transformers.functional:liger_fused_linear_cross_entropy"
 _CUT = "cut_cross_entropy:linear_cross_entropy"
 _QUACK = "quack.linear_cross_entropy:chunked_linear_cross_entropy"
 
-METHODS: dict[str, Callable[[], Method]] = {
-    "eager": partial(_compiled, lambda program: program),
-    "torch.compile": partial(_compiled, torch.compile, dynamic=False),
-    "torch.compile, dynamic": partial(_compiled, torch.compile, dynamic=True),
-    "thunder": lambda: _compiled(import_module("thunder").jit),
-    **{name: partial(make, Options()) for name, make in OURS.items()},
+METHODS: dict[str, Callable[..., Method]] = {
+    **{name: partial(_compiled, name) for name in COMPILERS},
+    "function": ours,
     "torch linear_cross_entropy": _torch_linear_cross_entropy,
     "torch linear_cross_entropy, 2048 rows": partial(_torch_linear_cross_entropy, batch_chunk_size=2048),
-    "liger": _liger,
-    "liger, chunk 8": partial(_liger, chunk_mem_const=8),
+    "liger": partial(_peer, _LIGER),
+    "liger, chunk 8": partial(_peer, _LIGER, chunk_mem_const=8),
     "cut-cross-entropy": partial(_peer, _CUT),
     # Without this, gradients below eps / 32 of their dtype are never computed: nearly all of them here.
     "cut-cross-entropy, exact": partial(_peer, _CUT, filter_eps=None),
@@ -180,7 +164,7 @@ DEFAULT = [name for name in METHODS if name not in ("torch.compile, dynamic", "q
 
 
 def maker(name: str) -> Callable[[], Method]:
-    """What makes the method of that name, or raises `Unavailable` where a peer is not installed.
+    """What makes the method of that name, or raises an ImportError where a peer is not installed.
 
     Raises:
         ValueError: where there is no such method, or an option is none of `Options`.
@@ -188,7 +172,7 @@ def maker(name: str) -> Callable[[], Method]:
     if name in METHODS:
         return METHODS[name]
     ours, options = with_options(name)
-    return partial(OURS[ours], options)
+    return partial(METHODS[ours], options=options)
 
 
 def with_options(name: str) -> tuple[str, Options]:

@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -20,8 +20,7 @@ from torch._inductor.utils import fresh_cache
 
 import thunder_flce
 from thunder_flce.backend import compile_graph
-from thunder_flce.bench.measure import Mark, Run, no_mark, peak_bytes, progress, release, synchronize
-from thunder_flce.bench.methods import peer
+from thunder_flce.bench.measure import Mark, Run, no_mark, peak_bytes, release, synchronize
 from thunder_flce.bench.shapes import dtype_name, given_fields
 
 LENGTHS = 8
@@ -30,20 +29,19 @@ LENGTHS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A model, and the batches that it is trained on: four sequences or more, of `longest` tokens at most."""
+    """A model, and the batches that it is trained on: four sequences or more, of 2048 tokens at most."""
 
     make: Callable[[int, int], tuple[nn.Module, int]]  # from layers and length: gives the loss; and its vocabulary
     name: str = ""
     layers: int
     tokens: int = 8192  # in a batch
-    longest: int = 2048
     lengths: str = "one"  # or "changing": each step has another one in turn, as of padded batches of texts
     dtype: torch.dtype = torch.bfloat16
 
     @property
     def length(self) -> int:
         """Of the sequences; where lengths change, about the mean."""
-        return max(min(self.longest, self.tokens // 4), 1)
+        return max(min(2048, self.tokens // 4), 1)
 
     def __str__(self) -> str:
         batch = f"{self.tokens // self.length} × {self.length} tokens"
@@ -63,7 +61,7 @@ class _WithLoss(nn.Module):
 
 
 def _litgpt(layers: int, length: int, **config: Any) -> tuple[nn.Module, int]:
-    litgpt = peer("litgpt", extra="examples")
+    litgpt = import_module("litgpt")
     make = litgpt.Config.from_name if "name" in config else litgpt.Config
     made = make(**config, n_layer=layers, block_size=length)
 
@@ -75,7 +73,7 @@ def _litgpt(layers: int, length: int, **config: Any) -> tuple[nn.Module, int]:
 
 
 def _llama(layers: int, length: int, **config: Any) -> tuple[nn.Module, int]:
-    transformers = peer("transformers", extra="examples")
+    transformers = import_module("transformers")
     sizes = {"num_hidden_layers": layers, "max_position_embeddings": length}
     made = transformers.LlamaConfig(**config, **sizes, attn_implementation="sdpa")
     model = transformers.LlamaForCausalLM(made)
@@ -150,27 +148,21 @@ def measure(model: Model, methods: list[str], run: Run) -> None:
     if model.lengths == "changing":
         # Each turn has each length once.
         run.calls, run.turn_ms = LENGTHS, 1e9
-    progress("model")
-    training = None
-    with run.attempt(*methods):
-        # So that no method pays for Inductor's own start.
-        torch.compile(lambda x: x.exp().sum())(torch.ones(64, device=run.device, requires_grad=True)).backward()
-        training = _Training(model, run.device)
-    if training is None:
-        return
-    run.fields |= {"vocab": training.vocab, "parameters": training.parameters}
+    make = cache(partial(_Training, model, run.device))
     for method in methods:
-        progress(f"{method}: first step")
-        # What one method has compiled, the next would find on the disk.
-        with run.attempt(method), fresh_cache():
+        with run.attempt(method):
+            training = make()
+            run.fields |= {"vocab": training.vocab, "parameters": training.parameters}
             # Dynamo remembers which sizes have changed, so a second method would not meet its first length alone.
             torch._dynamo.pgo.reset_code_state()
             program = METHODS[method](training.module)
-            numbers = training.first_steps(program)
+            # What one method has compiled, the next would find on the disk.
+            with fresh_cache():
+                numbers = training.first_steps(program)
             if method.startswith("flce") or method == "thunderfx":
                 decisions = [each for graph in thunder_flce.explain(program) for each in graph.decisions]
                 numbers["fused"] = bool(decisions) and all(decision.fused for decision in decisions)
-            run.add(method, partial(training.step, program, itertools.cycle(training.batches)), **numbers)
+            run.added[method] = partial(training.step, program, itertools.cycle(training.batches)), numbers
     run.report()
 
 
@@ -181,6 +173,8 @@ class _Training:
         lengths = [model.length]
         if model.lengths == "changing":
             lengths = torch.linspace(0.75 * model.length, 1.25 * model.length, LENGTHS).int().tolist()
+        # So that no method pays for Inductor's own start.
+        torch.compile(lambda x: x.exp().sum())(torch.ones(64, device=device, requires_grad=True)).backward()
         torch.manual_seed(0)
         before = torch.get_default_dtype()
         torch.set_default_dtype(model.dtype)
@@ -197,7 +191,8 @@ class _Training:
         # So that no method pays for making the optimizer's state.
         for parameter in self.module.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        self._update()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
         with torch.no_grad():
             self._eager_loss = self.module(*self.batches[0]).item()
 
@@ -229,12 +224,9 @@ class _Training:
             mark("forward")
             loss.backward()
             mark("backward")
-            self._update()
+            self._optimizer.step()
+            self._optimizer.zero_grad()
             mark("optimizer")
         finally:
             self._optimizer.zero_grad()
         return loss.detach()
-
-    def _update(self) -> None:
-        self._optimizer.step()
-        self._optimizer.zero_grad()

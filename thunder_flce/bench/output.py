@@ -82,12 +82,6 @@ def commit_of(package: Path) -> str | None:
     return head and head.strip() + ("" if is_clean else "-dirty")
 
 
-def as_words(context: Mapping[str, str]) -> str:
-    """The machine, the versions and the commit, for people."""
-    first, *others = ((name, value) for name, value in context.items() if value and name != "command")
-    return ", ".join([first[1], *(value if name == "date" else f"{name} {value}" for name, value in others)])
-
-
 def append(path: Path, row: Row) -> None:
     """Adds a line, which is on the disk when this returns."""
     with path.open("a") as file:

@@ -11,15 +11,14 @@ import torch
 
 from thunder_flce.bench.measure import Mark, Run, release
 from thunder_flce.bench.methods import maker, with_options
-from thunder_flce.bench.regions import add, add_matmuls, prepared, step_of
+from thunder_flce.bench.regions import add, add_matmuls, prepared, run_step
 from thunder_flce.bench.shapes import Inputs, Shape
 from thunder_flce.device import Device
 from thunder_flce.engine.choose import choose, temporary_bytes
 from thunder_flce.engine.kernels import dispatch
 from thunder_flce.engine.matmul.algorithms import tunings
 from thunder_flce.engine.plan import Plan
-from thunder_flce.operation.call import Call, Spec
-from thunder_flce.operation.loss import Loss
+from thunder_flce.operation.call import Call
 from thunder_flce.options import Options
 
 WORTH_TIME, WORTH_MEMORY = 0.98, 0.9
@@ -35,10 +34,12 @@ def measure(shape: Shape, methods: list[str], run: Run) -> None:
         methods: of ours, with options; "function" alone stands for all that are worth a try on this device.
         run: where, and for how long.
     """
-    known = Device.of(torch.device(run.device))
+    place = torch.device(run.device)
+    known = Device.of(place)
     if run.device == "cuda" and not (torch.version.hip or (known.capability or (8, 0)) >= (8, 0)):
         shape = replace(shape, dtype=torch.float16)
-    call, measured = a_call(shape, run.device), measured_rates(known, shape.dtype)
+    call = Call.of_mean(shape.tokens, shape.vocab, shape.hidden, dtype=shape.dtype, device=place)
+    measured = measured_rates(known, shape.dtype)
     plans = [choose(call, Options(), device) for device in (known, measured)]
     texts = [f"{plan.describe()}, {temporary_bytes(call, plan, known) / 1e9:.2f} GB" for plan in plans]
     print(f"- device: {known}")
@@ -49,7 +50,8 @@ def measure(shape: Shape, methods: list[str], run: Run) -> None:
     inputs = prepared(shape, run)
     names = ways(*plans, tokens=shape.tokens, device=known) if methods == ["function"] else methods
     for name in names:
-        add(run, name, partial(step_of, inputs, maker(name)), reference={})
+        with run.attempt(name):
+            add(run, name, partial(run_step, inputs, maker(name)()), reference={})
     run.report()
     for tuning in tunings():
         print(f"- {tuning.product} by another algorithm of cuBLAS: {tuning.gain:.3f} times as fast")
@@ -57,11 +59,7 @@ def measure(shape: Shape, methods: list[str], run: Run) -> None:
 
 
 def measured_rates(known: Device, dtype: torch.dtype) -> Device:
-    """The device with what the three matmuls of a chunk reach here, and a pass over memory in place.
-
-    Raises:
-        RuntimeError: where one of them cannot be measured.
-    """
+    """The device with what the three matmuls of a chunk reach here, and a pass over memory in place."""
     device = known.kind
     tokens, vocab, hidden = (2048, 32768, 4096) if device == "cuda" else (512, 4096, 512)
     shape = Shape(name="", tokens=tokens, vocab=vocab, hidden=hidden, dtype=dtype)
@@ -72,12 +70,10 @@ def measured_rates(known: Device, dtype: torch.dtype) -> Device:
         memory.mul_(1.0)
         mark("pass")
 
-    run = Run(device=device, rounds=3, calls=10, turn_ms=400, settle_ms=100)
+    run = Run(device=device, rounds=3, calls=10, turn_ms=400, settle_ms=100, strict=True)
     add_matmuls(run, Inputs.random(shape, device), 3)
-    run.add("pass", in_place)
+    run.added["pass"] = in_place, {}
     run.report()
-    if failed := [row for row in run.rows if "failed" in row]:
-        raise RuntimeError(f"{failed[0]['method']} cannot be measured here: {failed[0]['failed']}")
     seconds = {row["method"]: row["time_ms"] / 1e3 for row in run.rows}
     matmul, bandwidth = shape.operations / seconds["three matmuls"], 2 * memory.nbytes / seconds["pass"]
     return replace(known, matmul_rate=matmul, bandwidth=bandwidth)
@@ -104,17 +100,6 @@ def better(rows: list[dict[str, Any]], default: str) -> str:
         if ms <= WORTH_TIME * time_ms or (gb <= WORTH_MEMORY * memory and ms <= SAME_TIME * time_ms)
     ]
     return ", ".join(gains)
-
-
-def a_call(shape: Shape, device: str) -> Call:
-    """Specs of a plain mean loss with gradients of all."""
-    place = torch.device(device)
-    tensors = {
-        "input": Spec((shape.tokens, shape.hidden), shape.dtype, place),
-        "linear_weight": Spec((shape.vocab, shape.hidden), shape.dtype, place),
-        "target": Spec((shape.tokens,), torch.int64, place),
-    }
-    return Call(tensors=tensors, loss=Loss(), needs_grad=("input", "linear_weight"))
 
 
 def _rates_words(device: Device) -> str:

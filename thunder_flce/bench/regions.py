@@ -14,16 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from thunder_flce.bench.measure import Mark, Run, Step, no_mark, peak_bytes, progress, release, synchronize
+from thunder_flce.bench.measure import MATMULS, Mark, Run, Step, no_mark, peak_bytes, release, synchronize
 from thunder_flce.bench.methods import Method, maker
 from thunder_flce.bench.shapes import Inputs, Shape
 from thunder_flce.engine.matmul.algorithms import tunings
 
 Results = dict[str, Tensor]
 """The "loss", and the gradients by the names of `Inputs.named_operands`."""
-
-FLOORS = {1: "one matmul", 2: "two matmuls", 3: "three matmuls", 4: "four matmuls"}
-"""What times are compared with."""
 
 
 def measure(
@@ -32,12 +29,12 @@ def measure(
     """Measures methods, by names that `methods.maker` knows, on one shape; `change` may alter the inputs in place."""
     inputs, reference = prepared(shape, run), Results()
     change(inputs)
-    progress("reference")
     with run.attempt("reference"):
         reference = mean_reference(inputs)
     add_matmuls(run, inputs, 3)
     for name in methods:
-        add(run, name, partial(step_of, inputs, maker(name)), reference=reference, matmuls=3)
+        with run.attempt(name):
+            add(run, name, partial(run_step, inputs, maker(name)()), reference=reference, matmuls=3)
     del reference
     run.report(operations=shape.operations)
 
@@ -49,11 +46,6 @@ def prepared(shape: Shape, run: Run) -> Inputs:
     release(run.device)
     run.fields |= shape.as_record()
     return Inputs.random(shape, run.device)
-
-
-def step_of(inputs: Inputs, make: Callable[[], Method], **settings: Any) -> Callable[[Mark], Results]:
-    """The `run_step` of a method that is made here."""
-    return partial(run_step, inputs, make(), **settings)
 
 
 def run_step(inputs: Inputs, method: Method, mark: Mark, *, upstream: Tensor | None = None) -> Results:
@@ -80,63 +72,66 @@ def run_step(inputs: Inputs, method: Method, mark: Mark, *, upstream: Tensor | N
     return {"loss": loss.detach(), **gradients}
 
 
-def add(
-    run: Run, name: str, make: Callable[[], Callable[[Mark], Results]], *, reference: Results,
-    matmuls: int | None = None,
-) -> None:  # fmt: skip
+def add(run: Run, name: str, step: Step, *, reference: Results, matmuls: int | None = None) -> dict[str, Any]:
     """Adds a method to a run, after a first call, whose results are compared, and one for its memory.
 
     Args:
         run: what it is added to.
         name: of the method.
-        make: gives its step.
+        step: of it; it gives `Results`.
         reference: the right results, or some of them.
         matmuls: how many its time is compared with, if `add_matmuls` has added them.
+
+    Returns:
+        What its row will have beside times, to which more may be added.
     """
-    progress(f"{name}: first call")
-    with run.attempt(name):
-        known, step, start = tunings(), make(), time.perf_counter()
-        results = step(no_mark)
-        synchronize(run.device)
-        numbers: dict[str, Any] = {"matmuls": matmuls, "first_call_s": time.perf_counter() - start}
-        for of, right in reference.items():
-            numbers[f"{of}_error"] = relative_error(results[of], right) if of in results else None
-        outputs = sum(result.nbytes for of, result in results.items() if of != "loss")
-        del results
-        peak = peak_bytes(partial(step, no_mark), run.device)
-        numbers |= {"memory_gb": peak / 1e9, "above_outputs_gb": (peak - outputs) / 1e9}
-        if tuned := [tuning.to_dict() for tuning in tunings() if tuning not in known]:
-            numbers["tuned_products"] = tuned
-        run.add(name, step, floor=None if matmuls is None else FLOORS[matmuls], **numbers)
+    known, start = tunings(), time.perf_counter()
+    results = step(no_mark)
+    synchronize(run.device)
+    numbers: dict[str, Any] = {"matmuls": matmuls, "first_call_s": time.perf_counter() - start}
+    for of, right in reference.items():
+        difference = torch.linalg.vector_norm(results[of].to(right.dtype) - right)
+        numbers[f"{of}_error"] = (difference / torch.linalg.vector_norm(right)).item()
+    outputs = sum(result.nbytes for of, result in results.items() if of != "loss")
+    del results
+    peak = peak_bytes(partial(step, no_mark), run.device)
+    numbers |= {"memory_gb": peak / 1e9, "above_outputs_gb": (peak - outputs) / 1e9}
+    if tuned := [tuning.to_dict() for tuning in tunings() if tuning not in known]:
+        numbers["tuned_products"] = tuned
+    run.added[name] = step, numbers
+    return numbers
 
 
 def mean_reference(inputs: Inputs) -> Results:
     """Of the mean loss."""
-
-    def of_rows(wide: Inputs, rows: slice) -> Tensor:
-        return F.cross_entropy(wide.logits(rows), wide.target[rows], reduction="none")
-
+    of_rows = partial(F.cross_entropy, reduction="none")
     return make_reference(inputs, of_rows, lambda losses: losses.sum() / (inputs.target != -100).sum())
 
 
 def make_reference(
-    inputs: Inputs, of_rows: Callable[..., Tensor], reduce: Callable[..., Tensor], *, given: Sequence[Tensor] = ()
-) -> Results:
+    inputs: Inputs, of_rows: Callable[..., Tensor], reduce: Callable[..., Tensor], *, given: Sequence[Tensor] = (),
+    of_tokens: int = 0,
+) -> Results:  # fmt: skip
     """The right results, a few rows at a time, in float32 for 16 bits, otherwise in float64.
 
     Args:
         inputs: read as they are.
-        of_rows: a number for each of some tokens, from the inputs, a slice and what is given.
+        of_rows: a number for each of some tokens, from their logits, their targets and what is given.
         reduce: the loss, from the numbers of all tokens and what is given.
         given: tensors that the loss takes beside the inputs.
+        of_tokens: how many of these have a row for each token; they come first.
     """
     dtype = torch.float32 if inputs.x.element_size() == 2 else torch.float64
     wide = inputs.map(lambda tensor: tensor.detach().to(dtype).requires_grad_(tensor.requires_grad))
     given = [each.to(dtype) if each.is_floating_point() else each for each in given]
+
+    def numbers(rows: slice) -> Tensor:
+        of_given = (each[rows] for each in given[:of_tokens])
+        return of_rows(wide.logits(rows), wide.target[rows], *of_given, *given[of_tokens:])
+
     operands = wide.named_operands()
     settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    numbers = [checkpoint(of_rows, wide, rows, *given, **settings) for rows in row_slices(inputs.x)]
-    loss = reduce(torch.cat(numbers), *given)
+    loss = reduce(torch.cat([checkpoint(numbers, rows, **settings) for rows in row_slices(inputs.x)]), *given)
     gradients = torch.autograd.grad(loss, [*operands.values()]) if operands else ()
     return {"loss": loss.detach(), **dict(zip(operands, gradients, strict=True))}
 
@@ -146,46 +141,35 @@ def row_slices(x: Tensor, rows: int = 512) -> Iterator[slice]:
     return (slice(start, start + rows) for start in range(0, x.shape[0], rows))
 
 
-def relative_error(result: Tensor, reference: Tensor) -> float:
-    """‖result − reference‖ / ‖reference‖."""
-    difference = torch.linalg.vector_norm(result.to(reference.dtype) - reference)
-    return (difference / torch.linalg.vector_norm(reference)).item()
-
-
 def add_matmuls(run: Run, inputs: Inputs, count: int) -> None:
-    """Adds so many `matmuls` alone to a run, after a first call."""
-    with run.attempt(FLOORS[count]):
-        step = matmuls(inputs.map(Tensor.detach), count)
-        step(no_mark)
-        run.add(FLOORS[count], step, floor=FLOORS[count], matmuls=count)
-
-
-def matmuls(inputs: Inputs, count: int) -> Step:
-    """The first `count` of logits, dX, dW and a teacher's logits, over all tokens; the logits are the forward.
+    """Adds the first `count` of logits, dX, dW and a teacher's logits, over all tokens; the logits are the forward.
 
     The operands are x and W, frozen or not, and not those of an adapter. An odd vocabulary is rounded down to a
     multiple of 8, where cuBLAS is fast. dlogits is that of the loss: at the limit of its power, a chip multiplies some
     numbers faster than others.
     """
-    vocab = inputs.weight.shape[0]
-    vocab = vocab - vocab % 8 or vocab
-    x, weight = inputs.x, inputs.weight[:vocab]
-    dlogits = torch.empty(x.shape[0], vocab, dtype=x.dtype, device=x.device)
-    for rows in row_slices(x):
-        logits = inputs.logits(rows).float().requires_grad_()
-        loss = F.cross_entropy(logits, inputs.target[rows], reduction="sum") / (inputs.target != -100).sum()
-        dlogits[rows] = torch.autograd.grad(loss, logits)[0][:, :vocab]
-    dx, dweight = torch.empty_like(x), torch.empty_like(weight)
+    with run.attempt(MATMULS[count]):
+        inputs = inputs.map(Tensor.detach)
+        vocab = inputs.weight.shape[0]
+        vocab = vocab - vocab % 8 or vocab
+        x, weight = inputs.x, inputs.weight[:vocab]
+        dlogits = torch.empty(x.shape[0], vocab, dtype=x.dtype, device=x.device)
+        for rows in row_slices(x):
+            logits = inputs.logits(rows).float().requires_grad_()
+            loss = F.cross_entropy(logits, inputs.target[rows], reduction="sum") / (inputs.target != -100).sum()
+            dlogits[rows] = torch.autograd.grad(loss, logits)[0][:, :vocab]
+        dx, dweight = torch.empty_like(x), torch.empty_like(weight)
 
-    def step(mark: Mark) -> None:
-        torch.mm(x, weight.t())
-        mark("forward")
-        if count > 1:
-            torch.mm(dlogits, weight, out=dx)
-        if count > 2:
-            torch.mm(dlogits.t(), x, out=dweight)
-        if count > 3:
+        def step(mark: Mark) -> None:
             torch.mm(x, weight.t())
-        mark("backward")
+            mark("forward")
+            if count > 1:
+                torch.mm(dlogits, weight, out=dx)
+            if count > 2:
+                torch.mm(dlogits.t(), x, out=dweight)
+            if count > 3:
+                torch.mm(x, weight.t())
+            mark("backward")
 
-    return step
+        step(no_mark)
+        run.added[MATMULS[count]] = step, {"matmuls": count}

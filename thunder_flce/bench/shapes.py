@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,26 +58,31 @@ class Shape:
         return 2 * (self.tokens - round(self.ignored * self.tokens)) * self.vocab * columns
 
 
-_SIZES = {
-    "S1": (8192, 128256, 4096), "S2": (32768, 128256, 768), "S3": (8192, 256000, 2304), "S4": (4096, 152064, 3584),
-    "U1": (8192, 128257, 4096), "U2": (8192, 50257, 1600),
+_SIZES: dict[str, tuple[Any, ...]] = {
+    "S1": (8192, 128256, 4096), "S2": (32768, 128256, 768, {"bias": True}), "S3": (8192, 256000, 2304),
+    "S4": (4096, 152064, 3584), "U1": (8192, 128257, 4096), "U2": (8192, 50257, 1600),
+    "S1i": (8192, 128256, 4096, {"ignored": 0.6}), "S1a": (8192, 128256, 4096, {"frozen": True, "rank": 16}),
     "deepseek-v3": (4096, 129280, 7168), "gemma-2-9b": (8192, 256000, 3584), "gpt2": (32768, 50257, 768),
     "gpt-oss-20b": (8192, 201088, 2880), "llama-2-7b": (8192, 32000, 4096), "llama-3.1-8b": (8192, 128256, 4096),
     "llama-3.1-70b": (8192, 128256, 8192), "llama-3.2-1b": (16384, 128256, 2048), "mistral-7b": (8192, 32768, 4096),
     "phi-4": (8192, 100352, 5120), "qwen2.5-0.5b": (32768, 151936, 896), "qwen2.5-7b": (8192, 152064, 3584),
     "qwen3-8b": (8192, 151936, 4096),
-    "cpu": (512, 32000, 512), "tiny": (64, 500, 32),
+    "cpu": (512, 32000, 512, {"dtype": torch.float32}), "tiny": (64, 500, 32, {"dtype": torch.float32}),
 }  # fmt: skip
-_OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "S1i": ("S1", {"ignored": 0.6}), "S1a": ("S1", {"frozen": True, "rank": 16}), "S2": ("S2", {"bias": True}),
-    "cpu": ("cpu", {"dtype": torch.float32}), "tiny": ("tiny", {"dtype": torch.float32}),
-}  # fmt: skip
-SHAPES = {name: Shape(name=name, tokens=t, vocab=v, hidden=h) for name, (t, v, h) in _SIZES.items()}
-SHAPES |= {name: replace(SHAPES[like], name=name, **changes) for name, (like, changes) in _OTHERS.items()}
+SHAPES = {
+    name: Shape(name=name, tokens=tokens, vocab=vocab, hidden=hidden, **dict(*others))
+    for name, (tokens, vocab, hidden, *others) in _SIZES.items()
+}
 """S1 to S4 and the uneven U1 and U2 are those of lab/performance.md; then the heads of models.
 
 S1 is the head of Llama 3.1 8B, and S3 that of Gemma 2 2B. "i" stands for ignored tokens, "a" for an adapter.
 """
+
+GRAMMAR = (
+    f"{', '.join(SHAPES)}; tokens=…,vocab=…,hidden=…[,bias=1][,ignored=…][,dtype=…][,frozen=1][,rank=…]; "
+    "both, as in S1,bias=1; or a Hugging Face model's config.json,tokens=…"
+)
+"""What `parse_shape` takes."""
 
 _FIELDS: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("tokens", "vocab", "hidden", "rank"), int),
@@ -93,10 +98,7 @@ def given_fields(pairs: Iterable[str], readers: dict[str, Callable[[str], Any]])
 
 
 def parse_shape(text: str) -> Shape:
-    """A shape by name, or by fields, as in "tokens=8192,vocab=32000,hidden=4096,bias=1", or both, as in "S1,bias=1".
-
-    In place of a name, the path of a Hugging Face model's config.json, whose vocabulary and hidden size it has, with
-    fields, as in "…/config.json,tokens=8192".
+    """A shape by its name, by fields, or both; a model's config.json has the vocabulary and the hidden size.
 
     Raises:
         ValueError: where the text is none of these.
@@ -120,18 +122,15 @@ def parse_shape(text: str) -> Shape:
         raise ValueError(f"no shape can be read from {name!r}: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(
-            f"a shape must be one of {', '.join(SHAPES)}, tokens=…,vocab=…,hidden=…, or a model's "
-            f"config.json,tokens=…, with positive sizes and ignored between 0 and 1, but got {text!r}"
+            f"a shape must be one of {GRAMMAR}, with positive sizes and ignored between 0 and 1, but got {text!r}"
         ) from None
 
 
-def parse_plain_shape(text: str, *, divisor: int = 1, without: tuple[str, ...] = ("bias", "frozen", "rank")) -> Shape:
-    """The same; a ValueError also where the shape has one of some fields, or the divisor does not divide its tokens."""
+def parse_plain_shape(text: str, *, without: tuple[str, ...] = ("bias", "frozen", "rank")) -> Shape:
+    """The same; a ValueError also where the shape has one of some fields."""
     shape = parse_shape(text)
     if any(getattr(shape, name) for name in without):
         raise ValueError(f"this takes shapes without {', '.join(without)}, but got {shape}")
-    if shape.tokens % divisor:
-        raise ValueError(f"tokens must be divisible by {divisor}, but got {shape}")
     return shape
 
 

@@ -11,8 +11,7 @@ from thunder_flce.engine.choose import choose, matmul_seconds
 from thunder_flce.engine.plan import SAVE_LOGITS
 from thunder_flce.matching.program import depends_on_values
 from thunder_flce.matching.regions import Region
-from thunder_flce.operation.call import Call, Spec
-from thunder_flce.operation.loss import Loss
+from thunder_flce.operation.call import Call
 from thunder_flce.options import Options
 
 # Up to which a step waits for the host, and little memory could be gained: the time of matmuls, and the size of logits.
@@ -36,9 +35,7 @@ def is_small(region: Region) -> bool:
     if not all(isinstance(size, int) for size in term.weight.shape):
         return False
     vocab, hidden = term.columns, term.features
-    shapes = {"input": (TILE_ROWS, hidden), "linear_weight": (vocab, hidden), "target": (TILE_ROWS,)}
-    tensors = {name: Spec(shape, torch.int64 if name == "target" else dtype, device) for name, shape in shapes.items()}
-    a_tile = Call(tensors=tensors, loss=Loss(), needs_grad=("input", "linear_weight"))
+    a_tile = Call.of_mean(TILE_ROWS, vocab, hidden, dtype=dtype, device=device)
     seconds = matmul_seconds(a_tile, Device.of(device))
     if not seconds:
         return False

@@ -176,6 +176,13 @@ class Call:
     shard: Shard | None = None
     """This rank's columns, where ranks divide the vocabulary"""
 
+    @classmethod
+    def of_mean(cls, tokens: int, vocab: int, hidden: int, *, dtype: torch.dtype, device: torch.device) -> "Call":
+        """Specs of a plain mean loss with gradients of all."""
+        x, weight = Spec((tokens, hidden), dtype, device), Spec((vocab, hidden), dtype, device)
+        tensors = {"input": x, "linear_weight": weight, "target": Spec((tokens,), torch.int64, device)}
+        return cls(tensors=tensors, loss=Loss(), needs_grad=("input", "linear_weight"))
+
     def get(self, name: str) -> Any:
         """A tensor by its name; None where it is not given."""
         return self.tensors.get(name)
