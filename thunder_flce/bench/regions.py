@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from thunder_flce.bench.measure import MATMULS, Mark, Run, Step, no_mark, peak_bytes, release, synchronize
 from thunder_flce.bench.methods import Method, maker
 from thunder_flce.bench.shapes import Inputs, Shape
-from thunder_flce.engine.matmul.algorithms import tunings
+from thunder_flce.engine.matmul import algorithms
 
 Results = dict[str, Tensor]
 """The "loss", and the gradients by the names of `Inputs.named_operands`."""
@@ -75,6 +75,8 @@ def run_step(inputs: Inputs, method: Method, mark: Mark, *, upstream: Tensor | N
 def add(run: Run, name: str, step: Step, *, reference: Results, matmuls: int | None = None) -> dict[str, Any]:
     """Adds a method to a run, after a first call, whose results are compared, and one for its memory.
 
+    Which of cuBLAS's algorithms it runs does not depend on what ran before, as if it had a process to itself.
+
     Args:
         run: what it is added to.
         name: of the method.
@@ -85,8 +87,14 @@ def add(run: Run, name: str, step: Step, *, reference: Results, matmuls: int | N
     Returns:
         What its row will have beside times, to which more may be added.
     """
-    known, start = tunings(), time.perf_counter()
-    results = step(no_mark)
+    own: dict[Any, Any] = {}
+
+    def alone(mark: Mark) -> Any:
+        with algorithms.alone(own):
+            return step(mark)
+
+    start = time.perf_counter()
+    results = alone(no_mark)
     synchronize(run.device)
     numbers: dict[str, Any] = {"matmuls": matmuls, "first_call_s": time.perf_counter() - start}
     for of, right in reference.items():
@@ -94,11 +102,12 @@ def add(run: Run, name: str, step: Step, *, reference: Results, matmuls: int | N
         numbers[f"{of}_error"] = (difference / torch.linalg.vector_norm(right)).item()
     outputs = sum(result.nbytes for of, result in results.items() if of != "loss")
     del results
-    peak = peak_bytes(partial(step, no_mark), run.device)
+    peak = peak_bytes(partial(alone, no_mark), run.device)
     numbers |= {"memory_gb": peak / 1e9, "above_outputs_gb": (peak - outputs) / 1e9}
-    if tuned := [tuning.to_dict() for tuning in tunings() if tuning not in known]:
-        numbers["tuned_products"] = tuned
-    run.added[name] = step, numbers
+    with algorithms.alone(own):
+        if tuned := [tuning.to_dict() for tuning in algorithms.tunings()]:
+            numbers["tuned_products"] = tuned
+    run.added[name] = alone, numbers
     return numbers
 
 

@@ -426,11 +426,14 @@ class _Choice:
         stand beside a float32 accumulator.
         """
         call, default = self.call, self._default_rows()
-        # A chunk may be as large as the rounded dW, which takes its memory afterwards: at 16384 × 128256 × 4096 that
-        # halves what the accumulator costs, 10% of the time, and takes no more memory.
+        # A chunk may be as large as the rounded dW, which takes its memory afterwards. A sum in float32 moves twice the
+        # bytes of one in 16 bits, so chunks have twice the rows, as far as the memory goes: on an H100, 16384 tokens
+        # take 4% to 6% less time at V = 128256, H = 2048 and 4096, and up to 1 GB more; 32768 tokens 1% to 3%.
         elements = 0 if self.is_on_cpu else call.weight_rows * sum(_hidden_sizes(call, COLUMN))
         rounded = call.dtype.itemsize * elements // self.row_bytes
-        wide = partial(self._of_largest, max(default, rounded), self._in_float32)
+        twice = 2 * max(self.compute_bound_rows, rounded)
+        rows = max(default, rounded, self._rows_within(self.most_by_default, twice, self._in_float32))
+        wide = partial(self._of_largest, rows, self._in_float32)
         if self.options.accumulate == "float32" and self._rounds(0):
             return wide()
         plan = self._of_largest(default, self._in_16_bits)

@@ -14,7 +14,8 @@ import statistics
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import lru_cache, partial
 from typing import Any
@@ -91,6 +92,17 @@ _met: Counter[tuple[Any, Signature]] = Counter()
 def tunings() -> list[Tuning]:
     """What this process has measured, by kinds of matmuls, the oldest first."""
     return [tuning for of_kind in _tunings.values() for tuning in of_kind.values()]
+
+
+@contextmanager
+def alone(own: dict[Any, Any]) -> Iterator[None]:
+    """Runs with `own` measurements, empty at first, as in a process that does nothing else: for benchmarks."""
+    global _tunings
+    others, _tunings = _tunings, own
+    try:
+        yield
+    finally:
+        _tunings = others
 
 
 def run_fastest(matmul: Matmul) -> bool:
