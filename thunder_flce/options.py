@@ -88,9 +88,9 @@ class Options(PlainValues):
     tune_products: bool | None = None
     """Whether, on an NVIDIA GPU, the large matmuls of 16-bit operands try the algorithms that cuBLAS proposes, and then
     run with the fastest of those that give the same bits. That waits for the device, and takes up to a third of a
-    second for each of logits, dX and dW, once a process: for the first number of tokens in a chunk at once, for others
-    when they come the thousandth time. None: on Hopper, where it was measured what that gains. Without it, and while
-    `torch.use_deterministic_algorithms` is on, PyTorch's run."""
+    second for each of logits (twice), dX and dW, once a process: for the first number of tokens in a chunk at once, for
+    others when they come the thousandth time. None: on Hopper, where it was measured what that gains. Without it, and
+    while `torch.use_deterministic_algorithms` is on, PyTorch's run."""
 
     batch_invariant: bool = False
     """Whether a token's log-probability and loss have the same bits in any batch, alone, in any chunk, with gradients

@@ -194,13 +194,13 @@ def stand_in(fresh, monkeypatch):
 
 
 def test_the_fastest_runs_from_then_on(stand_in, monkeypatch):
-    """For this number of tokens; for others PyTorch's runs until they have come often."""
+    """For this number of tokens, and a second one, as of early logits; for others when they have come often."""
     monkeypatch.setattr(algorithms, "_OFTEN", 3)
-    monkeypatch.setattr(algorithms, "_MOST_TUNINGS", 2)
+    monkeypatch.setattr(algorithms, "_MOST_TUNINGS", 3)
     weight = torch.randn(32, 64)
     for tokens, measured_by_now, by in (
-        (48, 1, "fast"), (64, 1, None), (48, 1, "fast"), (64, 1, None), (90, 1, None), (64, 2, "fast"), (90, 2, None),
-        (90, 2, None), (90, 2, None), (48, 2, "fast"),
+        (48, 1, "fast"), (64, 2, "fast"), (48, 2, "fast"), (80, 2, None), (90, 2, None), (80, 2, None), (80, 3, "fast"),
+        (90, 3, None), (90, 3, None), (48, 3, "fast"),
     ):  # fmt: skip
         stand_in.clear()
         x, out = torch.randn(tokens, 64), torch.empty(tokens, 32)

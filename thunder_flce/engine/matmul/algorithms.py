@@ -52,7 +52,9 @@ _MOST_TUNINGS, _MOST_KINDS = 64, 256
 # The fastest for one number of tokens may be the slowest for another: on an H100, 1680 × 128256 × 2048 took 5.2 ms by
 # what was chosen for 1536 tokens, where cuBLAS's first took 4.2. So each number is measured for itself: the first one,
 # in most trainings the only one, at once, and others when they have come so often that measuring takes a tenth of the
-# time that they took. What it gains, 3% or so, pays for it later.
+# time that they took. What it gains, 3% or so, pays for it later. Of logits, those that are computed early, while the
+# host waits, have a number of their own.
+_AT_ONCE = {"logits": 2, "dX": 1, "dW": 1}
 _OFTEN = 1000
 _MOST_MET = 4096
 
@@ -137,13 +139,13 @@ def _tuning(matmul: Matmul, signature: Signature) -> Tuning | None:
     tuning = known.get(signature)
     if tuning is not None or torch.cuda.is_current_stream_capturing():
         return tuning
-    if known:
+    if len(known) >= _AT_ONCE[matmul.kind]:
         if len(_met) >= _MOST_MET:
             _met.clear()
         _met[kind, signature] += 1
         if _met[kind, signature] < _OFTEN or len(known) >= _MOST_TUNINGS:
             return None
-    elif len(_tunings) >= _MOST_KINDS:
+    elif not known and len(_tunings) >= _MOST_KINDS:
         _tunings.clear()
     _tunings[kind] = known | {signature: (tuning := _measure(matmul, signature))}
     return tuning
