@@ -19,7 +19,6 @@ from thunder_flce.device import ABSENT_DEVICE
 from thunder_flce.engine.kernels import dispatch, layout, torch_rows
 from thunder_flce.engine.kernels.interface import RowStatistics, target_gradient
 from thunder_flce.operation.loss import LogitMap, RowCoefficients
-from thunder_flce.operation.moments import MOMENTS
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 MAPS = [LogitMap(), LogitMap(scale=-0.5), LogitMap(scale=2.0, softcap=5.0)]
@@ -363,36 +362,6 @@ def test_the_largest_logit_of_a_row(vocab):
     expected = z.max(1)
     torch.testing.assert_close(row_max, expected.values, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(column, expected.indices)
-
-
-@pytest.mark.skipif(INTERPRETED, reason="about PyTorch's operations")
-@pytest.mark.parametrize("logit_map", [MAPS[0], MAPS[2]], ids=str)
-@pytest.mark.parametrize("dtype", [FP32, BF16, torch.float64], ids=str)
-def test_a_row_has_the_same_bits_alone(dtype, logit_map):
-    """On a CPU, whose threads divide a single row among them, and several rows otherwise: in any block of rows."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        z, names = (3 * torch.randn(10, 70_001)).to(dtype), tuple(MOMENTS)
-        kernels = Backend("torch", "cpu").kernels(logit_map)
-        vector = torch.ones(10, dtype=layout.row_dtype(dtype))
-        target, coefficients = torch.arange(10), RowCoefficients(vector, vector)
-
-        def results(rows):
-            found = kernels.statistics(z[rows])
-            moments = kernels.moments(z[rows], found, None, names)
-            of_rows = RowCoefficients(*(None if c is None else c[rows] for c in coefficients))
-            gradient = z[rows].clone()
-            both = kernels.both_(gradient, target[rows], of_rows)[0]
-            # The slope of a softcap at a target may have other bits.
-            return [*found, *moments.values(), *both, *([] if logit_map.softcap else [gradient])]
-
-        together = results(slice(0, 10))
-        for rows in (slice(0, 1), slice(2, 3), slice(9, 10), slice(1, 3), slice(3, 8)):
-            for of_all, of_rows in zip(together, results(rows), strict=True):
-                assert torch.equal(of_all[rows], of_rows)
-    finally:
-        torch.set_num_threads(threads)
 
 
 # What follows is about the dispatch.
