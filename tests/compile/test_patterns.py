@@ -129,18 +129,6 @@ def test_strict_raises_what_would_be_a_warning():
             jitted(*_arguments(program))
 
 
-def test_strict_lets_pass_what_is_fused_or_has_no_linear():
-    fused = patterns.shift_by_slices
-    thunder_flce.jit(fused, strict=True)(*_arguments(fused))
-    table, labels = torch.randn(5, 7, requires_grad=True), torch.randint(5, (3,))
-
-    def of_a_table(table, labels):
-        return F.cross_entropy(F.embedding(labels, table), labels)
-
-    jitted = thunder_flce.jit(of_a_table, strict=True)
-    torch.testing.assert_close(jitted(table, labels), of_a_table(table, labels))
-
-
 def test_strict_raises_for_logits_that_are_given():
     """As to a part of a program after a graph break."""
     logits, labels = torch.randn(5, 7, requires_grad=True), torch.randint(7, (5,))
