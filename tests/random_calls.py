@@ -4,7 +4,7 @@
     python tests/random_calls.py --count 2000 --device cuda
 
 By `--way "data parallel"` and others, on ranks and in compilers. Call N is always the same one: `--first N --count 1`
-repeats it alone. A `Problem` is a plain cross-entropy, a `Call` one with all that there may be beside it.
+repeats it alone.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from torch import Tensor
 import thunder_flce
 from divided import BOTH, divided, on_a_mesh
 from poison import poison_memory
-from reference import Case, Result, assert_as_exact_as_eager, assert_close_to_truth, differentiate, ours
+from reference import Case, Result, assert_close_to_truth, differentiate, ours
 from thunder_flce import LinearCrossEntropyLoss, Options, linear_cross_entropy
 from thunder_flce.engine.kernels import dispatch, torch_rows
 from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS, OUTPUTS
@@ -39,8 +39,8 @@ LAYOUTS = ("contiguous", "transposed", "sliced", "offset", "expanded")
 
 
 @dataclass(frozen=True)
-class Problem:
-    """A call of `linear_cross_entropy`, in values that can be printed."""
+class Call:
+    """A call of `linear_cross_entropy`, in values that can be printed: a plain cross-entropy, unless it says more."""
 
     seed: int
     shape: tuple[int, ...]
@@ -66,6 +66,18 @@ class Problem:
     """A number, or the name of a tensor's value"""
     loss: dict[str, Any]
     options: Options
+    token_weights: torch.dtype | None = None
+    several: int = 0
+    """K with target weights, or 0"""
+    target_rest: bool = False
+    token_loss: Callable[..., Tensor] | None = None
+    expected: str | float | None = None
+    """The expected gradient: a number, or the name of a tensor's value"""
+    detached: tuple[str, ...] = ()
+    target_dtype: torch.dtype = torch.int64
+    """Where the targets fit it, which `ignore_index` and the number of columns need not"""
+    is_repeated: bool = False
+    """Whether the same call comes a second time, when it is known"""
 
     def case(self, device: str) -> Case:
         """The operands."""
@@ -142,14 +154,51 @@ class Problem:
             return torch.tensor(value, dtype=dtype, device=device).expand(shape)
         return random
 
-    def settings(self, device: str) -> dict[str, Any]:
-        """The other arguments."""
-        num_items = self.num_items
-        if isinstance(num_items, str):
-            num_items = torch.tensor(int(num_items), device=device)
+    def given(self, device: str, case: Case | None = None) -> tuple[Case, Tensor, dict[str, Any]]:
+        """Operands, the gradient at the loss, and the other arguments. What ignored tokens weigh and have is NaN."""
+        case, arguments = case or self.case(device), dict(self.loss)
+        generator = torch.Generator().manual_seed(self.seed + 2)
+        tokens, ignored = self.shape, case.target == self.loss["ignore_index"]
+
+        def rand(*shape: int) -> Tensor:
+            return torch.rand(shape, generator=generator)
+
+        is_number = not isinstance(self.num_items, str)
+        arguments["num_items"] = self.num_items if is_number else torch.tensor(int(self.num_items), device=device)
+        if self.token_weights is not None:
+            weights = (rand(*tokens) + 0.1).masked_fill(rand(*tokens) < 0.2, 0)
+            arguments["token_weights"] = weights.to(device, self.token_weights).masked_fill(ignored, torch.nan)
+        if self.several:
+            case = with_several_targets(case, self, rand(*tokens, self.several), generator)
+            # With some, more than 1 in all.
+            of_targets = (rand(*tokens, self.several) * 1.5 / self.several).to(device, self.dtype)
+            of_targets = of_targets.masked_fill(case.target == self.loss["ignore_index"], torch.nan)
+            arguments |= {"target_weights": of_targets, "target_rest": self.target_rest}
+        if self.token_loss is not None:
+            old = (rand(*tokens) - 0.5 - float(torch.tensor(self.vocab).log())).to(device, self.dtype)
+            advantage, mask = (rand(*tokens) * 2 - 1).to(device), (rand(*tokens) < 0.5).to(device)
+            old, advantage = (each.masked_fill(ignored, torch.nan) for each in (old, advantage))
+            arguments |= {"token_loss": self.token_loss, "token_inputs": (old, advantage, mask)}
+        if self.expected is not None:
+            is_number = isinstance(self.expected, float)
+            arguments["expected_gradient"] = (
+                self.expected if is_number else torch.tensor(float(self.expected), device=device)
+            )
         weighs_smoothing = self.class_weight is not None and self.loss["label_smoothing"]
         detached = ("mean_logit",) if weighs_smoothing and "mean_logit" in self.loss["outputs"] else ()
-        return {**self.loss, "detached": detached, "num_items": num_items}
+        arguments["detached"] = tuple(dict.fromkeys((*self.detached, *detached)))
+        narrow = case.target.to(self.target_dtype)
+        case = replace(case, target=narrow if torch.equal(narrow.long(), case.target) else case.target)
+        return case, self.incoming(device), arguments
+
+    def run(self, device: str, way: str = "eager", case: Case | None = None) -> None:
+        """Compares the results with the truth, and their errors with those of eager PyTorch."""
+        case, grad, arguments = self.given(device, case)
+        for _ in range(1 + self.is_repeated):
+            with named(self):
+                found = (RANKS | WAYS)[way](case, grad, self.options, arguments)
+                result, *of_truth, others = found if way in RANKS else (found, case, grad, arguments)
+                assert_close_to_truth(result, *of_truth, 2.0, True, **others)
 
 
 def laid_out(tensor: Tensor, layout: str) -> Tensor:
@@ -180,8 +229,8 @@ def row_kernels(dtype: torch.dtype, device: str) -> list[str]:
     return ["auto", *(name for name in runs_on if dispatch.is_installed(name))]
 
 
-def drawn_problem(one_of: Callable, device: str, vocabularies: tuple[int, ...] = ()) -> Problem:
-    """Everything that the arguments allow; `one_of` chooses among its arguments."""
+def plain_call(one_of: Callable, device: str, vocabularies: tuple[int, ...] = ()) -> Call:
+    """A cross-entropy, with everything that its arguments allow; `one_of` chooses among these."""
 
     def some_of(*values: Any, most: int) -> tuple[Any, ...]:
         return tuple(dict.fromkeys(one_of(*values) for _ in range(one_of(*range(most + 1)))))
@@ -194,7 +243,7 @@ def drawn_problem(one_of: Callable, device: str, vocabularies: tuple[int, ...] =
     in_forward = gradients_can_come_first(dtype, reduction, outputs)
     strategy = one_of(None, *(s for s in STRATEGIES if s != "gradients_in_forward" or in_forward))
     ranks = [(one_of(2, 1, 8), one_of(False, True), one_of(False, True)) for _ in range(one_of(1, 2, 3))]
-    return Problem(
+    return Call(
         seed=one_of(*range(2**12)),
         shape=one_of((13,), (3, 5), *SHAPES),
         hidden=one_of(5, 1, 16),
@@ -232,23 +281,23 @@ def drawn_problem(one_of: Callable, device: str, vocabularies: tuple[int, ...] =
     )
 
 
-def one_pass(problem: Problem, one_of: Callable) -> Problem:
+def one_pass(call: Call, one_of: Callable) -> Call:
     """The same with statistics and gradient from one kernel, see `engine`, and small chunks."""
     plain = {"label_smoothing": 0.0, "z_loss": 0.0, "outputs": ()}
     reduction = one_of("mean", "sum")
-    input_grad, weight_grad, _ = problem.needs_grad
-    if problem.dtype is torch.float16:
-        in_float32 = problem.class_weight is torch.float32
-        class_weight = problem.class_weight if in_float32 or problem.class_weight is None else torch.bfloat16
-        problem = replace(problem, dtype=torch.bfloat16, class_weight=class_weight)
+    input_grad, weight_grad, _ = call.needs_grad
+    if call.dtype is torch.float16:
+        in_float32 = call.class_weight is torch.float32
+        class_weight = call.class_weight if in_float32 or call.class_weight is None else torch.bfloat16
+        call = replace(call, dtype=torch.bfloat16, class_weight=class_weight)
     chunk_rows = one_of(None, 1, 5)
     in_forward = {"strategy": "gradients_in_forward", "accumulate": "auto", "logits_dtype": "input"}
     return replace(
-        problem,
+        call,
         needs_grad=(input_grad or not weight_grad, weight_grad, False),
-        num_items=problem.num_items if reduction == "mean" else None,
-        loss={**problem.loss, **plain, "reduction": reduction},
-        options=replace(problem.options, chunk_rows=chunk_rows, **in_forward),
+        num_items=call.num_items if reduction == "mean" else None,
+        loss={**call.loss, **plain, "reduction": reduction},
+        options=replace(call.options, chunk_rows=chunk_rows, **in_forward),
     )
 
 
@@ -259,11 +308,11 @@ def chooser(*seed: Any) -> Callable:
 
 
 def drawn(count: int, device: str, vocabularies: tuple[int, ...] = (), *, in_one_pass: bool = False) -> Iterator:
-    """So many problems, with what goes on to choose."""
+    """So many cross-entropies, with what goes on to choose."""
     for number in range(count):
         one_of = chooser(number)
-        problem = drawn_problem(one_of, device, vocabularies)
-        yield one_pass(problem, one_of) if in_one_pass else problem, one_of
+        call = plain_call(one_of, device, vocabularies)
+        yield one_pass(call, one_of) if in_one_pass else call, one_of
 
 
 @contextmanager
@@ -273,14 +322,6 @@ def named(example: Any) -> Iterator[None]:
         yield
     except Exception as error:
         raise AssertionError(f"{example}: {error}") from error
-
-
-def check(problem: Problem, device: str, case: Case | None = None) -> None:
-    """Compares the results with the truth, and their errors with those of eager PyTorch."""
-    case = problem.case(device) if case is None else case
-    arguments = {**problem.settings(device), "options": problem.options}
-    with named(problem):
-        assert_as_exact_as_eager(case, problem.incoming(device), factor=2.0, tiny=True, **arguments)
 
 
 SPECIAL = {
@@ -294,16 +335,16 @@ SPECIAL = {
 }
 
 
-def special_case(problem: Problem, special: str, device: str) -> tuple[Problem, Case]:
-    """Such a problem, made of another one: the bias or a row of the input carries the values into the logits."""
+def special_case(call: Call, special: str, device: str) -> tuple[Call, Case]:
+    """Such a call, made of another one: the bias or a row of the input carries the values into the logits."""
     # From ignored rows and from columns outside of vocab_size, PyTorch lets NaN into gradients: 0 · NaN.
-    loss = {**problem.loss, "ignore_index": -100}
+    loss = {**call.loss, "ignore_index": -100}
     if special == "NaN in a row":
         loss["vocab_size"] = None
     layouts = ("contiguous",) * 5
-    problem = replace(problem, bias=True, shape=(13,), ignored="none", layouts=layouts, targets="anywhere", loss=loss)
-    case, value = problem.case(device), SPECIAL[special]
-    half = (loss["vocab_size"] or problem.vocab) // 2
+    call = replace(call, bias=True, shape=(13,), ignored="none", layouts=layouts, targets="anywhere", loss=loss)
+    case, value = call.case(device), SPECIAL[special]
+    half = (loss["vocab_size"] or call.vocab) // 2
     with torch.no_grad():
         if special == "NaN in a row":
             case.x[2, 0] = value
@@ -317,7 +358,7 @@ def special_case(problem: Problem, special: str, device: str) -> tuple[Problem, 
             case.target[:5] = 0
         if special == "masked columns":
             case.target.clamp_(min=half)
-    return problem, case
+    return call, case
 
 
 def grpo(log_prob: Tensor, entropy: Tensor, old: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
@@ -345,68 +386,6 @@ def sigmoids(log_prob: Tensor, entropy: Tensor, old: Tensor, advantage: Tensor, 
 
 TOKEN_LOSSES = (grpo, focal, of_all, sigmoids)
 SMOOTH = TOKEN_LOSSES[1:]
-
-
-@dataclass(frozen=True)
-class Call:
-    """A problem, and what there may be beside it."""
-
-    problem: Problem
-    token_weights: torch.dtype | None
-    targets: int
-    """K with target weights, or 0"""
-    target_rest: bool
-    token_loss: Callable[..., Tensor] | None
-    expected: str | float | None
-    """The expected gradient: a number, or the name of a tensor's value"""
-    detached: tuple[str, ...]
-    target_dtype: torch.dtype
-    """Where the targets fit it, which `ignore_index` and the number of columns need not"""
-    is_repeated: bool
-    """Whether the same call comes a second time, when it is known"""
-
-    def given(self, device: str) -> tuple[Case, Tensor, dict[str, Any]]:
-        """Operands, the gradient at the loss, and the other arguments. What ignored tokens weigh and have is NaN."""
-        problem = self.problem
-        case, arguments = problem.case(device), problem.settings(device)
-        generator = torch.Generator().manual_seed(problem.seed + 2)
-        tokens, ignored = problem.shape, case.target == problem.loss["ignore_index"]
-
-        def rand(*shape: int) -> Tensor:
-            return torch.rand(shape, generator=generator)
-
-        if self.token_weights is not None:
-            weights = (rand(*tokens) + 0.1).masked_fill(rand(*tokens) < 0.2, 0)
-            arguments["token_weights"] = weights.to(device, self.token_weights).masked_fill(ignored, torch.nan)
-        if self.targets:
-            case = with_several_targets(case, problem, rand(*tokens, self.targets), generator)
-            # With some, more than 1 in all.
-            of_targets = (rand(*tokens, self.targets) * 1.5 / self.targets).to(device, problem.dtype)
-            of_targets = of_targets.masked_fill(case.target == problem.loss["ignore_index"], torch.nan)
-            arguments |= {"target_weights": of_targets, "target_rest": self.target_rest}
-        if self.token_loss is not None:
-            old = (rand(*tokens) - 0.5 - float(torch.tensor(problem.vocab).log())).to(device, problem.dtype)
-            advantage, mask = (rand(*tokens) * 2 - 1).to(device), (rand(*tokens) < 0.5).to(device)
-            old, advantage = (each.masked_fill(ignored, torch.nan) for each in (old, advantage))
-            arguments |= {"token_loss": self.token_loss, "token_inputs": (old, advantage, mask)}
-        if self.expected is not None:
-            is_number = isinstance(self.expected, float)
-            arguments["expected_gradient"] = (
-                self.expected if is_number else torch.tensor(float(self.expected), device=device)
-            )
-        arguments["detached"] = tuple(dict.fromkeys((*self.detached, *arguments["detached"])))
-        narrow = case.target.to(self.target_dtype)
-        case = replace(case, target=narrow if torch.equal(narrow.long(), case.target) else case.target)
-        return case, problem.incoming(device), arguments
-
-    def run(self, device: str, way: str = "eager") -> None:
-        """Compares the results with the truth, and their errors with those of eager PyTorch."""
-        case, grad, arguments = self.given(device)
-        for _ in range(1 + self.is_repeated):
-            with named(self):
-                found = (RANKS | WAYS)[way](case, grad, self.problem.options, arguments)
-                result, *of_truth, others = found if way in RANKS else (found, case, grad, arguments)
-                assert_close_to_truth(result, *of_truth, 2.0, True, **others)
 
 
 def run_compiled(compiler: Callable, case: Case, grad: Tensor, options: Options, arguments: dict[str, Any]) -> Result:
@@ -511,9 +490,9 @@ RANKS = {
 }
 
 
-def with_several_targets(case: Case, problem: Problem, ignored: Tensor, generator: torch.Generator) -> Case:
+def with_several_targets(case: Case, call: Call, ignored: Tensor, generator: torch.Generator) -> Case:
     """A case with K targets a token, some ignored, and some in one column."""
-    columns, ignore_index = problem.loss["vocab_size"] or problem.vocab, problem.loss["ignore_index"]
+    columns, ignore_index = call.loss["vocab_size"] or call.vocab, call.loss["ignore_index"]
     several = torch.randint(0, columns, ignored.shape, generator=generator)
     first = case.target.detach().cpu().long()
     several[..., 0] = first
@@ -527,48 +506,44 @@ def with_several_targets(case: Case, problem: Problem, ignored: Tensor, generato
 def drawn_call(one_of: Callable, device: str, way: str = "eager") -> Call:
     """Any call; `one_of` chooses among its arguments."""
     # No vocabulary is as large as a dimension of tokens, which ranks may divide.
-    problem = drawn_problem(one_of, device, (7, 33, 101) if way in RANKS else ())
+    call = plain_call(one_of, device, (7, 33, 101) if way in RANKS else ())
     if way == "sequence parallel":
-        problem = replace(problem, shape=one_of((12,), (3, 8), (2, 3, 4), (1, 48)))
+        call = replace(call, shape=one_of((12,), (3, 8), (2, 3, 4), (1, 48)))
     elif way == "module":
-        problem = replace(problem, terms=())
+        call = replace(call, terms=())
     elif way == "DTensors":
-        problem = replace(problem, shape=one_of((4, 8), (3, 6), (1, 2)))
+        call = replace(call, shape=one_of((4, 8), (3, 6), (1, 2)))
     kind = one_of("cross-entropy", "cross-entropy", "token loss", "several targets")
-    is_half = problem.dtype is torch.float16
-    expected = one_of(None, None, 0.5, "2", "0", "inf", "nan")
-    targets, target_rest, token_loss = 0, False, None
-    loss = dict(problem.loss)
+    call = replace(call, expected=one_of(None, None, 0.5, "2", "0", "inf", "nan"))
+    loss = dict(call.loss)
     if kind == "several targets":
-        targets, target_rest = one_of(1, 2, 5), one_of(False, False, True) and problem.vocab > 3
+        several, target_rest = one_of(1, 2, 5), one_of(False, False, True) and call.vocab > 3
         outputs = tuple(name for name in loss["outputs"] if name not in ("log_prob", "accuracy"))
         loss |= {"label_smoothing": 0.0, "outputs": outputs}
-        problem = replace(problem, class_weight=None)
+        call = replace(call, class_weight=None, several=several, target_rest=target_rest)
         if target_rest:
             # Every column may be a target then, so that little is left: a quotient of rounding errors.
             loss |= {"reduction": one_of("mean", "sum"), "ignore_index": -100, "vocab_size": None}
-            problem = replace(problem, scale=1.0)
+            call = replace(call, scale=1.0)
     elif kind == "token loss":
-        token_loss = one_of(*(TOKEN_LOSSES if problem.dtype.itemsize >= 4 else SMOOTH))
+        token_loss = one_of(*(TOKEN_LOSSES if call.dtype.itemsize >= 4 else SMOOTH))
         loss |= {"label_smoothing": 0.0, "reduction": one_of("mean", "sum")}
-        problem = replace(problem, class_weight=None)
-    only_in_forward = token_loss is not None or target_rest
-    if only_in_forward:
-        strategy = one_of(None, "gradients_in_forward")
-        problem = replace(problem, options=replace(problem.options, strategy=strategy))
-        expected = one_of(1.0, "2") if is_half else expected
+        call = replace(call, class_weight=None, token_loss=token_loss)
+    if call.token_loss is not None or call.target_rest:
+        # Only in the forward.
+        call = replace(call, options=replace(call.options, strategy=one_of(None, "gradients_in_forward")))
+        if call.dtype is torch.float16:
+            call = replace(call, expected=one_of(1.0, "2"))
         if loss["reduction"] != "mean":
-            problem = replace(problem, num_items=None)
+            call = replace(call, num_items=None)
     if way == "DTensors":
         # A mean over each rank's tokens has no meaning.
-        problem = replace(problem, num_items=one_of(17, 2.5, "5") if loss["reduction"] == "mean" else None)
+        call = replace(call, num_items=one_of(17, 2.5, "5") if loss["reduction"] == "mean" else None)
         loss["outputs"] = tuple(name for name in loss["outputs"] if name != "accuracy")
     differentiable = [name for name in loss["outputs"] if name in DIFFERENTIABLE_OUTPUTS]
-    detached = tuple(name for name in differentiable if one_of(False, True))
-    return Call(
-        problem=replace(problem, loss=loss), token_weights=one_of(None, None, torch.float32, problem.dtype),
-        targets=targets, target_rest=target_rest, token_loss=token_loss, expected=expected, detached=detached,
-        is_repeated=one_of(False, False, False, True),
+    return replace(
+        call, loss=loss, detached=tuple(name for name in differentiable if one_of(False, True)),
+        token_weights=one_of(None, None, torch.float32, call.dtype), is_repeated=one_of(False, False, False, True),
         target_dtype=one_of(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
     )  # fmt: skip
 

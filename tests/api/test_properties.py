@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import random_calls
-from random_calls import SPECIAL, check, drawn, special_case
+from random_calls import SPECIAL, drawn, special_case
 from reference import run_by
 from thunder_flce import Options
 from thunder_flce.engine.kernels import dispatch, torch_rows
@@ -38,16 +38,16 @@ def test_every_plan(device, few_rows_at_a_time):
 
 def test_some_logits_saved(device, few_rows_at_a_time, monkeypatch):
     """Of fewer tokens, of more than are computed, and the others in chunks."""
-    for problem, one_of in drawn(SAVED_EXAMPLES[device], device):
-        is_16_bit, options = problem.dtype.itemsize == 2, problem.options
+    for call, one_of in drawn(SAVED_EXAMPLES[device], device):
+        is_16_bit, options = call.dtype.itemsize == 2, call.options
         plan = Plan(
-            strategy="save_logits" if problem.any_grad else "loss_only", saved_rows=one_of(3, 1, 10, 100),
+            strategy="save_logits" if call.any_grad else "loss_only", saved_rows=one_of(3, 1, 10, 100),
             chunk_rows=one_of(2, 1, 5, 100), float32_accumulator=is_16_bit,
-            float32_logits=options.has_float32_logits(problem.dtype),
+            float32_logits=options.has_float32_logits(call.dtype),
             ignored_rows="compute" if options.ignored_rows == "compute" else "skip", row_kernels=options.row_kernels,
         )  # fmt: skip
         run_by(monkeypatch, plan)
-        check(replace(problem, options=Options()), device)
+        replace(call, options=Options()).run(device)
 
 
 @pytest.fixture
@@ -72,8 +72,8 @@ def kernel_calls(monkeypatch):
 
 
 def test_one_pass(device, few_rows_at_a_time, kernel_calls):
-    for problem, _ in drawn(ONE_PASS_EXAMPLES[device], device, in_one_pass=True):
-        check(problem, device)
+    for call, _ in drawn(ONE_PASS_EXAMPLES[device], device, in_one_pass=True):
+        call.run(device)
     assert kernel_calls["statistics"] == 0
     assert kernel_calls["both_"] > ONE_PASS_EXAMPLES[device] / 2
 
@@ -82,7 +82,7 @@ def test_one_pass(device, few_rows_at_a_time, kernel_calls):
 @pytest.mark.parametrize("special", SPECIAL)
 def test_logits_that_are_not_ordinary(special, in_one_pass, device, kernel_calls):
     """As PyTorch has them."""
-    for problem, _ in drawn(SPECIAL_EXAMPLES[device], device, in_one_pass=in_one_pass):
-        problem, case = special_case(problem, special, device)
-        check(problem, device, case)
+    for call, _ in drawn(SPECIAL_EXAMPLES[device], device, in_one_pass=in_one_pass):
+        call, case = special_case(call, special, device)
+        call.run(device, case=case)
     assert kernel_calls["both_" if in_one_pass else "statistics"] > SPECIAL_EXAMPLES[device] / 4

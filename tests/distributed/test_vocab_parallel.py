@@ -42,11 +42,11 @@ UNEVEN = (40, 0, 61)
 def test_logits_that_are_not_ordinary(special, ranks):
     """As PyTorch has them on one device, with the same bits on all ranks."""
 
-    for problem, _ in (*drawn(5, "cpu", (7, 33, 101)), *drawn(5, "cpu", (7, 33, 101), in_one_pass=True)):
-        problem, case = special_case(problem, special, "cpu")
-        grad, given = problem.incoming("cpu"), problem.settings("cpu")
-        sizes = (problem.vocab - 4, 4) if ranks == 2 else (2, problem.vocab - 5, 3)
-        result = divided(case, sizes, grad, options=problem.options, **given)
+    for call, _ in (*drawn(5, "cpu", (7, 33, 101)), *drawn(5, "cpu", (7, 33, 101), in_one_pass=True)):
+        call, case = special_case(call, special, "cpu")
+        case, grad, given = call.given("cpu", case)
+        sizes = (call.vocab - 4, 4) if ranks == 2 else (2, call.vocab - 5, 3)
+        result = divided(case, sizes, grad, options=call.options, **given)
         assert_close_to_truth(result, case, grad, 2.0, True, **given)
 
 

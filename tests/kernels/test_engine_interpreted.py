@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 import random_calls
 from interpreted import INTERPRETED, prepare_row_kernels
-from random_calls import SPECIAL, Problem, check, drawn, special_case
+from random_calls import SPECIAL, Call, drawn, special_case
 from reference import make_case, run_inside
 from test_kl_divergence import composed
 from thunder_flce import Options, linear_cross_entropy, linear_kl_divergence
@@ -55,29 +55,30 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(scaling, "library", lambda dtype, device: "Triton" if dtype.itemsize < 8 else "PyTorch")
 
 
-def with_kernels(problem: Problem) -> Problem:
+def with_kernels(call: Call) -> Call:
     """Float64 itself has other kernels."""
-    if problem.dtype is torch.float64:
-        problem = replace(problem, dtype=torch.float32, class_weight=problem.class_weight and torch.float32)
-    ignored_rows = "skip" if problem.options.ignored_rows == "auto" else problem.options.ignored_rows
-    return replace(problem, options=replace(problem.options, row_kernels="auto", ignored_rows=ignored_rows))
+    if call.dtype is torch.float64:
+        call = replace(call, dtype=torch.float32, class_weight=call.class_weight and torch.float32)
+    if call.token_weights is torch.float64:
+        call = replace(call, token_weights=torch.float32)
+    ignored_rows = "skip" if call.options.ignored_rows == "auto" else call.options.ignored_rows
+    return replace(call, options=replace(call.options, row_kernels="auto", ignored_rows=ignored_rows))
 
 
 @needs_interpreter
 def test_any_call(as_on_a_gpu):
     for number in range(CALLS):
         call = random_calls.numbered(number, "cpu", way="ranks")  # Of small vocabularies.
-        of_tokens = torch.float32 if call.token_weights is torch.float64 else call.token_weights
-        replace(call, problem=with_kernels(call.problem), token_weights=of_tokens).run("cpu")
+        with_kernels(call).run("cpu")
 
 
 @needs_interpreter
 def test_one_pass(as_on_a_gpu):
     """Of ordinary logits, and of others."""
-    for problem, one_of in drawn(EXAMPLES, "cpu", VOCABULARIES, in_one_pass=True):
-        check(with_kernels(problem), "cpu")
-        problem, case = special_case(with_kernels(problem), one_of(*SPECIAL), "cpu")
-        check(problem, "cpu", case)
+    for call, one_of in drawn(EXAMPLES, "cpu", VOCABULARIES, in_one_pass=True):
+        with_kernels(call).run("cpu")
+        call, case = special_case(with_kernels(call), one_of(*SPECIAL), "cpu")
+        call.run("cpu", case=case)
 
 
 @needs_interpreter
