@@ -548,9 +548,9 @@ def drawn_call(one_of: Callable, device: str, way: str = "eager") -> Call:
     )  # fmt: skip
 
 
-def numbered(number: int, device: str, seed: int = 0, way: str = "eager") -> Call:
+def numbered(number: int, device: str, way: str = "eager") -> Call:
     """One call, by its number."""
-    return drawn_call(chooser(seed, number), device, way)
+    return drawn_call(chooser(0, number), device, way)
 
 
 def main() -> None:
@@ -559,14 +559,13 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="the number of the first call")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--way", default="eager", choices=(*WAYS, *RANKS))
-    parser.add_argument("--seed", type=int, default=0, help="other calls")
     arguments = parser.parse_args()
     poison_memory()
     torch_rows.BLOCK_BYTES = torch_rows.THREAD_BYTES = 512  # Several blocks for each chunk.
     failed, start = [], time.time()
     numbers = range(arguments.first, arguments.first + arguments.count)
     for number in numbers:
-        call = numbered(number, arguments.device, arguments.seed, arguments.way)
+        call = numbered(number, arguments.device, arguments.way)
         try:
             call.run(arguments.device, arguments.way)
         except Exception:
