@@ -72,13 +72,3 @@ def test_pages_name_the_devices_that_kernels_are_compiled_for(page):
 
 def test_the_changelog_has_the_version():
     assert f"\n## {thunder_flce.__version__}\n" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-
-
-def test_counts_of_the_support_page(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "traces"))
-    from patterns import FUSED, NOT_FUSED
-
-    zoo = pytest.importorskip("zoo")
-    text = " ".join((ROOT / "docs/support.md").read_text(encoding="utf-8").split())
-    assert f"{len(FUSED)} programs that are fused and {len(NOT_FUSED)} that are not" in text
-    assert f"{len(zoo.ENTRIES)} configurations" in text
