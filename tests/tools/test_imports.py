@@ -1,9 +1,11 @@
 """What `import thunder_flce` imports, what works without thunder, and what thunder knows, each in a fresh process."""
 
+import re
+import subprocess
+import sys
+
 import pytest
 import torch
-
-import fresh
 
 ABSENT = """
 import sys, warnings, torch, torch._inductor.compile_fx
@@ -57,7 +59,11 @@ assert "not work with this lightning-thunder: ModuleNotFoundError: No module nam
 
 
 def _run(program, *arguments):
-    process = fresh.run(program, *arguments)
+    return subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True)
+
+
+def _runs(program, *arguments):
+    process = _run(program, *arguments)
     assert process.returncode == 0, process.stderr
 
 
@@ -67,7 +73,7 @@ HEAVY += ["torch.distributed.device_mesh", "triton", "thunder", "nvfuser_direct"
 
 def test_nothing_heavy_is_imported():
     """Nor by a step on a CPU; what PyTorch imports by itself aside."""
-    _run(f"""
+    _runs(f"""
 import sys, torch
 before = {{*sys.modules}}
 import thunder_flce
@@ -84,7 +90,7 @@ assert not found, found
 
 def test_without_torch_distributed():
     """As in a PyTorch that was built without it."""
-    _run(
+    _runs(
         ABSENT
         + """
 absent.prefixes = ("torch.distributed.", "torch.testing._internal.distributed")
@@ -106,7 +112,7 @@ def test_without_thunder(tmp_path):
     package = tmp_path / "thunder"
     package.mkdir()
     (package / "__init__.py").write_text("is_another = True")
-    _run(ABSENT + WITHOUT, str(tmp_path))
+    _runs(ABSENT + WITHOUT, str(tmp_path))
 
 
 BACKEND = """
@@ -141,7 +147,7 @@ else:
 
 def test_the_backend_and_explain_need_no_thunder():
     """A command that needs it says so."""
-    process = fresh.run(ABSENT + BACKEND)
+    process = _run(ABSENT + BACKEND)
     assert process.returncode == 0 and "thunder" in process.stderr.splitlines()[-1], process.stderr
 
 
@@ -190,7 +196,7 @@ assert not any(mine is its for mine, its in zip(now()[0], before[0])) and now()[
 @pytest.mark.skipif(not hasattr(torch.Tensor, "align_as"), reason="torch 2.13 and newer need the other order")
 def test_after_thunder():
     """It knows of us, and is as it was until the fusion is first used, when what it has wrong is mended."""
-    _run(WITH.format(imports=UNCHANGED) + MENDED)
+    _runs(WITH.format(imports=UNCHANGED) + MENDED)
 
 
 # As it is since torch 2.14: without what thunder's import reads of it.
@@ -208,12 +214,12 @@ torch.testing.assert_close(torch.autograd.grad(jitted(x, w, tensors[2]), (x, w))
 
 def test_before_thunder():
     """It knows of us, too, though nothing of ours that needs thunder was touched before."""
-    _run(WITH.format(imports=BUILTIN_APPLY) + AFTERWARDS)
+    _runs(WITH.format(imports=BUILTIN_APPLY) + AFTERWARDS)
 
 
 def test_an_import_of_thunder_that_failed_before():
     """The second time, Python would name something else: what the first has left behind."""
-    _run("""
+    _runs("""
 import sys, torch
 torch.autograd.Function.apply = torch._C._FunctionBase.__dict__["apply"]
 for _ in range(2):
@@ -226,3 +232,18 @@ for _ in range(2):
     import thunder_flce
 assert message.endswith("import thunder_flce before thunder"), message
 """)
+
+
+def test_a_private_name_that_thunder_lacks():
+    """The import warns of it, and what needs thunder is an error."""
+    if not hasattr(torch.Tensor, "align_as"):
+        pytest.skip("with torch 2.13 and newer, thunder cannot be imported first")
+    program = (
+        "import thunder.dynamo.compiler; del thunder.dynamo.compiler.ThunderCompiler\n"
+        "import thunder_flce; thunder_flce.linear_cross_entropy; thunder_flce.jit"
+    )
+    process = _run(program)
+    lacks = r"thunder_flce works with lightning-thunder >=0\.2\.6,<0\.3; version \S+ lacks a name .*'ThunderCompiler'"
+    assert re.search(rf"UserWarning: .*ImportError: {lacks}", process.stderr), process.stderr
+    message = process.stderr.strip().splitlines()[-1]
+    assert re.match(rf"ImportError: thunder_flce\.jit needs lightning-thunder, .*{lacks}", message), process.stderr
