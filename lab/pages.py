@@ -4,7 +4,7 @@
     python lab/pages.py --write    writes the tables anew, and draws the pictures
 
 A table stands between two comments of its page, `<!-- NAME: python lab/pages.py -->` and `<!-- end of NAME -->`. Every
-number is that of a row, but for memory that is called computed: that of the plan for an H200.
+number is that of a row, but for memory that is called computed: that of the plan for an H100.
 """
 
 import argparse
@@ -18,16 +18,18 @@ from typing import Any
 
 import torch
 
-from thunder_flce.device import ABSENT_DEVICE
+from thunder_flce.device import ABSENT_DEVICE, KNOWN_RATES
 from thunder_flce.engine.choose import choose, temporary_bytes
 from thunder_flce.operation.call import Call
 from thunder_flce.options import Options
 
 ROOT = Path(__file__).parent.parent
-DATA = ROOT / "traces" / "h200"
-H100 = ROOT / "traces" / "h100"
+DATA = ROOT / "traces" / "h100"
+OF_H200 = ROOT / "traces" / "h200"
 PICTURES = ROOT / "docs" / "pictures"
-H200 = replace(ABSENT_DEVICE, memory=141 * 10**9)
+_RATES = KNOWN_RATES["H100 80GB HBM3"]
+H100 = replace(ABSENT_DEVICE, matmul_rate=_RATES.matmul, bandwidth=_RATES.bandwidth, memory=85 * 10**9)
+REGIONS = "regions.jsonl"
 
 Row = dict[str, Any]
 
@@ -45,45 +47,36 @@ MODELS = {
 LABELS = {
     "three matmuls": "the three matmuls alone, by cuBLAS",
     "flce": "**thunder_flce**",
-    "flce, 512 rows": "thunder_flce, `chunk_rows=512`",
-    "auto chunker": "torch.compile, Inductor's auto chunker",
-    "liger, hopper": "Liger 0.8.5, function for Hopper",
+    "flce, chunk_rows=512": "thunder_flce, `chunk_rows=512`",
     "liger, chunk 8": "Liger 0.8.5, `chunk_mem_const=8`",
     "liger": "Liger 0.8.5, default",
     "trl": "TRL 1.16, its trainers' head",
-    "quack": "quack 0.6.5",
     "cut-cross-entropy": "cut-cross-entropy 25.1.1, default",
     "eager": "eager PyTorch",
 }
 
 
 def rows(file: str, *, folder: Path = DATA, **wanted: Any) -> list[Row]:
-    """The rows with a time in a file of a folder that have these fields; a commit by its beginning."""
-    commit = wanted.pop("commit", "")
+    """The rows with a time in a file that have these fields."""
     found = [json.loads(line) for line in (folder / file).read_text(encoding="utf-8").splitlines()]
-    return [
-        row
-        for row in found
-        if "time_ms" in row and row["commit"].startswith(commit) and all(row.get(k) == v for k, v in wanted.items())
-    ]
+    return [row for row in found if "time_ms" in row and all(row.get(k) == v for k, v in wanted.items())]
 
 
-def first_of_each(found: Iterable[Row]) -> dict[str, Row]:
-    """By method: of what was run again in other processes, the first run."""
-    of_methods: dict[str, Row] = {}
-    for row in found:
-        of_methods.setdefault(row["method"], row)
-    return of_methods
+def of_methods(**wanted: Any) -> dict[str, Row]:
+    """The same of losses alone, by method."""
+    return {row["method"]: row for row in rows(REGIONS, **wanted)}
 
 
 def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *lines))
 
 
-def source(file: str, commit: str) -> str:
+def source(found: Iterable[Row], path: Path = DATA / REGIONS) -> str:
     """Where numbers are from."""
-    row = rows(file, commit=commit)[0]
-    return f"`traces/h200/{file}` at {commit}: one {row['device']}, torch {row['torch']}, {row['dtype']}."
+    listed = list(found)
+    commits, row = dict.fromkeys(row["commit"] for row in listed), listed[0]
+    file = path.relative_to(ROOT).as_posix()
+    return f"`{file}` at {' and '.join(commits)}: one {row['device']}, torch {row['torch']}, {row['dtype']}."
 
 
 def gb(number: float | None) -> str:
@@ -92,17 +85,15 @@ def gb(number: float | None) -> str:
 
 # README.md and its picture.
 
-ONE_RUN = "regions-peers.jsonl", "42bad66"
 OF_README = [
-    "three matmuls", "flce", "flce, 512 rows", "torch.compile", "liger, chunk 8", "auto chunker", "eager", "liger",
+    "three matmuls", "flce", "flce, chunk_rows=512", "torch.compile", "liger, chunk 8", "eager", "liger",
     "cut-cross-entropy",
 ]  # fmt: skip
 
 
 def of_readme() -> dict[str, Row]:
     """The rows of Llama 3.1 8B's head, by method."""
-    file, commit = ONE_RUN
-    return first_of_each(rows(file, commit=commit, name="S1"))
+    return of_methods(name="S1")
 
 
 def one_shape() -> str:
@@ -114,40 +105,24 @@ def one_shape() -> str:
         error = f"{row['dw_error']:.1e}".replace("e-0", "e-") if "dw_error" in row else "–"
         lines.append((LABELS.get(method, method), f"{row['time_ms']:.1f} ms", gb(row.get("above_outputs_gb")), error))
     text = table(("", "time", "memory above the gradients", "error of dW"), lines)
-    return f"{text}\n\n{source(*ONE_RUN)}"
+    return f"{text}\n\n{source(found[method] for method in OF_README)}"
 
 
-MEASURED = (
-    ("Llama 3.1 8B", 2048, "sweep.jsonl", "893eb32"),
-    ("Llama 3.1 8B", 8192, *ONE_RUN),
-    ("Gemma 2 2B", 8192, *ONE_RUN),
-    ("GPT-2 XL", 8192, *ONE_RUN),
-)
-"""Where torch.compile and ours were measured at a model's own head, with random data."""
 TOKENS = 2048, 8192, 32768
 
 
 def savings() -> str:
     """Computed memory of each model's loss, and times where they were measured."""
-    times = {}
-    for model, tokens, file, commit in MEASURED:
-        vocab, hidden = MODELS[model]
-        found = [
-            row
-            for row in rows(file, commit=commit, tokens=tokens, vocab=vocab, hidden=hidden)
-            if row.get("data", "random") == "random" and not row["ignored"]
-        ]
-        of_methods = first_of_each(found)
-        times[model, tokens] = [of_methods[method]["time_ms"] for method in ("torch.compile", "flce")]
     lines = []
     for model, (vocab, hidden) in MODELS.items():
         cells = []
         for tokens in TOKENS:
             call = Call.of_mean(tokens, vocab, hidden, dtype=torch.bfloat16, device=torch.device("cuda"))
-            held = temporary_bytes(call, choose(call, Options(), H200), H200)
+            held = temporary_bytes(call, choose(call, Options(), H100), H100)
             cell = f"{tokens * vocab * 2 / 1e9:.2f} → {held / 1e9:.2f} GB"
-            if (model, tokens) in times:
-                cell += ", {:.1f} → {:.1f} ms".format(*times[model, tokens])
+            found = of_methods(tokens=tokens, vocab=vocab, hidden=hidden, ignored=0.0)
+            if found:
+                cell += ", {:.1f} → {:.1f} ms".format(*(found[name]["time_ms"] for name in ("torch.compile", "flce")))
             cells.append(cell)
         lines.append((f"{model}, {vocab} × {hidden}", *cells))
     return table(("head: vocabulary × hidden size", *(f"{tokens:,} tokens" for tokens in TOKENS)), lines)
@@ -160,7 +135,7 @@ SHAPES = {
     "the same, 60% of the targets ignored": {"name": "S1i"},
     "Gemma 2 2B": {"name": "S3"},
     "Qwen 2.5 7B": {"name": "S4"},
-    "DeepSeek V3": {"vocab": 129280},
+    "DeepSeek V3": {"name": "deepseek-v3"},
     "GPT-2 XL, an odd vocabulary": {"name": "U2"},
     "hidden size 768, with a bias": {"name": "S2"},
 }
@@ -169,11 +144,11 @@ PEERS = ["three matmuls", "flce", "torch.compile", "liger, chunk 8", "cut-cross-
 
 def shapes() -> str:
     """Ours and the peers at several heads, in one run."""
-    file, commit = ONE_RUN
-    lines = []
+    lines, shown = [], []
     for name, wanted in SHAPES.items():
-        found = first_of_each(r for r in rows(file, commit=commit, **wanted) if "peaked" not in r["shape"])
-        first = next(iter(found.values()))
+        found = of_methods(**wanted)
+        first = found["flce"]
+        shown.append(first)
         cells = []
         for method in PEERS:
             row = found.get(method)
@@ -181,7 +156,7 @@ def shapes() -> str:
             cells.append(f"{row['time_ms']:.1f}{memory}" if row else "–")
         lines.append((f"{name}: {first['tokens']} × {first['vocab']} × {first['hidden']}", *cells))
     header = ("tokens × vocabulary × hidden size", *(LABELS.get(method, method).split(", by")[0] for method in PEERS))
-    return f"{table(header, lines)}\n\n{source(file, commit)}"
+    return f"{table(header, lines)}\n\n{source(shown)}"
 
 
 LOSSES = {
@@ -206,7 +181,8 @@ def losses() -> str:
     """Other losses than the mean, at Llama 3.1 8B's head; of two functions of Liger's, the faster one."""
     lines = []
     for name, (loss, commit) in LOSSES.items():
-        found = first_of_each(rows("losses.jsonl", commit=commit, vocab=128256))
+        listed = rows("losses.jsonl", folder=OF_H200, commit=commit, vocab=128256)
+        found = {row["method"]: row for row in reversed(listed)}
         cells = []
         for ways in WAYS.values():
             timed = [found[key] for way in ways if (key := f"{loss}, {way}") in found]
@@ -214,37 +190,15 @@ def losses() -> str:
             cells.append(f"{fastest['time_ms']:.1f} / {fastest['memory_gb']:.2f}" if fastest else "–")
         lines.append((name, *cells))
     text = table(("loss", *WAYS), lines)
-    return f"{text}\n\n{source('losses.jsonl', '6287b3c')} With a frozen head, at 2437930."
-
-
-WHOLE = (
-    ("Llama 3.2 1B, 16 layers", "litgpt-llama-3.2-1b", 16, "ee0c33f"),
-    ("Llama 3.2 1B, 4 layers", "litgpt-llama-3.2-1b", 4, "cf39459"),
-    ("Qwen 2.5 0.5B, 4 layers", "litgpt-qwen2.5-0.5b", 4, "7227603"),
-    ("Gemma 2 2B, 4 layers", "litgpt-gemma-2-2b", 4, "ee0c33f"),
-)
-
-
-def models() -> str:
-    """Training steps of whole models."""
-    lines = []
-    for name, model, layers, commit in WHOLE:
-        found = first_of_each(rows("models-backend.jsonl", commit=commit, model=model, layers=layers))
-        first = found["torch.compile"]
-        cells = [
-            f"{row['forward_ms'] + row['backward_ms']:.1f} ms, {gb(row['memory_gb'])}"
-            for row in (found["torch.compile"], found["flce backend"])
-        ]
-        lines.append((f"{name}, at {commit}", str(first["batch"] * first["length"]), *cells))
-    text = table(("model", "tokens", "torch.compile", "the same with backend thunder_flce"), lines)
-    return f"{text}\n\n`traces/h200/models-backend.jsonl`: one NVIDIA H200, bfloat16."
+    of = rows("losses.jsonl", folder=OF_H200, commit="6287b3c")[:1]
+    return f"{text}\n\n{source(of, OF_H200 / 'losses.jsonl')} With a frozen head, at 2437930."
 
 
 def steps() -> str:
     """Whole steps: numbers of tokens, lengths that change, CUDA graphs. Of rows of one case, the last one."""
     names = ("litgpt-pythia-160m", "litgpt-smollm2-135m", "litgpt-qwen2.5-0.5b", "litgpt-llama-3.2-1b")
     methods = ["torch.compile", "flce backend", "torch.compile, reduce-overhead", "flce backend, reduce-overhead"]
-    found = rows("models.jsonl", folder=H100, layers=4)
+    found = rows("models.jsonl", layers=4)
     found.sort(key=lambda row: (row["lengths"] != "one", row["batch"] * row["length"], names.index(row["model"])))
     cases: dict[str, dict[str, Row]] = {}
     for row in found:
@@ -264,7 +218,7 @@ def steps() -> str:
 
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"savings": savings},
-    "docs/performance.md": {"methods": one_shape, "shapes": shapes, "losses": losses, "models": models, "steps": steps},
+    "docs/performance.md": {"methods": one_shape, "shapes": shapes, "losses": losses, "steps": steps},
 }
 
 
@@ -322,14 +276,15 @@ def _draw_sweep(path: Path) -> None:
     """Time over that of the matmuls, and memory, from 1024 to 65536 tokens."""
     from matplotlib import pyplot as plt
 
-    found = rows("sweep.jsonl", commit="893eb32", vocab=128256)
     figure, (time, memory) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    found = rows(REGIONS, vocab=128256, hidden=4096, ignored=0.0)
     counts = sorted({row["tokens"] for row in found})
     for method, colour in {"flce": "tab:blue", "torch.compile": "tab:orange", "liger, chunk 8": "tab:green"}.items():
-        latest = {row["tokens"]: row for row in found if row["method"] == method}
+        of_method = sorted((row for row in found if row["method"] == method), key=lambda row: row["tokens"])
+        tokens = [row["tokens"] for row in of_method]
         label = LABELS.get(method, method).replace("*", "").replace("`", "")
-        time.plot([*latest], [row["ratio"] for row in latest.values()], "o-", color=colour, label=label)
-        memory.plot([*latest], [row["above_outputs_gb"] for row in latest.values()], "o-", color=colour)
+        time.plot(tokens, [row["ratio"] for row in of_method], "o-", color=colour, label=label)
+        memory.plot(tokens, [row["above_outputs_gb"] for row in of_method], "o-", color=colour)
     logits = [count * 128256 * 2 / 1e9 for count in counts]
     memory.plot(counts, logits, ":", color="grey", label="all logits in bfloat16")
     memory.set_yscale("log")
@@ -340,7 +295,7 @@ def _draw_sweep(path: Path) -> None:
         axes.set_xticks(counts, [f"{count // 1024}k" for count in counts])
         axes.set_xlabel("tokens")
         axes.legend(fontsize="small")
-    figure.suptitle("128256 × 4096, NVIDIA H200; torch.compile was run up to 8k tokens", fontsize="medium")
+    figure.suptitle(f"128256 × 4096, {found[0]['device']}", fontsize="medium")
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
