@@ -55,15 +55,16 @@ def batch(rows=3, tokens=8, device="cpu"):
 
 
 def run(program, tensors):
-    """Outputs, and the gradients of the first of them."""
+    """Outputs, and the gradients of all of them, for upstream ones that differ from one element to the next."""
     outputs = program(*tensors)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    needing_grad = [tensor for tensor in tensors if tensor.requires_grad]
-    if not outputs[0].requires_grad:
+    wanted = [each for each in outputs if each.requires_grad]
+    if not wanted:
         return outputs, ()
-    # Of a vector, gradients that differ from one element to the next.
-    loss = outputs[0] if outputs[0].ndim == 0 else (outputs[0] * torch.linspace(-1, 2, outputs[0].shape[-1])).sum()
-    return outputs, torch.autograd.grad(loss, needing_grad, allow_unused=True, materialize_grads=True)
+    upstream = [torch.linspace(2, -1, each.numel()).view(each.shape).to(each) for each in wanted]
+    needing_grad = [tensor for tensor in tensors if tensor.requires_grad]
+    gradients = torch.autograd.grad(wanted, needing_grad, upstream, allow_unused=True, materialize_grads=True)
+    return tuple(each.detach() for each in outputs), gradients
 
 
 def decisions(compiled) -> list[thunder_flce.matching.decisions.Decision]:
