@@ -161,7 +161,7 @@ ENTRIES = [
     Entry("transformers Gemma", _transformers("Gemma", head_dim=8), head="tied to the embedding"),
     Entry(
         "transformers Gemma 2",
-        _transformers("Gemma2", head_dim=8, sliding_window=8, attn_implementation="eager"),
+        _transformers("Gemma2", head_dim=8, sliding_window=8, attn_implementation="eager", num_hidden_layers=1),
         head="tied; softcap",
         region={"softcap": 30.0},
     ),
