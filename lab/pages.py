@@ -273,7 +273,7 @@ def _draw_methods(path: Path) -> None:
 
 
 def _draw_sweep(path: Path) -> None:
-    """Time over that of the matmuls, and memory, from 1024 to 65536 tokens."""
+    """Time over that of the matmuls, and memory, over the number of tokens."""
     from matplotlib import pyplot as plt
 
     figure, (time, memory) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")

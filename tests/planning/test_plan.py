@@ -279,9 +279,6 @@ def _measured():
         # An adapter's dW is summed in float32 anyway.
         if record["method"] in of_methods and not (record["rank"] and "float32" in record["method"]):
             changes = dict(of_methods[record["method"]])
-            if record["name"] == "U2" and "gradients" in record["method"]:
-                # As plans had it at that commit.
-                changes["options"] = replace(changes.get("options", Options()), chunk_rows=2816)
             if "needs_grad" not in changes:
                 changes |= FROZEN if record["frozen"] else {}
                 changes |= {"bias": record["bias"], "rank": record["rank"]}

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from thunder_flce.device import Device
-from thunder_flce.engine.kernels.launch import launch
+from thunder_flce.engine.kernels.launch import contiguous, launch
 
 # Rows and columns of a tile, elements of H at a time, how many of these are on their way, and threads. The large one is
 # the fastest of those that were tried on an H100: 652 TFLOPS at 2048 × 128256 × 4096, where cuBLAS has 747.
@@ -23,8 +23,9 @@ _TILE_OF_HOPPER = {"ROWS": 128, "COLUMNS": 256, "FEATURES": 64, "num_stages": 4,
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["bias"])
 def _logits_kernel(
     x, weight, out, bias, rows,
-    WEIGHT_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, VOCAB: tl.constexpr, HIDDEN: tl.constexpr,
-    ACCUMULATE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FEATURES: tl.constexpr,
+    X_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, OF_COLUMN: tl.constexpr, OF_FEATURE: tl.constexpr,
+    VOCAB: tl.constexpr, HIDDEN: tl.constexpr, ACCUMULATE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    FEATURES: tl.constexpr,
 ):  # fmt: skip
     # Tiles of the same columns follow each other, so that each part of the weight is read once.
     tiles = tl.cdiv(rows, ROWS)
@@ -32,8 +33,8 @@ def _logits_kernel(
     column = (tl.program_id(0) // tiles).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     feature = tl.arange(0, FEATURES)
     # What is no row, or no column, reads another one, and is not written.
-    of_x = x + (row % rows)[:, None] * HIDDEN + feature[None, :]
-    of_weight = weight + (column % VOCAB)[None, :] * WEIGHT_STRIDE + feature[:, None]
+    of_x = x + (row % rows)[:, None] * X_STRIDE + feature[None, :]
+    of_weight = weight + (column % VOCAB)[None, :] * OF_COLUMN + feature[:, None].to(tl.int64) * OF_FEATURE
     of_out = out + row[:, None] * OUT_STRIDE + column[None, :]
     is_in = (row < rows)[:, None] & (column < VOCAB)[None, :]
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -49,27 +50,31 @@ def _logits_kernel(
             b = tl.load(of_weight, mask=start + feature[:, None] < HIDDEN, other=0.0)
         total = tl.dot(a, b, total)
         of_x += FEATURES
-        of_weight += FEATURES
+        of_weight += FEATURES * OF_FEATURE
     tl.store(of_out, total.to(out.dtype.element_ty), mask=is_in)
 
 
 @lru_cache(maxsize=256)
-def _settings(hidden: int, vocab: int, strides: tuple[int, int], *, accumulate: bool, hopper: bool) -> dict[str, Any]:
-    """Constants of the kernel; the strides are those of the weight's rows and of the logits'."""
+def _settings(hidden: int, vocab: int, strides: tuple[int, ...], *, accumulate: bool, hopper: bool) -> dict[str, Any]:
+    """Constants of the kernel; the strides are those of the rows of x and of the logits, and both of the weight."""
     return {
-        "WEIGHT_STRIDE": strides[0], "OUT_STRIDE": strides[1], "VOCAB": vocab, "HIDDEN": hidden,
+        **dict(zip(("X_STRIDE", "OUT_STRIDE", "OF_COLUMN", "OF_FEATURE"), strides, strict=True)),
+        "VOCAB": vocab, "HIDDEN": hidden,
         # A large tile that is read, too, does not fit into registers.
         "ACCUMULATE": accumulate, **(_TILE_OF_HOPPER if hopper and not accumulate else _TILE),
     }  # fmt: skip
 
 
 def logits_(out: Tensor, x: Tensor, weight: Tensor, *, bias: Tensor | None = None, accumulate: bool = False) -> None:
-    """out (C, V) = x (C, H) @ weight (V, H)ᵀ + bias (V,), rounded once; added to what out holds if `accumulate`."""
+    """out (C, V) = x (C, H) @ weight (V, H)ᵀ + bias (V,), rounded once; added to what out holds if `accumulate`.
+
+    The rows of x and out are contiguous, those of the weight may lie in any way.
+    """
     (rows, hidden), vocab = x.shape, weight.shape[0]
     if not rows:
         return
-    weight = weight if weight.stride(1) == 1 else weight.contiguous()
-    strides, hopper = (weight.stride(0), out.stride(0)), Device.of(x.device).is_hopper
+    x = x if x.stride(1) == 1 else x.contiguous()
+    strides, hopper = (x.stride(0), out.stride(0), *weight.stride()), Device.of(x.device).is_hopper
     settings = _settings(hidden, vocab, strides, accumulate=accumulate, hopper=hopper)
     programs = triton.cdiv(rows, settings["ROWS"]) * triton.cdiv(vocab, settings["COLUMNS"])
-    launch(_logits_kernel, programs, [x.contiguous(), weight, out, bias], settings, rows)
+    launch(_logits_kernel, programs, [x, weight, out, *contiguous(bias)], settings, rows)

@@ -99,12 +99,12 @@ def tunings() -> list[Tuning]:
 @contextmanager
 def alone(own: dict[Any, Any]) -> Iterator[None]:
     """Runs with `own` measurements, empty at first, as in a process that does nothing else: for benchmarks."""
-    global _tunings
-    others, _tunings = _tunings, own
+    global _tunings, _met
+    others, _tunings, _met = (_tunings, _met), own, Counter()
     try:
         yield
     finally:
-        _tunings = others
+        _tunings, _met = others
 
 
 def run_fastest(matmul: Matmul) -> bool:
