@@ -232,6 +232,9 @@ def test_where_dw_is_summed():
         plan = plan_of(*sizes, options=options, **changes)
         assert plan.float32_accumulator == is_wide, (sizes, options, changes)
         assert not (plan.float32_accumulator and plan.float32_rows)
+    # Then chunks have more rows: as many as the rounded dW holds, twice, unless they are larger already.
+    for sizes, rows in (((16384, 128256, 2048), 4096), ((16384, 128256, 4096), 8192), ((32768, 128256, 768), 4096)):
+        assert plan_of(*sizes).chunk_rows == rows and plan_of(*sizes).float32_accumulator
     assert not plan_of(options=Options(chunk_rows=8192)).float32_rows
     # Of an adapter, all rows are.
     assert plan_of(rank=512).float32_rows == 192 and not plan_of(rank=512, **FROZEN).float32_rows
