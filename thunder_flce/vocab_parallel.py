@@ -10,10 +10,10 @@ numbers of all ranks, and only these decide what comes next:
 - where they are not, or a rank has refused its arguments, all ranks tell each other the words, and all raise.
 
 No rank remembers earlier calls but for the devices, of which all learn in one call, so none can be wrong about what
-another one knows. The host waits for the numbers: for
-the other ranks where the group communicates on the CPU (gloo, also beside NCCL), and for the device where it is NCCL
-alone. While a CUDA graph is captured it cannot wait for a device. Such a call has to be one that the ranks agreed on
-before; that hashes are equal is then an assertion on the device, at each replay.
+another one knows. The host waits for the numbers: for the other ranks where the group communicates on the CPU (gloo,
+also beside NCCL), and for the device where it is NCCL alone. While a CUDA graph is captured it cannot wait for a
+device. Such a call has to be one that the ranks agreed on before; that hashes are equal is then an assertion on the
+device, at each replay.
 """
 
 import ast
