@@ -128,6 +128,8 @@ def test_dtypes_of_the_target(dtype, ignore_index, device):
         case.target[::4] = ignore_index
     case.target = case.target.to(dtype)
     assert_as_exact_as_eager(case, ignore_index=ignore_index)
+    case.target = torch.stack([case.target, case.target.flip(0)], 1)
+    assert_as_exact_as_eager(case, ignore_index=ignore_index, target_weights=torch.rand(37, 2, device=device))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

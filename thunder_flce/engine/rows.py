@@ -24,7 +24,7 @@ def prepare(call: Call, *, upstream: Tensor | None, ordered: bool) -> Prepared:
     """`Prepared` by PyTorch's operations, for a flat call and an upstream gradient, () or (T,), or None for 1."""
     loss, target, row_dtype = call.loss, call.tensors["target"].long(), call.row_dtype
     weights = call.get("token_weights")
-    # In a narrow dtype, V and ignore_index would wrap around before they are compared with.
+    # As long: V and ignore_index would wrap around in a narrow dtype before they are compared with.
     is_label, column = target != loss.ignore_index, target.clamp(0, call.whole_vocab - 1)
     is_wrong = is_label & (target != column)
     valid = is_label if target.ndim == 1 else is_label.any(1)
@@ -177,8 +177,8 @@ def with_target_weights(call: Call, rows: Rows) -> Rows:
     """The rows with the weights of their targets, if a row has several."""
     if call.targets_per_token is None:
         return rows
-    weights = call.tensors["target_weights"]
-    counts = (rows.gather(call.tensors["target"]) != call.loss.ignore_index) & (rows.weight != 0).unsqueeze(1)
+    weights, target = call.tensors["target_weights"], call.tensors["target"].long()
+    counts = (rows.gather(target) != call.loss.ignore_index) & (rows.weight != 0).unsqueeze(1)
     weights = torch.where(counts, rows.gather(weights), 0)
     if call.loss.target_rest:
         rows.first_targets = _first_in_column(rows.target, counts).to(weights.dtype)
