@@ -106,8 +106,8 @@ def lean(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 def _method(inputs: Inputs) -> Method:
     if not inputs.x.is_cuda:
         raise Unavailable("runs on GPUs only")
-    if inputs.bias is not None or inputs.terms:
-        raise Unavailable("takes no bias and no adapter")
+    if inputs.bias is not None:
+        raise Unavailable("takes no bias")
     return lambda inputs: lean(inputs.x, inputs.weight, inputs.target)
 
 

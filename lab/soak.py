@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from thunder_flce.bench.measure import Run, no_mark, progress, release, synchron
 from thunder_flce.bench.methods import Method, maker
 from thunder_flce.bench.output import GB, TIME
 from thunder_flce.bench.regions import run_step
-from thunder_flce.bench.shapes import Inputs, Shape, parse_plain_shape
+from thunder_flce.bench.shapes import Inputs, Shape
 from thunder_flce.engine.matmul.algorithms import tunings
 
 COUNTS = 64
@@ -126,7 +125,6 @@ SUBSET = Subset(
     columns=COLUMNS,
     methods=["function"],
     check_method=maker,
-    parse=partial(parse_plain_shape, without=("rank",)),
     turns=None,
     options={"steps": {"type": positive, "default": 5000, "help": "of each method (default: %(default)s)"}},
 )

@@ -46,7 +46,7 @@ SHAPES = [
     Shape(name="small H", tokens=8192, vocab=64000, hidden=512, bias=True),
     Shape(name="odd V", tokens=4096, vocab=50257, hidden=1600),
     Shape(name="many tokens", tokens=32768, vocab=32000, hidden=2048),
-    Shape(name="adapter", tokens=4096, vocab=64000, hidden=2048, frozen=True, rank=16),
+    Shape(name="adapter", tokens=4096, vocab=64000, hidden=2048, frozen=True),
 ]
 VECTOR_BYTES = 72
 """Of each token, as measured"""
@@ -69,6 +69,8 @@ def test_peak_memory_is_what_the_program_predicts(needs, way, shape, monkeypatch
     options, reduction, budget = WAYS[way]
     inputs = Inputs.random(shape, "cuda")
     inputs.target[0] = -100  # Then rows are left out, which takes copies of the others.
+    has_grad = {"device": "cuda", "dtype": shape.dtype, "requires_grad": needs != "nothing"}
+    adapter = [torch.randn(size, 16, **has_grad) for size in (shape.tokens, shape.vocab) if shape.name == "adapter"]
     if needs == "nothing":
         inputs = inputs.map(torch.Tensor.detach)
     elif needs != "all":
@@ -95,13 +97,13 @@ def test_peak_memory_is_what_the_program_predicts(needs, way, shape, monkeypatch
             inputs.weight,
             inputs.target,
             linear_bias=inputs.bias,
-            terms=inputs.terms,
+            terms=[tuple(adapter)] if adapter else (),
             reduction=reduction,
             options=options,
         )
         if loss.requires_grad:
             loss.backward(upstream)
-        for tensor in inputs.named_operands().values():
+        for tensor in (*inputs.named_operands().values(), *adapter):
             tensor.grad = None
 
     peak = _peak_bytes(run)

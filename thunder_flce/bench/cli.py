@@ -13,7 +13,7 @@ import torch
 
 from thunder_flce.bench import distributed, losses, methods, models, output, rates, regions
 from thunder_flce.bench.measure import Run, progress
-from thunder_flce.bench.shapes import GRAMMAR, parse_plain_shape, parse_shape
+from thunder_flce.bench.shapes import GRAMMAR, parse_shape
 
 PROGRAM = "python -m thunder_flce bench"
 
@@ -80,7 +80,7 @@ SUBSETS = {
         measure=losses.measure,
         methods=losses.METHODS,
         cases={"cuda": ["qwen3-8b"], "cpu": ["tiny"]},
-        parse=partial(parse_plain_shape, without=("bias", "ignored", "frozen", "rank")),
+        parse=partial(parse_shape, without=("bias", "ignored")),
         turns={"rounds": 3, "turn_ms": 300},
     ),
     "models": Subset(
@@ -96,7 +96,7 @@ SUBSETS = {
         help="the mean loss over several GPUs of this machine, which divide the vocabulary or the tokens",
         measure=distributed.measure,
         methods=distributed.METHODS,
-        parse=parse_plain_shape,
+        parse=partial(parse_shape, without=("bias", "frozen")),
         options={"ranks": {"type": positive, "default": 2, "help": "processes, a GPU each (default: %(default)s)"}},
     ),
     "rates": Subset(

@@ -4,7 +4,6 @@ Each is written once, over numbers of tokens. It is measured as we run it, as pe
 of tokens, by torch.compile and in eager PyTorch, forward and backward, beside the matmuls that its results need.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from thunder_flce.bench.measure import Run
+from thunder_flce.bench.measure import MATMULS, Run, Unavailable
 from thunder_flce.bench.methods import COMPILERS, LOG_PROBS, Method
 from thunder_flce.bench.regions import Results, add, add_matmuls, make_reference, prepared, row_slices, run_step
 from thunder_flce.bench.shapes import Inputs, Shape
@@ -39,6 +38,13 @@ def _weights(inputs: Inputs) -> tuple[Tensor, ...]:
     return (torch.rand(2, *target.shape, device=target.device, generator=generator)[0] + 0.1,)
 
 
+def _of_sequences(inputs: Inputs) -> tuple[Tensor, ...]:
+    """The same, of tokens that are divided into sequences."""
+    if len(inputs.x) % SEQUENCES:
+        raise Unavailable(f"{len(inputs.x)} tokens cannot be divided into {SEQUENCES} sequences of one length")
+    return _weights(inputs)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Loss:
     """A loss, and who computes it."""
@@ -47,8 +53,7 @@ class Loss:
     of_rows: Callable[..., Tensor] = _log_probs_of  # these, from logits, target, and what is given, of some tokens
     given: Callable[[Inputs], tuple[Tensor, ...]] = _weights
     of_tokens: int = 1  # how many of the given ones have a row for each token; they come first
-    constants: tuple[str, ...] = ()  # those of x and weight that get no gradient
-    matmuls: int = 3  # that the results need: the logits, dX and dW are one each, and so are a teacher's logits
+    matmuls: int = 3  # the logits, dX, dW and a teacher's logits are one each; with 1, there are no gradients
     own: Mapping[str, Program] = field(default_factory=dict)  # ours, "function", and Liger's, "liger"
 
     @property
@@ -125,52 +130,38 @@ def _of_largest(logits: Tensor, target: Tensor, columns: Tensor, probabilities: 
     return (logits.log_softmax(-1).gather(-1, columns) * probabilities).sum(-1)
 
 
-def _minus_divergence(divergence: str, logits: Tensor, target: Tensor, *teacher: Tensor) -> Tensor:
-    """By the definition, and as TRL's GKD has the mixture."""
-
-    def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-        return F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
-
-    log_p = logits.log_softmax(-1)
+def _minus_divergence(logits: Tensor, target: Tensor, *teacher: Tensor) -> Tensor:
     with torch.no_grad():
-        log_q = F.linear(*teacher).to(log_p.dtype).log_softmax(-1)
-    if divergence == "jensen_shannon":
-        log_m = torch.logaddexp(log_p, log_q) - math.log(2)
-        return -(kl(log_q, log_m) + kl(log_p, log_m)) / 2
-    return -kl(log_q, log_p) if divergence == "forward" else -kl(log_p, log_q)
+        of_teacher = F.linear(*teacher).to(logits.dtype).log_softmax(-1)
+    return -F.kl_div(logits.log_softmax(-1), of_teacher, reduction="none", log_target=True).sum(-1)
 
 
-def _distillation(divergence: str, beta: float) -> Loss:
-    def ours(x: Tensor, weight: Tensor, _: Tensor, *teacher: Tensor) -> Tensor:
-        return linear_kl_divergence(x, weight, *teacher, divergence=divergence)
-
-    def liger(x: Tensor, weight: Tensor, _: Tensor, *teacher: Tensor) -> Tensor:
-        function = import_module("liger_kernel.transformers.functional").liger_fused_linear_jsd
-        return function(x, weight, *teacher, jsd_beta=beta)
-
-    of_rows, own = partial(_minus_divergence, divergence), {"function": ours, "liger": liger}
-    return Loss(reduce=_mean, of_rows=of_rows, given=_teacher, matmuls=4, own=own)
+def _liger_divergence(x: Tensor, weight: Tensor, _: Tensor, *teacher: Tensor) -> Tensor:
+    """Liger's Jensen-Shannon divergence, which is the forward KL at β = 0."""
+    function = import_module("liger_kernel.transformers.functional").liger_fused_linear_jsd
+    return function(x, weight, *teacher, jsd_beta=0.0)
 
 
 LOSSES = {
     "mean": Loss(reduce=_mean, own={"function": lambda x, weight, target, _: linear_cross_entropy(x, weight, target)}),
     "GRPO": Loss(reduce=_grpo),
-    "DPO": Loss(reduce=_preference, own={"liger": _liger_preference}),
-    "DPO, frozen head": Loss(
-        reduce=_preference, constants=("weight",), matmuls=2, own={"liger": _liger_preference}
-    ),
+    "DPO": Loss(reduce=_preference, given=_of_sequences, own={"liger": _liger_preference}),
     "weighted tokens": Loss(reduce=lambda log_probs, weights: -(log_probs * weights).sum() / weights.sum()),
     "log-probabilities alone": Loss(
-        reduce=lambda log_probs, _: log_probs, constants=("x", "weight"), matmuls=1,
+        reduce=lambda log_probs, _: log_probs, matmuls=1,
         own={"function": lambda x, weight, target, _: -linear_cross_entropy(x, weight, target, reduction="none")},
     ),
     "top-64 teacher": Loss(
         reduce=_mean, of_rows=_of_largest, given=_largest, of_tokens=2,
         own={"function": lambda x, weight, _, top, shares: linear_cross_entropy(x, weight, top, target_weights=shares)},
     ),
-    "KL from a teacher": _distillation("forward", 0.0),
-    "reverse KL": _distillation("reverse", 1.0),
-    "Jensen-Shannon": _distillation("jensen_shannon", 0.5),
+    "KL from a teacher": Loss(
+        reduce=_mean, of_rows=_minus_divergence, given=_teacher, matmuls=4,
+        own={
+            "function": lambda x, weight, _, *teacher: linear_kl_divergence(x, weight, *teacher),
+            "liger": _liger_divergence,
+        },
+    ),
 }  # fmt: skip
 
 METHODS = {f"{name}, {way}": loss for name, loss in LOSSES.items() for way in loss.ways}
@@ -179,22 +170,24 @@ METHODS = {f"{name}, {way}": loss for name, loss in LOSSES.items() for way in lo
 # Most programs are one function with other constants, which Dynamo would give up to compile after eight of them.
 @torch._dynamo.config.patch(recompile_limit=4 * len(LOSSES))
 def measure(shape: Shape, names: list[str], run: Run) -> None:
-    """Measures some losses, names from `METHODS`, on one shape, whose tokens are divided into `SEQUENCES`."""
+    """Measures some losses, names from `METHODS`, on one shape."""
     inputs = prepared(shape, run)
-    for count in sorted({METHODS[name].matmuls for name in names} | {3}):
+    for count in MATMULS:
         add_matmuls(run, inputs, count)
     for loss_name, loss in LOSSES.items():
         if not (ways := [way for way in loss.ways if f"{loss_name}, {way}" in names]):
             continue
+        of_loss = inputs.map(Tensor.detach) if loss.matmuls == 1 else inputs
+        matmuls = max(loss.matmuls - shape.frozen, 1)
         # A reference is as large as the gradients; one at a time.
         reference = Results()
-        given = loss.given(inputs)
-        of_loss = inputs._replace(**{name: getattr(inputs, name).detach() for name in loss.constants})
-        with run.attempt(f"{loss_name}, reference"):
-            reference = make_reference(of_loss, loss.of_rows, loss.reduce, given=given, of_tokens=loss.of_tokens)
-        for way in ways:
-            with run.attempt(name := f"{loss_name}, {way}"):
-                step = partial(run_step, of_loss, loss.method(way, given))
-                add(run, name, step, reference=reference, matmuls=loss.matmuls)
+        with run.attempt(loss_name):
+            given = loss.given(inputs)
+            with run.attempt(f"{loss_name}, reference"):
+                reference = make_reference(of_loss, loss.of_rows, loss.reduce, given=given, of_tokens=loss.of_tokens)
+            for way in ways:
+                with run.attempt(name := f"{loss_name}, {way}"):
+                    step = partial(run_step, of_loss, loss.method(way, given))
+                    add(run, name, step, reference=reference, matmuls=matmuls)
         del reference
     run.report()

@@ -102,8 +102,8 @@ class Run:
                 chain = chain.__context__
             release(self.device)
 
-    def report(self, turn: Callable[[Step], Laps] | None = None, *, operations: int | None = None) -> None:
-        """Times what was added, by `turn` or `Run.turn`; a row also says how many operations are done a second."""
+    def report(self, turn: Callable[[Step], Laps] | None = None) -> None:
+        """Times what was added, by `turn` or `Run.turn`."""
         laps = self.in_turns({name: step for name, (step, _) in self.added.items()}, turn or self.turn)
         for name, of_method in laps.items():
             numbers = self.added[name][1]
@@ -112,8 +112,6 @@ class Run:
                 times |= spread((lap[phase] for lap in of_method), "time_ms" if phase == TOTAL else f"{phase}_ms")
             if (floor := MATMULS.get(numbers.get("matmuls", 0))) in laps:
                 times["ratio"] = times["time_ms"] / statistics.median(lap[TOTAL] for lap in laps[floor])
-            if operations is not None:
-                times["tflops"] = operations / times["time_ms"] / 1e9
             self.row(name, **times, **numbers)
 
     def in_turns(self, steps: Mapping[str, Any], turn: Callable[[Any], list[Any]]) -> dict[str, list[Any]]:

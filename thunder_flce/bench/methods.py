@@ -8,7 +8,6 @@ import ast
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
-from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -18,18 +17,14 @@ from torch import Tensor
 
 import thunder_flce
 from thunder_flce.backend import compile_graph
-from thunder_flce.bench.measure import Unavailable
 from thunder_flce.bench.shapes import Inputs
 from thunder_flce.options import Options
 
 Method = Callable[[Inputs], Tensor]
 
 
-def _program(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *adapter: Tensor) -> Tensor:
-    logits = F.linear(x, weight, bias)
-    if adapter:
-        logits = logits + F.linear(*adapter)
-    return F.cross_entropy(logits.float(), target)
+def _program(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> Tensor:
+    return F.cross_entropy(F.linear(x, weight, bias).float(), target)
 
 
 def _backend(program: Callable[..., Tensor], *, options: Options | None = None) -> Callable[..., Tensor]:
@@ -52,7 +47,7 @@ COMPILERS: dict[str, Callable[..., Callable[..., Tensor]]] = {
 def _compiled(compiler: str, **settings: Any) -> Method:
     """The mean loss as it is written in PyTorch, by one of `COMPILERS`."""
     program = COMPILERS[compiler](_program, **settings)
-    return lambda inputs: program(inputs.x, inputs.weight, inputs.bias, inputs.target, *chain(*inputs.terms))
+    return lambda inputs: program(*inputs)
 
 
 def ours(
@@ -61,18 +56,16 @@ def ours(
     """A call of `linear_cross_entropy`, whose result is (), (T,), or a tuple, as its other arguments ask for it."""
 
     def method(inputs: Inputs) -> Any:
-        given = {**settings, "linear_bias": inputs.bias, **({"terms": inputs.terms} if inputs.terms else {})}
-        return function(inputs.x, inputs.weight, inputs.target, options=options, **given)
+        x, weight, target, bias = inputs
+        return function(x, weight, target, linear_bias=bias, options=options, **settings)
 
     return method
 
 
-def _one_linear(function: Callable[..., Tensor]) -> Method:
-    """A function of x, weight, target and, where there is one, bias=."""
+def _method(function: Callable[..., Tensor]) -> Method:
+    """From a function of x, weight, target and, where there is one, bias=."""
 
     def method(inputs: Inputs) -> Tensor:
-        if inputs.terms:
-            raise Unavailable("takes one linear, and no adapter beside it")
         bias = {} if inputs.bias is None else {"bias": inputs.bias}
         return function(inputs.x, inputs.weight, inputs.target, **bias)
 
@@ -82,14 +75,14 @@ def _one_linear(function: Callable[..., Tensor]) -> Method:
 def _peer(path: str, **settings: Any) -> Method:
     """A peer's function, as in "module:name"."""
     module, name = path.split(":")
-    return _one_linear(partial(attrgetter(name)(import_module(module)), **settings))
+    return _method(partial(attrgetter(name)(import_module(module)), **settings))
 
 
 def _torch_linear_cross_entropy(**settings: Any) -> Method:
     # Newer versions of torch have both.
     options = torch.nn.LinearCrossEntropyOptions(**settings)  # type: ignore[attr-defined]
     function: Callable[..., Tensor] = partial(F.linear_cross_entropy, options=options)  # type: ignore[attr-defined]
-    return _one_linear(lambda x, weight, target, bias=None: function(x, weight, target, linear_bias=bias))
+    return _method(lambda x, weight, target, bias=None: function(x, weight, target, linear_bias=bias))
 
 
 def _trl_log_probs() -> Callable[..., Tensor]:
@@ -126,7 +119,7 @@ def _trl() -> Method:
         valid = target != -100
         return -log_probs(x[valid], weight, target[valid], bias).sum() / valid.sum()
 
-    return _one_linear(function)
+    return _method(function)
 
 
 OURS = "flce", "flce backend", "function"

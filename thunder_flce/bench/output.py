@@ -29,11 +29,9 @@ COLUMNS: Columns = {
     "optimizer_ms": ("optimizer", TIME),
     "host_ms": ("host, ms", TIME),  # until the host has asked for everything
     "ratio": ("× matmuls", "{:.3f}"),  # to the time of `matmuls` matmuls alone
-    "tflops": ("TFLOP/s", "{:.4g}"),  # counting `Shape.operations`, and nothing else
     "memory_gb": ("peak, GB", GB),
     "above_outputs_gb": ("peak − gradients, GB", GB),
-    # The last two are of an adapter: y (tokens, rank), and B (vocab, rank).
-    **{f"{of.lower()}_error": (f"{of} error", ERROR) for of in ("loss", "dX", "dW", "dbias", "dy", "dB")},
+    **{f"{of.lower()}_error": (f"{of} error", ERROR) for of in ("loss", "dX", "dW", "dbias")},
     "first_call_s": ("first call, s", "{:.1f}"),  # with all that is compiled for it
     "second_length_s": ("second length, s", "{:.1f}"),  # likewise
     "new_length_ms": ("new length, ms", TIME),  # the median step of a length that is new, after the second

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from thunder_flce.bench.measure import Mark, Run, release
+from thunder_flce.bench.measure import MATMULS, Mark, Run, release
 from thunder_flce.bench.methods import maker, with_options
 from thunder_flce.bench.regions import add, add_matmuls, prepared, run_step
 from thunder_flce.bench.shapes import Inputs, Shape
@@ -75,8 +75,8 @@ def measured_rates(known: Device, dtype: torch.dtype) -> Device:
     run.added["pass"] = in_place, {}
     run.report()
     seconds = {row["method"]: row["time_ms"] / 1e3 for row in run.rows}
-    matmul, bandwidth = shape.operations / seconds["three matmuls"], 2 * memory.nbytes / seconds["pass"]
-    return replace(known, matmul_rate=matmul, bandwidth=bandwidth)
+    matmul = 3 * 2 * tokens * vocab * hidden / seconds[MATMULS[3]]
+    return replace(known, matmul_rate=matmul, bandwidth=2 * memory.nbytes / seconds["pass"])
 
 
 def ways(plan: Plan, by_rates: Plan, *, tokens: int, device: Device) -> list[str]:

@@ -27,16 +27,16 @@ def measure(
     shape: Shape, methods: list[str], run: Run, *, change: Callable[[Inputs], object] = lambda inputs: None
 ) -> None:
     """Measures methods, by names that `methods.maker` knows, on one shape; `change` may alter the inputs in place."""
-    inputs, reference = prepared(shape, run), Results()
+    inputs, reference, matmuls = prepared(shape, run), Results(), 2 if shape.frozen else 3
     change(inputs)
     with run.attempt("reference"):
         reference = mean_reference(inputs)
-    add_matmuls(run, inputs, 3)
+    add_matmuls(run, inputs, matmuls)
     for name in methods:
         with run.attempt(name):
-            add(run, name, partial(run_step, inputs, maker(name)()), reference=reference, matmuls=3)
+            add(run, name, partial(run_step, inputs, maker(name)()), reference=reference, matmuls=matmuls)
     del reference
-    run.report(operations=shape.operations)
+    run.report()
 
 
 def prepared(shape: Shape, run: Run) -> Inputs:
@@ -153,9 +153,8 @@ def row_slices(x: Tensor, rows: int = 512) -> Iterator[slice]:
 def add_matmuls(run: Run, inputs: Inputs, count: int) -> None:
     """Adds the first `count` of logits, dX, dW and a teacher's logits, over all tokens; the logits are the forward.
 
-    The operands are x and W, frozen or not, and not those of an adapter. An odd vocabulary is rounded down to a
-    multiple of 8, where cuBLAS is fast. dlogits is that of the loss: at the limit of its power, a chip multiplies some
-    numbers faster than others.
+    An odd vocabulary is rounded down to a multiple of 8, where cuBLAS is fast. dlogits is that of the loss: at the
+    limit of its power, a chip multiplies some numbers faster than others.
     """
     with run.attempt(MATMULS[count]):
         inputs = inputs.map(Tensor.detach)

@@ -31,14 +31,12 @@ class Shape:
     ignored: float = 0.0  # the fraction of targets that are ignore_index
     dtype: torch.dtype = torch.bfloat16
     frozen: bool = False  # whether the weight requires no gradient
-    rank: int = 0  # of a low-rank adapter beside the weight, whose two parts require a gradient; 0 for none
 
     def __str__(self) -> str:
         extras = {
             "bias": self.bias,
             f"{self.ignored:.0%} ignored": self.ignored,
             "frozen head": self.frozen,
-            f"rank {self.rank}": self.rank,
             dtype_name(self.dtype): self.dtype is not torch.bfloat16,
         }
         sizes = f"{self.name} {self.tokens} × {self.vocab} × {self.hidden}"
@@ -48,20 +46,11 @@ class Shape:
         """The fields for JSON, and "shape", which is all of them for people."""
         return {"shape": str(self), **vars(self), "dtype": dtype_name(self.dtype)}
 
-    @property
-    def operations(self) -> int:
-        """Floating-point operations of the matmuls that the loss and the gradients need, over the tokens that count.
-
-        Those are the logits, dX and dW, but for dW of a frozen head, and the same three of an adapter.
-        """
-        columns = (2 if self.frozen else 3) * self.hidden + 3 * self.rank
-        return 2 * (self.tokens - round(self.ignored * self.tokens)) * self.vocab * columns
-
 
 _SIZES: dict[str, tuple[Any, ...]] = {
     "S1": (8192, 128256, 4096), "S2": (32768, 128256, 768, {"bias": True}), "S3": (8192, 256000, 2304),
     "S4": (4096, 152064, 3584), "U1": (8192, 128257, 4096), "U2": (8192, 50257, 1600),
-    "S1i": (8192, 128256, 4096, {"ignored": 0.6}), "S1a": (8192, 128256, 4096, {"frozen": True, "rank": 16}),
+    "S1i": (8192, 128256, 4096, {"ignored": 0.6}),
     "deepseek-v3": (4096, 129280, 7168), "gemma-2-9b": (8192, 256000, 3584), "gpt2": (32768, 50257, 768),
     "gpt-oss-20b": (8192, 201088, 2880), "llama-2-7b": (8192, 32000, 4096), "llama-3.1-8b": (8192, 128256, 4096),
     "llama-3.1-70b": (8192, 128256, 8192), "llama-3.2-1b": (16384, 128256, 2048), "mistral-7b": (8192, 32768, 4096),
@@ -75,17 +64,17 @@ SHAPES = {
 }
 """S1 to S4 and the uneven U1 and U2 are those of lab/performance.md; then the heads of models.
 
-S1 is the head of Llama 3.1 8B, and S3 that of Gemma 2 2B. "i" stands for ignored tokens, "a" for an adapter.
+S1 is the head of Llama 3.1 8B, and S3 that of Gemma 2 2B. "i" stands for ignored tokens.
 """
 
 GRAMMAR = (
-    f"{', '.join(SHAPES)}; tokens=…,vocab=…,hidden=…[,bias=1][,ignored=…][,dtype=…][,frozen=1][,rank=…]; "
+    f"{', '.join(SHAPES)}; tokens=…,vocab=…,hidden=…[,bias=1][,ignored=…][,dtype=…][,frozen=1]; "
     "both, as in S1,bias=1; or a Hugging Face model's config.json,tokens=…"
 )
 """What `parse_shape` takes."""
 
 _FIELDS: dict[str, Callable[[str], Any]] = {
-    **dict.fromkeys(("tokens", "vocab", "hidden", "rank"), int),
+    **dict.fromkeys(("tokens", "vocab", "hidden"), int),
     **dict.fromkeys(("bias", "frozen"), {"0": False, "1": True}.__getitem__),
     "ignored": float,
     "dtype": DTYPES.__getitem__,
@@ -97,11 +86,11 @@ def given_fields(pairs: Iterable[str], readers: dict[str, Callable[[str], Any]])
     return {name: readers[name](value) for name, value in (pair.split("=", 1) for pair in pairs)}
 
 
-def parse_shape(text: str) -> Shape:
+def parse_shape(text: str, *, without: tuple[str, ...] = ()) -> Shape:
     """A shape by its name, by fields, or both; a model's config.json has the vocabulary and the hidden size.
 
     Raises:
-        ValueError: where the text is none of these.
+        ValueError: where the text is none of these, or the shape has one of the fields `without`.
     """
     name, *changes = text.split(",")
     try:
@@ -115,20 +104,14 @@ def parse_shape(text: str) -> Shape:
         else:
             known, changes = {"name": "custom"}, [name, *changes]
         shape = Shape(**{**known, **given_fields(changes, _FIELDS)})
-        if min(shape.tokens, shape.vocab, shape.hidden) < 1 or shape.rank < 0 or not 0 <= shape.ignored <= 1:
+        if min(shape.tokens, shape.vocab, shape.hidden) < 1 or not 0 <= shape.ignored <= 1:
             raise ValueError
-        return shape
     except OSError as error:
         raise ValueError(f"no shape can be read from {name!r}: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(
             f"a shape must be one of {GRAMMAR}, with positive sizes and ignored between 0 and 1, but got {text!r}"
         ) from None
-
-
-def parse_plain_shape(text: str, *, without: tuple[str, ...] = ("bias", "frozen", "rank")) -> Shape:
-    """The same; a ValueError also where the shape has one of some fields."""
-    shape = parse_shape(text)
     if any(getattr(shape, name) for name in without):
         raise ValueError(f"this takes shapes without {', '.join(without)}, but got {shape}")
     return shape
@@ -141,8 +124,6 @@ class Inputs(NamedTuple):
     weight: Tensor  # (V, H)
     target: Tensor  # (T,) int64
     bias: Tensor | None = None  # (V,)
-    y: Tensor | None = None  # (T, rank); with B, an adapter: the logits are the sum of x Wᵀ and y Bᵀ
-    b: Tensor | None = None  # (V, rank)
 
     @classmethod
     def random(cls, shape: Shape, device: str) -> "Inputs":
@@ -161,24 +142,17 @@ class Inputs(NamedTuple):
             weight=randn(shape.vocab, shape.hidden, scale=shape.hidden**-0.5).requires_grad_(not shape.frozen),
             target=target,
             bias=randn(shape.vocab) if shape.bias else None,
-            y=randn(shape.tokens, shape.rank) if shape.rank else None,
-            b=randn(shape.vocab, shape.rank, scale=shape.rank**-0.5) if shape.rank else None,
         )
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Inputs":
         """The same with changed operands; `map(Tensor.detach)` has none that requires a gradient."""
         return Inputs(*(each if each is None or each is self.target else change(each) for each in self))  # type: ignore[arg-type]
 
-    @property
-    def terms(self) -> tuple[tuple[Tensor, Tensor], ...]:
-        """The adapter as `linear_cross_entropy` takes it."""
-        return () if self.y is None or self.b is None else ((self.y, self.b),)
-
     def logits(self, rows: slice) -> Tensor:
         """(n, V) those of some tokens."""
-        return sum((F.linear(y[rows], b) for y, b in self.terms), F.linear(self.x[rows], self.weight, self.bias))
+        return F.linear(self.x[rows], self.weight, self.bias)
 
     def named_operands(self) -> dict[str, Tensor]:
-        """What gets a gradient, by the gradient's name: "dx", "dw", "dbias" and, of an adapter, "dy" and "db"."""
-        named = zip(("dx", "dw", "target", "dbias", "dy", "db"), self, strict=True)
+        """What gets a gradient, by the gradient's name: "dx", "dw" and "dbias"."""
+        named = zip(("dx", "dw", "target", "dbias"), self, strict=True)
         return {name: tensor for name, tensor in named if tensor is not None and tensor.requires_grad}
