@@ -390,8 +390,10 @@ def test_the_shape_of_a_model(tmp_path):
         (["--methods", "flce, chunk_rows=-3"], "chunk_rows must be None or a positive int, but got -3"),
         (["losses", "--methods", "none"], "there is no 'none', but mean"),
         (["--rounds", "0"], "must be a positive integer"),
-        (["--json", "nowhere/results.jsonl"], "--json: nowhere/results.jsonl is no file"),
-        (["--pictures", __file__], "--pictures: .* is no folder"),
+        (["--json", "nowhere/results.jsonl"], "--json: .*No such file or directory: 'nowhere/results.jsonl'"),
+        (["--json", "."], "--json: .*Is a directory: '.'"),
+        (["--pictures", __file__], "--pictures: .*File exists"),
+        (["--pictures", f"{__file__}/folder"], "--pictures: .*Not a directory"),
     ],
 )
 def test_arguments_that_make_no_sense(arguments, message, capsys):

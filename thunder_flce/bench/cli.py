@@ -126,22 +126,24 @@ def main(arguments: Sequence[str], subsets: Mapping[str, Subset] = SUBSETS, prog
     parsed = parser.parse_args(arguments)
     subset = subsets[parsed.subset]
     names = parsed.methods or list(subset.methods)
+    if parsed.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: PyTorch finds no GPU")
+    if parsed.pictures and find_spec("matplotlib") is None:
+        parser.error("--pictures needs matplotlib: pip install matplotlib")
     option = "methods"
     try:
         for name in names:
             (subset.check_method or one_of(subset.methods))(name)
         option = f"{subset.case}s"
         cases = [subset.parse(text) for text in dict.fromkeys(parsed.cases or subset.cases[parsed.device])]
-    except ValueError as error:
+        option = "json"
+        if parsed.json:
+            parsed.json.open("a").close()
+        option = "pictures"
+        if parsed.pictures:
+            parsed.pictures.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as error:
         parser.error(f"--{option}: {error}")
-    if parsed.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: PyTorch finds no GPU")
-    if parsed.json and (parsed.json.is_dir() or not parsed.json.parent.is_dir()):
-        parser.error(f"--json: {parsed.json} is no file in a folder that exists")
-    if parsed.pictures and find_spec("matplotlib") is None:
-        parser.error("--pictures needs matplotlib: pip install matplotlib")
-    if parsed.pictures and parsed.pictures.exists() and not parsed.pictures.is_dir():
-        parser.error(f"--pictures: {parsed.pictures} is no folder")
     context = output.context(command, device=parsed.device, commit=parsed.commit)
     known = ", ".join(f"{name} {value}" for name, value in context.items() if value and name != "command")
     print(f"`{command}`\n\n{known}\n", flush=True)

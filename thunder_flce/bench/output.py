@@ -106,7 +106,7 @@ def markdown(title: str, rows: Sequence[Row], columns: Columns = COLUMNS) -> str
 def draw(title: str, rows: Sequence[Row], folder: Path, *, columns: Columns = COLUMNS) -> Path:
     """Draws the columns in ms and GB as bars, a panel for each, into a PNG file that is named after the title.
 
-    The folder is made if it is not there; the picture is empty where nothing was measured.
+    The picture is empty where nothing was measured.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -126,7 +126,6 @@ def draw(title: str, rows: Sequence[Row], folder: Path, *, columns: Columns = CO
         axes.margins(x=0.15)
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title)
-    folder.mkdir(parents=True, exist_ok=True)
     # "S1 8192 × 128256, NVIDIA H200" becomes "S1-8192-128256-NVIDIA-H200".
     path = folder / (re.sub(r"[^\w.=]+", "-", title, flags=re.ASCII).strip("-") + ".png")
     figure.savefig(path, dpi=110)
