@@ -93,7 +93,7 @@ OF_README = [
 
 def of_readme() -> dict[str, Row]:
     """The rows of Llama 3.1 8B's head, by method."""
-    return of_methods(name="S1")
+    return of_methods(tokens=8192, vocab=128256, hidden=4096, ignored=0.0)
 
 
 def one_shape() -> str:
@@ -131,13 +131,13 @@ def savings() -> str:
 # docs/performance.md
 
 SHAPES = {
-    "Llama 3.1 8B": {"name": "S1"},
-    "the same, 60% of the targets ignored": {"name": "S1i"},
-    "Gemma 2 2B": {"name": "S3"},
-    "Qwen 2.5 7B": {"name": "S4"},
-    "DeepSeek V3": {"name": "deepseek-v3"},
-    "GPT-2 XL, an odd vocabulary": {"name": "U2"},
-    "hidden size 768, with a bias": {"name": "S2"},
+    "Llama 3.1 8B": (8192, 128256, 4096, 0.0),
+    "the same, 60% of the targets ignored": (8192, 128256, 4096, 0.6),
+    "Gemma 2 2B": (8192, 256000, 2304, 0.0),
+    "Qwen 2.5 7B": (4096, 152064, 3584, 0.0),
+    "DeepSeek V3": (4096, 129280, 7168, 0.0),
+    "GPT-2 XL, an odd vocabulary": (8192, 50257, 1600, 0.0),
+    "hidden size 768, with a bias": (32768, 128256, 768, 0.0),
 }
 PEERS = ["three matmuls", "flce", "torch.compile", "liger, chunk 8", "cut-cross-entropy"]
 
@@ -145,8 +145,8 @@ PEERS = ["three matmuls", "flce", "torch.compile", "liger, chunk 8", "cut-cross-
 def shapes() -> str:
     """Ours and the peers at several heads, in one run."""
     lines, shown = [], []
-    for name, wanted in SHAPES.items():
-        found = of_methods(**wanted)
+    for name, (tokens, vocab, hidden, ignored) in SHAPES.items():
+        found = of_methods(tokens=tokens, vocab=vocab, hidden=hidden, ignored=ignored)
         first = found["flce"]
         shown.append(first)
         cells = []
@@ -154,7 +154,7 @@ def shapes() -> str:
             row = found.get(method)
             memory = f" / {row['above_outputs_gb']:.2f}" if row and "above_outputs_gb" in row else ""
             cells.append(f"{row['time_ms']:.1f}{memory}" if row else "–")
-        lines.append((f"{name}: {first['tokens']} × {first['vocab']} × {first['hidden']}", *cells))
+        lines.append((f"{name}: {tokens} × {vocab} × {hidden}", *cells))
     header = ("tokens × vocabulary × hidden size", *(LABELS.get(method, method).split(", by")[0] for method in PEERS))
     return f"{table(header, lines)}\n\n{source(shown)}"
 

@@ -3,7 +3,7 @@
 Compiled programs say `torch.ops.thunder_flce.scale_gradient`, which returns a new tensor. Inductor knows whether it may
 overwrite the finished gradient, which nobody but the backward reads: it then calls `scale_gradient_` for a large one,
 and for a factor of 1 that ends before it touches memory. That saves a read and a write of the weight's gradient, 0.4 of
-39 ms at S1.
+39 ms at Llama 3.1 8B's head.
 """
 
 import sys

@@ -378,7 +378,7 @@ def test_the_shape_of_a_model(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        *((["--shapes", text], "a shape must be one of S1") for text in ("S9", "tokens=3", "S1,vocab=x", "S1,odd=1")),
+        *((["--shapes", text], "a shape must be one of") for text in ("S1", "tokens=3", "cpu,vocab=x", "cpu,odd=1")),
         (["--shapes", "none.json,tokens=3"], "no shape can be read from 'none.json'"),
         (["losses", "--shapes", "tiny,ignored=0.5"], "without bias, ignored, but got tiny"),
         (["distributed", "--shapes", "tiny,frozen=1"], "without bias, frozen, but got tiny"),

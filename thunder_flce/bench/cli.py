@@ -26,8 +26,8 @@ class Subset:
     measure: Callable[..., None]  # of what `parse` made of a case, the names of methods, a `Run`, and `options`
     methods: Collection[str]  # by default
     check_method: Callable[[str], object] | None = None  # raises a ValueError; by default for what is not in `methods`
-    cases: Mapping[str, Sequence[str]] = field(default_factory=lambda: {"cuda": ["S1"], "cpu": ["cpu"]})  # by default
-    case: str = "shape"  # with an s, the option that takes the cases
+    cases: Mapping[str, Sequence[str]] = field(default_factory=lambda: {"cuda": ["llama-3.1-8b"], "cpu": ["cpu"]})
+    case: str = "shape"  # with an s, the option that takes other cases
     parse: Callable[[str], Any] = parse_shape  # from the text of a case; raises a ValueError
     turns: Mapping[str, Any] | None = field(default_factory=dict)  # fields of `Run`; None where nothing takes turns
     columns: output.Columns = field(default_factory=lambda: output.COLUMNS)
@@ -104,7 +104,7 @@ SUBSETS = {
         measure=rates.measure,
         methods=["function"],
         check_method=methods.with_options,
-        cases={"cuda": ["S1"], "cpu": ["tokens=256,vocab=8192,hidden=256,dtype=float32"]},
+        cases={"cuda": ["llama-3.1-8b"], "cpu": ["tokens=256,vocab=8192,hidden=256,dtype=float32"]},
         turns={"rounds": 3, "calls": 10, "turn_ms": 400, "settle_ms": 100},
     ),
 }

@@ -126,7 +126,7 @@ def draw(title: str, rows: Sequence[Row], folder: Path, *, columns: Columns = CO
         axes.margins(x=0.15)
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title)
-    # "S1 8192 × 128256, NVIDIA H200" becomes "S1-8192-128256-NVIDIA-H200".
+    # "phi-4 8192 × 100352, NVIDIA H200" becomes "phi-4-8192-100352-NVIDIA-H200".
     path = folder / (re.sub(r"[^\w.=]+", "-", title, flags=re.ASCII).strip("-") + ".png")
     figure.savefig(path, dpi=110)
     return path

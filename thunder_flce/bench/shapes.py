@@ -47,29 +47,23 @@ class Shape:
         return {"shape": str(self), **vars(self), "dtype": dtype_name(self.dtype)}
 
 
-_SIZES: dict[str, tuple[Any, ...]] = {
-    "S1": (8192, 128256, 4096), "S2": (32768, 128256, 768, {"bias": True}), "S3": (8192, 256000, 2304),
-    "S4": (4096, 152064, 3584), "U1": (8192, 128257, 4096), "U2": (8192, 50257, 1600),
-    "S1i": (8192, 128256, 4096, {"ignored": 0.6}),
-    "deepseek-v3": (4096, 129280, 7168), "gemma-2-9b": (8192, 256000, 3584), "gpt2": (32768, 50257, 768),
-    "gpt-oss-20b": (8192, 201088, 2880), "llama-2-7b": (8192, 32000, 4096), "llama-3.1-8b": (8192, 128256, 4096),
-    "llama-3.1-70b": (8192, 128256, 8192), "llama-3.2-1b": (16384, 128256, 2048), "mistral-7b": (8192, 32768, 4096),
-    "phi-4": (8192, 100352, 5120), "qwen2.5-0.5b": (32768, 151936, 896), "qwen2.5-7b": (8192, 152064, 3584),
-    "qwen3-8b": (8192, 151936, 4096),
-    "cpu": (512, 32000, 512, {"dtype": torch.float32}), "tiny": (64, 500, 32, {"dtype": torch.float32}),
+_HEADS = {
+    "deepseek-v3": (4096, 129280, 7168), "gemma-2-2b": (8192, 256000, 2304), "gemma-2-9b": (8192, 256000, 3584),
+    "gpt2": (32768, 50257, 768), "gpt2-xl": (8192, 50257, 1600), "gpt-oss-20b": (8192, 201088, 2880),
+    "llama-2-7b": (8192, 32000, 4096), "llama-3.1-8b": (8192, 128256, 4096), "llama-3.1-70b": (8192, 128256, 8192),
+    "llama-3.2-1b": (16384, 128256, 2048), "mistral-7b": (8192, 32768, 4096), "phi-4": (8192, 100352, 5120),
+    "qwen2.5-0.5b": (32768, 151936, 896), "qwen2.5-7b": (8192, 152064, 3584), "qwen3-8b": (8192, 151936, 4096),
 }  # fmt: skip
 SHAPES = {
-    name: Shape(name=name, tokens=tokens, vocab=vocab, hidden=hidden, **dict(*others))
-    for name, (tokens, vocab, hidden, *others) in _SIZES.items()
+    **{name: Shape(name=name, tokens=of[0], vocab=of[1], hidden=of[2]) for name, of in _HEADS.items()},
+    "cpu": Shape(name="cpu", tokens=512, vocab=32000, hidden=512, dtype=torch.float32),
+    "tiny": Shape(name="tiny", tokens=64, vocab=500, hidden=32, dtype=torch.float32),
 }
-"""S1 to S4 and the uneven U1 and U2 are those of lab/performance.md; then the heads of models.
-
-S1 is the head of Llama 3.1 8B, and S3 that of Gemma 2 2B. "i" stands for ignored tokens.
-"""
+"""The heads of models, and two shapes for a CPU."""
 
 GRAMMAR = (
     f"{', '.join(SHAPES)}; tokens=…,vocab=…,hidden=…[,bias=1][,ignored=…][,dtype=…][,frozen=1]; "
-    "both, as in S1,bias=1; or a Hugging Face model's config.json,tokens=…"
+    "both, as in gpt2,bias=1; or a Hugging Face model's config.json,tokens=…"
 )
 """What `parse_shape` takes."""
 
