@@ -3,7 +3,7 @@
 import argparse
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -59,27 +59,25 @@ _SMALL = (
     (512, 151936, 896), (2048, 151936, 896), (1024, 128256, 2048), (4096, 128256, 2048),
 )  # fmt: skip
 
+_REGIONS = Subset(
+    help="the mean loss, against every peer",
+    measure=regions.measure,
+    methods=methods.DEFAULT,
+    check_method=methods.maker,
+    turns={"calls": 200, "turn_ms": 1000},
+)
 SUBSETS = {
-    "regions": Subset(
-        help="the mean loss, against every peer",
-        measure=regions.measure,
-        methods=methods.DEFAULT,
-        check_method=methods.maker,
-        turns={"calls": 200, "turn_ms": 1000},
-    ),
-    "small": Subset(
+    "regions": _REGIONS,
+    "small": replace(
+        _REGIONS,
         help="the same where regions are small",
-        measure=regions.measure,
         methods=["eager", "torch.compile", "flce backend", "function"],
-        check_method=methods.maker,
         cases={"cuda": ["tokens={},vocab={},hidden={}".format(*sizes) for sizes in _SMALL], "cpu": ["tiny"]},
-        turns={"rounds": 5, "calls": 200},
     ),
     "losses": Subset(
         help="GRPO, preference losses, weighted tokens, log-probabilities, distillation",
         measure=losses.measure,
         methods=losses.METHODS,
-        cases={"cuda": ["qwen3-8b"], "cpu": ["tiny"]},
         parse=partial(parse_shape, without=("bias", "ignored")),
         turns={"rounds": 3, "turn_ms": 300},
     ),

@@ -35,7 +35,7 @@ def _weights(inputs: Inputs) -> tuple[Tensor, ...]:
     """Between 0.1 and 1.1."""
     target = inputs.target
     generator = torch.Generator(target.device).manual_seed(1)
-    return (torch.rand(2, *target.shape, device=target.device, generator=generator)[0] + 0.1,)
+    return (torch.rand(target.shape, device=target.device, generator=generator) + 0.1,)
 
 
 def _of_sequences(inputs: Inputs) -> tuple[Tensor, ...]:

@@ -23,7 +23,7 @@ from thunder_flce.options import Options
 Method = Callable[[Inputs], Tensor]
 
 
-def _program(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> Tensor:
+def _program(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.cross_entropy(F.linear(x, weight, bias).float(), target)
 
 
@@ -46,28 +46,22 @@ COMPILERS: dict[str, Callable[..., Callable[..., Tensor]]] = {
 
 def _compiled(compiler: str, **settings: Any) -> Method:
     """The mean loss as it is written in PyTorch, by one of `COMPILERS`."""
-    program = COMPILERS[compiler](_program, **settings)
-    return lambda inputs: program(*inputs)
+    return _method(COMPILERS[compiler](_program, **settings))
 
 
 def ours(
     options: Any = None, *, function: Callable[..., Any] = thunder_flce.linear_cross_entropy, **settings: Any
 ) -> Method:
     """A call of `linear_cross_entropy`, whose result is (), (T,), or a tuple, as its other arguments ask for it."""
+    return _method(partial(function, options=options, **settings), bias="linear_bias")
+
+
+def _method(function: Callable[..., Any], *, bias: str = "bias") -> Method:
+    """From a function of x, weight, target and, where there is one, a bias by that name."""
 
     def method(inputs: Inputs) -> Any:
-        x, weight, target, bias = inputs
-        return function(x, weight, target, linear_bias=bias, options=options, **settings)
-
-    return method
-
-
-def _method(function: Callable[..., Tensor]) -> Method:
-    """From a function of x, weight, target and, where there is one, bias=."""
-
-    def method(inputs: Inputs) -> Tensor:
-        bias = {} if inputs.bias is None else {"bias": inputs.bias}
-        return function(inputs.x, inputs.weight, inputs.target, **bias)
+        given = {} if inputs.bias is None else {bias: inputs.bias}
+        return function(inputs.x, inputs.weight, inputs.target, **given)
 
     return method
 
@@ -81,8 +75,7 @@ def _peer(path: str, **settings: Any) -> Method:
 def _torch_linear_cross_entropy(**settings: Any) -> Method:
     # Newer versions of torch have both.
     options = torch.nn.LinearCrossEntropyOptions(**settings)  # type: ignore[attr-defined]
-    function: Callable[..., Tensor] = partial(F.linear_cross_entropy, options=options)  # type: ignore[attr-defined]
-    return _method(lambda x, weight, target, bias=None: function(x, weight, target, linear_bias=bias))
+    return _method(partial(F.linear_cross_entropy, options=options), bias="linear_bias")  # type: ignore[attr-defined]
 
 
 def _trl_log_probs() -> Callable[..., Tensor]:
