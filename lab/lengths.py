@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from thunder_flce.bench import methods
 from thunder_flce.bench.cli import Subset
 from thunder_flce.bench.measure import Run, no_mark, synchronize
 from thunder_flce.bench.methods import Method, maker, ours
@@ -49,7 +50,7 @@ def _in_budget(shape: Shape) -> Method:
 
 METHODS: dict[str, Callable[[Shape], Method]] = {
     "eager": lambda shape: maker("eager")(),
-    "torch.compile, dynamic": lambda shape: maker("torch.compile, dynamic")(),
+    "torch.compile, dynamic": lambda shape: methods.METHODS["torch.compile"](dynamic=True),
     "flce": lambda shape: ours(),
     "flce, memory budget": _in_budget,
     "flce, 512 rows": lambda shape: ours(Options(chunk_rows=512)),
@@ -64,12 +65,12 @@ def counts_of(tokens: int) -> list[int]:
     return near[torch.randperm(len(near), generator=generator)][:COUNTS].tolist()
 
 
-def measure(shape: Shape, methods: list[str], run: Run) -> None:
+def measure(shape: Shape, names: list[str], run: Run) -> None:
     """Runs each method, names from `METHODS`, twice through all numbers of tokens; the shape's are the middle one."""
     counts = counts_of(shape.tokens)
     inputs = prepared(replace(shape, tokens=max(counts)), run)
     run.fields |= shape.as_record()
-    for name in methods:
+    for name in names:
         with run.attempt(name):
             run.row(name, counts=len(counts), **_run(METHODS[name](shape), inputs, counts))
 

@@ -36,7 +36,6 @@ def _backend(program: Callable[..., Tensor], *, options: Options | None = None) 
 COMPILERS: dict[str, Callable[..., Callable[..., Tensor]]] = {
     "eager": lambda program: program,
     "torch.compile": partial(torch.compile, fullgraph=True, dynamic=False),
-    "torch.compile, dynamic": partial(torch.compile, fullgraph=True, dynamic=True),
     "thunder": lambda program: import_module("thunder").jit(program),
     "flce": partial(thunder_flce.jit, strict=True),
     "flce backend": _backend,
@@ -144,9 +143,6 @@ METHODS: dict[str, Callable[..., Method]] = {
 One of `OURS` may also have options behind it, as in "flce, chunk_rows=1024, strategy=save_logits". Those that may leave
 the device unusable come last.
 """
-
-DEFAULT = [name for name in METHODS if name not in ("torch.compile, dynamic", "quack, tuned")]
-"""Measured where none is named. What is left out compiles or searches for minutes before its first result."""
 
 
 def maker(name: str) -> Callable[[], Method]:
