@@ -2,7 +2,7 @@
 
 import sys
 
-from lab import against, convergence, kernels, lean, lengths, peaked, soak
+from lab import against, kernels, lean, lengths, peaked
 from thunder_flce.bench.cli import main
 
 SUBSETS = {
@@ -11,8 +11,6 @@ SUBSETS = {
     "lean": lean.SUBSET,
     "lengths": lengths.SUBSET,
     "peaked": peaked.SUBSET,
-    "soak": soak.SUBSET,
-    "convergence": convergence.SUBSET,
 }
 
 if __name__ == "__main__":

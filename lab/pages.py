@@ -25,7 +25,6 @@ from thunder_flce.options import Options
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "traces" / "h100"
-OF_H200 = ROOT / "traces" / "h200"
 PICTURES = ROOT / "docs" / "pictures"
 _RATES = KNOWN_RATES["H100 80GB HBM3"]
 H100 = replace(ABSENT_DEVICE, matmul_rate=_RATES.matmul, bandwidth=_RATES.bandwidth, memory=85 * 10**9)
@@ -49,16 +48,18 @@ LABELS = {
     "flce": "**thunder_flce**",
     "flce, chunk_rows=512": "thunder_flce, `chunk_rows=512`",
     "liger, chunk 8": "Liger 0.8.5, `chunk_mem_const=8`",
+    "liger, hopper": "Liger 0.8.5, for Hopper",
     "liger": "Liger 0.8.5, default",
+    "quack": "quack 0.6.5, chunks of 2048",
     "trl": "TRL 1.16, its trainers' head",
     "cut-cross-entropy": "cut-cross-entropy 25.1.1, default",
     "eager": "eager PyTorch",
 }
 
 
-def rows(file: str, *, folder: Path = DATA, **wanted: Any) -> list[Row]:
+def rows(file: str, **wanted: Any) -> list[Row]:
     """The rows with a time in a file that have these fields."""
-    found = [json.loads(line) for line in (folder / file).read_text(encoding="utf-8").splitlines()]
+    found = [json.loads(line) for line in (DATA / file).read_text(encoding="utf-8").splitlines()]
     return [row for row in found if "time_ms" in row and all(row.get(k) == v for k, v in wanted.items())]
 
 
@@ -86,8 +87,8 @@ def gb(number: float | None) -> str:
 # README.md and its picture.
 
 OF_README = [
-    "three matmuls", "flce", "flce, chunk_rows=512", "torch.compile", "liger, chunk 8", "eager", "liger",
-    "cut-cross-entropy",
+    "three matmuls", "flce", "flce, chunk_rows=512", "torch.compile", "liger, hopper", "liger, chunk 8", "quack",
+    "eager", "trl", "liger", "cut-cross-entropy",
 ]  # fmt: skip
 
 
@@ -139,7 +140,7 @@ SHAPES = {
     "GPT-2 XL, an odd vocabulary": (8192, 50257, 1600, 0.0),
     "hidden size 768, with a bias": (32768, 128256, 768, 0.0),
 }
-PEERS = ["three matmuls", "flce", "torch.compile", "liger, chunk 8", "cut-cross-entropy"]
+PEERS = ["three matmuls", "flce", "torch.compile", "liger, chunk 8", "liger, hopper", "cut-cross-entropy"]
 
 
 def shapes() -> str:
@@ -160,17 +161,17 @@ def shapes() -> str:
 
 
 LOSSES = {
-    "mean": ("mean", "6287b3c"),
-    "GRPO": ("GRPO", "6287b3c"),
-    "tokens with weights": ("weighted tokens", "6287b3c"),
-    "DPO": ("DPO", "6287b3c"),
-    "DPO, frozen head": ("DPO, frozen head", "2437930"),
-    "log-probabilities alone": ("log-probabilities alone", "6287b3c"),
-    "a teacher's 64 largest": ("top-64 teacher", "6287b3c"),
-    "forward KL from a teacher": ("KL from a teacher", "6287b3c"),
+    "mean": "mean",
+    "GRPO": "GRPO",
+    "tokens with weights": "weighted tokens",
+    "DPO": "DPO",
+    "DPO, frozen head": "DPO",
+    "log-probabilities alone": "log-probabilities alone",
+    "a teacher's 64 largest": "top-64 teacher",
+    "forward KL from a teacher": "KL from a teacher",
 }
 WAYS = {
-    "thunder_flce": ("function", "jit", "flce"),
+    "thunder_flce": ("function", "flce backend"),
     "torch.compile": ("torch.compile",),
     "Liger": ("liger", "liger, per token"),
     "TRL": ("trl",),
@@ -178,20 +179,45 @@ WAYS = {
 
 
 def losses() -> str:
-    """Other losses than the mean, at Llama 3.1 8B's head; of two functions of Liger's, the faster one."""
-    lines = []
-    for name, (loss, commit) in LOSSES.items():
-        listed = rows("losses.jsonl", folder=OF_H200, commit=commit, vocab=128256)
-        found = {row["method"]: row for row in reversed(listed)}
+    """Other losses than the mean, at Llama 3.1 8B's head."""
+    lines, listed = [], rows("losses.jsonl")
+    for name, loss in LOSSES.items():
+        found = {row["method"]: row for row in listed if row["frozen"] == name.endswith("frozen head")}
         cells = []
         for ways in WAYS.values():
-            timed = [found[key] for way in ways if (key := f"{loss}, {way}") in found]
-            fastest = min(timed, key=lambda row: row["time_ms"], default=None)
-            cells.append(f"{fastest['time_ms']:.1f} / {fastest['memory_gb']:.2f}" if fastest else "–")
+            row = next((found[key] for way in ways if (key := f"{loss}, {way}") in found), None)
+            cells.append(f"{row['time_ms']:.1f} / {row['above_outputs_gb']:.2f}" if row else "–")
         lines.append((name, *cells))
-    text = table(("loss", *WAYS), lines)
-    of = rows("losses.jsonl", folder=OF_H200, commit="6287b3c")[:1]
-    return f"{text}\n\n{source(of, OF_H200 / 'losses.jsonl')} With a frozen head, at 2437930."
+    return f"{table(('loss', *WAYS), lines)}\n\n{source(listed, DATA / 'losses.jsonl')}"
+
+
+def small() -> str:
+    """Small heads: time, and how long the host is busy with a call."""
+    methods = ["eager", "torch.compile", "flce backend", "function"]
+    cases: dict[tuple[int, ...], dict[str, Row]] = {}
+    for row in rows("small.jsonl"):
+        cases.setdefault((row["tokens"], row["vocab"], row["hidden"]), {})[row["method"]] = row
+    lines = []
+    for case, found in sorted(cases.items()):
+        cells = [f"{found[method]['time_ms']:.2f} / {found[method]['host_ms']:.2f}" for method in methods]
+        lines.append((" × ".join(map(str, case)), *cells, found["function"]["commit"]))
+    header = ("tokens × vocabulary × hidden size", "eager", "torch.compile", "backend thunder_flce", "function", "at")
+    return f"{table(header, lines)}\n\n`traces/h100/small.jsonl`: one NVIDIA H100, torch 2.11.0, bfloat16."
+
+
+def ignored() -> str:
+    """Time with ignored rows left out over that with all rows computed."""
+    cases: dict[tuple[int, ...], dict[float, Row]] = {}
+    found = rows("ignored-rows.jsonl")
+    for row in found:
+        cases.setdefault((row["tokens"], row["vocab"], row["hidden"]), {})[row["ignored"]] = row
+    parts = sorted({row["ignored"] for row in found})
+    lines = [
+        (" × ".join(map(str, case)), *(f"{of_case[part]['ratio']:.2f}" for part in parts))
+        for case, of_case in cases.items()
+    ]
+    header = ("tokens × vocabulary × hidden size", *(f"{part:.0%} ignored" for part in parts))
+    return f"{table(header, lines)}\n\n{source(found, DATA / 'ignored-rows.jsonl')}"
 
 
 def steps() -> str:
@@ -218,8 +244,10 @@ def steps() -> str:
 
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"savings": savings},
-    "docs/performance.md": {"methods": one_shape, "shapes": shapes, "losses": losses, "steps": steps},
-}
+    "docs/performance.md": {
+        "methods": one_shape, "shapes": shapes, "ignored": ignored, "losses": losses, "steps": steps, "small": small,
+    },
+}  # fmt: skip
 
 
 def written(page: str) -> str:
@@ -280,11 +308,11 @@ def _draw_sweep(path: Path) -> None:
     found = rows(REGIONS, vocab=128256, hidden=4096, ignored=0.0)
     counts = sorted({row["tokens"] for row in found})
     for method, colour in {"flce": "tab:blue", "torch.compile": "tab:orange", "liger, chunk 8": "tab:green"}.items():
-        of_method = sorted((row for row in found if row["method"] == method), key=lambda row: row["tokens"])
-        tokens = [row["tokens"] for row in of_method]
+        by_tokens = {row["tokens"]: row for row in found if row["method"] == method}
+        of_method = [by_tokens[tokens] for tokens in counts]
         label = LABELS.get(method, method).replace("*", "").replace("`", "")
-        time.plot(tokens, [row["ratio"] for row in of_method], "o-", color=colour, label=label)
-        memory.plot(tokens, [row["above_outputs_gb"] for row in of_method], "o-", color=colour)
+        time.plot(counts, [row["ratio"] for row in of_method], "o-", color=colour, label=label)
+        memory.plot(counts, [row["above_outputs_gb"] for row in of_method], "o-", color=colour)
     logits = [count * 128256 * 2 / 1e9 for count in counts]
     memory.plot(counts, logits, ":", color="grey", label="all logits in bfloat16")
     memory.set_yscale("log")

@@ -271,31 +271,18 @@ def test_all_ranks_get_one_plan():
 
 
 def _measured():
-    path = Path(__file__).parents[2] / "traces" / "h200" / "predictions.jsonl"
-    of_methods = {
-        "gradients_in_forward": {},
-        "gradients_in_forward, float32 dW": {"options": Options(accumulate="float32")},
-        "save_logits": {"options": Options(strategy="save_logits")},
-        "loss_only": {"needs_grad": ()},
-    }
-    for record in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
-        # An adapter's dW is summed in float32 anyway.
-        if record["method"] in of_methods and not (record["rank"] and "float32" in record["method"]):
-            changes = dict(of_methods[record["method"]])
-            if "needs_grad" not in changes:
-                changes |= FROZEN if record["frozen"] else {}
-                changes |= {"bias": record["bias"], "rank": record["rank"]}
-            yield pytest.param(record, changes, id=f"{record['name']} {record['method']}")
+    path = Path(__file__).parents[2] / "traces" / "h100" / "regions.jsonl"
+    for row in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+        if row["method"] == "flce" and not row["ignored"]:
+            yield pytest.param(row, id=row["shape"])
 
 
-@pytest.mark.parametrize(("record", "changes"), list(_measured()))
-def test_predictions_are_near_the_measurements(record, changes):
-    options = changes.pop("options", Options())
-    region = call(record["tokens"], record["vocab"], record["hidden"], **changes)
-    plan = choose(region, options, ABSENT_DEVICE)
-    peak = temporary_bytes(region, plan) + region.gradient_bytes
-    assert peak / GB == pytest.approx(record["memory_gb"], rel=0.05)
-    assert seconds(region, plan, ABSENT_DEVICE) * 1e3 == pytest.approx(record["time_ms"], rel=0.2)
+@pytest.mark.parametrize("row", list(_measured()))
+def test_predictions_are_near_the_measurements(row):
+    region, device = call(row["tokens"], row["vocab"], row["hidden"], bias=row["bias"]), DEVICES["H100"]
+    plan = choose(region, Options(), device)
+    assert temporary_bytes(region, plan, device) / GB == pytest.approx(row["above_outputs_gb"], rel=0.05)
+    assert seconds(region, plan, device) * 1e3 == pytest.approx(row["time_ms"], rel=0.2)
 
 
 # Budgets.

@@ -410,7 +410,6 @@ def test_pictures_need_matplotlib(monkeypatch, capsys):
         (["lean", "--methods", "flce"], {"host_ms", "calls", "dx_error"}),
         (["peaked", "--methods", "function"], {"dw_error", "ratio"}),
         (["lengths", "--methods", "flce"], {"first_s", "passes_ms"}),
-        (["soak", "--steps", "1"], {"drift", "compiled"}),
     ],
 )
 def test_the_laboratory(command, columns, tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ PAGES = [
     *(ROOT / "lab").glob("*.md"),
     ROOT / "examples/README.md",
     ROOT / "traces/README.md",
-    ROOT / "traces/h200/README.md",
+    ROOT / "traces/h100/README.md",
 ]
 
 

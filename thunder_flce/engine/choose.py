@@ -33,7 +33,7 @@ EXACT_TOKENS_PER_COLUMN = 1 / 15
 FREQUENT_ROWS = 256
 FREQUENT_BYTES = 3 * 2**20
 # With K targets a token, most columns are the target of several tokens of a text: as many times more rows. What is left
-# is the error of columns that are about equally frequent (lab/performance.md, "Losses over log-probabilities").
+# is the error of columns that are about equally frequent.
 FREQUENT_OF_SEVERAL = 4
 
 # Chunks of fewer rows leave the matmuls of an H200 memory-bound: each reads all of W, and reads and writes all of dW.

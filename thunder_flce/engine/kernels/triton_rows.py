@@ -10,7 +10,7 @@ still in L2, comes first. Long rows are divided among programs, which tell each 
 gradient alone is a block of columns of one row for each program or, with its sums over the rows, of many rows.
 
 For 512 MiB of bfloat16 in rows of 128256 on an H200, statistics take 0.125 ms, and statistics and gradient together
-0.290 ms, or 0.334 without dividing rows (traces/h200/kernels.jsonl). The gradient with sums over rows takes 0.282 ms.
+0.290 ms, or 0.334 without dividing rows. The gradient with sums over rows takes 0.282 ms.
 Slower than that were rows, or parts of them, held in registers or in shared memory, filled asynchronously while the row
 before is written (0.334 ms), and persistent programs.
 """

@@ -3,7 +3,7 @@
 cuBLAS's first candidate, the one that PyTorch runs, is not the fastest where outputs are large for the operations that
 they take. At 2048 × 128256 × 4096 in bfloat16 on an H200, another takes 11% to 15% less time for what is added to dW
 (15% to 27% at 512 tokens) and up to 8% less for the logits (15%); dX, whose output is small, gains up to 11% where a
-single chunk holds all tokens, and 27% at 512 × 256000 × 2304 (`tuned_products` in traces/h200/regions.jsonl). On GPUs
+single chunk holds all tokens, and 27% at 512 × 256000 × 2304 (`tuned_products` in the rows of traces/h100). On GPUs
 other than Hopper nobody has looked what it gains: there it is done where it is asked for. Candidates that do not give
 the bits of the first one are left out.
 """
@@ -26,7 +26,7 @@ from thunder_flce.device import on_device
 from thunder_flce.engine.matmul.cublaslt import Algorithm, Kind, Matmul, MatmulDescriptor, Signature
 
 # Matmuls of so many operations, half a millisecond on an H200, are worth measuring, which takes about 0.15 s. Of 27
-# with 2e11 or more, but fewer, 24 gained 2% or less, the others 3% to 5% (`tuned_products` in traces/h200).
+# with 2e11 or more, but fewer, 24 gained 2% or less, the others 3% to 5% (H200).
 TUNED_OPERATIONS = 4e11
 
 # All candidates run in turns, then those that take up to this much longer than the fastest of them: under load a GPU
