@@ -36,6 +36,16 @@ VOCABULARIES = {"cpu": (2, 3, 7, 8, 33, 101, 1009, 16383, 16385), "cuda": (7, 10
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 SHAPES = ((), (0,), (1,), (2,), (13,), (3, 5), (2, 3, 4))
 LAYOUTS = ("contiguous", "transposed", "sliced", "offset", "expanded")
+SPECIAL = {
+    "masked columns": float("-inf"),
+    "masked target": float("-inf"),
+    "only masked columns": float("-inf"),
+    "infinity": float("inf"),
+    "NaN": float("nan"),
+    "NaN in a row": float("nan"),
+    "large": 1e4,
+}
+"""What the bias or a row of the input carries into the logits"""
 
 
 @dataclass(frozen=True)
@@ -78,6 +88,8 @@ class Call:
     """Where the targets fit it, which `ignore_index` and the number of columns need not"""
     is_repeated: bool = False
     """Whether the same call comes a second time, when it is known"""
+    special: str | None = None
+    """One of `SPECIAL`"""
 
     def case(self, device: str) -> Case:
         """The operands."""
@@ -131,7 +143,26 @@ class Call:
             # Not the layouts of the head.
             laid = zip(pair, reversed(self.layouts[:2]), needs_grad, strict=True)
             terms.append(tuple(laid_out(t.to(device), layout).requires_grad_(needed) for t, layout, needed in laid))
-        return Case(x, weight, bias, target, class_weight, tuple(terms))
+        case = Case(x, weight, bias, target, class_weight, tuple(terms))
+        if self.special is not None:
+            self.make_special(case)
+        return case
+
+    def make_special(self, case: Case) -> None:
+        """Writes special values into operands, and targets where they matter."""
+        value, half = SPECIAL[self.special], (self.loss["vocab_size"] or self.vocab) // 2
+        target = case.target.view(-1)
+        with torch.no_grad():
+            if self.special == "NaN in a row":
+                case.x.view(-1, self.hidden)[2:3, 0] = value
+            elif self.special == "only masked columns":
+                case.bias.fill_(value)
+            elif self.special in ("masked columns", "large"):
+                case.bias[:half] = value
+                target[: None if self.special == "masked columns" else 5].clamp_(min=half)
+            else:
+                case.bias[0] = value
+                target[:5] = 0
 
     @property
     def any_grad(self) -> bool:
@@ -154,9 +185,9 @@ class Call:
             return torch.tensor(value, dtype=dtype, device=device).expand(shape)
         return random
 
-    def given(self, device: str, case: Case | None = None) -> tuple[Case, Tensor, dict[str, Any]]:
+    def given(self, device: str) -> tuple[Case, Tensor, dict[str, Any]]:
         """Operands, the gradient at the loss, and the other arguments. What ignored tokens weigh and have is NaN."""
-        case, arguments = case or self.case(device), dict(self.loss)
+        case, arguments = self.case(device), dict(self.loss)
         generator = torch.Generator().manual_seed(self.seed + 2)
         tokens, ignored = self.shape, case.target == self.loss["ignore_index"]
 
@@ -191,9 +222,9 @@ class Call:
         case = replace(case, target=narrow if torch.equal(narrow.long(), case.target) else case.target)
         return case, self.incoming(device), arguments
 
-    def run(self, device: str, way: str = "eager", case: Case | None = None) -> None:
+    def run(self, device: str, way: str = "eager") -> None:
         """Compares the results with the truth, and their errors with those of eager PyTorch."""
-        case, grad, arguments = self.given(device, case)
+        case, grad, arguments = self.given(device)
         for _ in range(1 + self.is_repeated):
             with named(self):
                 found = (RANKS | WAYS)[way](case, grad, self.options, arguments)
@@ -307,12 +338,10 @@ def chooser(*seed: Any) -> Callable:
     return lambda *values: generator.choice(values)
 
 
-def drawn(count: int, device: str, vocabularies: tuple[int, ...] = (), *, in_one_pass: bool = False) -> Iterator:
-    """So many cross-entropies, with what goes on to choose."""
-    for number in range(count):
-        one_of = chooser(number)
-        call = plain_call(one_of, device, vocabularies)
-        yield one_pass(call, one_of) if in_one_pass else call, one_of
+def few_rows_at_a_time(replace: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Where PyTorch's operations are the row kernels: several blocks for each chunk."""
+    replace(torch_rows, "BLOCK_BYTES", 512)
+    replace(torch_rows, "THREAD_BYTES", 256)
 
 
 @contextmanager
@@ -322,43 +351,6 @@ def named(example: Any) -> Iterator[None]:
         yield
     except Exception as error:
         raise AssertionError(f"{example}: {error}") from error
-
-
-SPECIAL = {
-    "masked columns": float("-inf"),
-    "masked target": float("-inf"),
-    "only masked columns": float("-inf"),
-    "infinity": float("inf"),
-    "NaN": float("nan"),
-    "NaN in a row": float("nan"),
-    "large": 1e4,
-}
-
-
-def special_case(call: Call, special: str, device: str) -> tuple[Call, Case]:
-    """Such a call, made of another one: the bias or a row of the input carries the values into the logits."""
-    # From ignored rows and from columns outside of vocab_size, PyTorch lets NaN into gradients: 0 · NaN.
-    loss = {**call.loss, "ignore_index": -100}
-    if special == "NaN in a row":
-        loss["vocab_size"] = None
-    layouts = ("contiguous",) * 5
-    call = replace(call, bias=True, shape=(13,), ignored="none", layouts=layouts, targets="anywhere", loss=loss)
-    case, value = call.case(device), SPECIAL[special]
-    half = (loss["vocab_size"] or call.vocab) // 2
-    with torch.no_grad():
-        if special == "NaN in a row":
-            case.x[2, 0] = value
-        elif special == "only masked columns":
-            case.bias.fill_(value)
-        elif special in ("masked columns", "large"):
-            case.bias[:half] = value
-            case.target[:5].clamp_(min=half)
-        else:
-            case.bias[0] = value
-            case.target[:5] = 0
-        if special == "masked columns":
-            case.target.clamp_(min=half)
-    return call, case
 
 
 def grpo(log_prob: Tensor, entropy: Tensor, old: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
@@ -513,8 +505,10 @@ def drawn_call(one_of: Callable, device: str, way: str = "eager") -> Call:
         call = replace(call, terms=())
     elif way == "DTensors":
         call = replace(call, shape=one_of((4, 8), (3, 6), (1, 2)))
-    kind = one_of("cross-entropy", "cross-entropy", "token loss", "several targets")
+    kind = one_of("cross-entropy", "cross-entropy", "token loss", "several targets", "one pass", "special")
     call = replace(call, expected=one_of(None, None, 0.5, "2", "0", "inf", "nan"))
+    if kind == "one pass" or (kind == "special" and one_of(False, True)):
+        call = one_pass(call, one_of)
     loss = dict(call.loss)
     if kind == "several targets":
         several, target_rest = one_of(1, 2, 5), one_of(False, False, True) and call.vocab > 3
@@ -525,6 +519,13 @@ def drawn_call(one_of: Callable, device: str, way: str = "eager") -> Call:
             # Every column may be a target then, so that little is left: a quotient of rounding errors.
             loss |= {"reduction": one_of("mean", "sum"), "ignore_index": -100, "vocab_size": None}
             call = replace(call, scale=1.0)
+    elif kind == "special":
+        # From ignored rows and from columns outside of vocab_size, PyTorch lets NaN into gradients: 0 · NaN.
+        special, loss["ignore_index"] = one_of(*SPECIAL), -100
+        if special == "NaN in a row":
+            loss["vocab_size"] = None
+        ordinary = {"ignored": "none", "layouts": ("contiguous",) * 5, "targets": "anywhere"}
+        call = replace(call, special=special, bias=True, **ordinary)
     elif kind == "token loss":
         token_loss = one_of(*(TOKEN_LOSSES if call.dtype.itemsize >= 4 else SMOOTH))
         loss |= {"label_smoothing": 0.0, "reduction": one_of("mean", "sum")}
@@ -543,7 +544,8 @@ def drawn_call(one_of: Callable, device: str, way: str = "eager") -> Call:
     differentiable = [name for name in loss["outputs"] if name in DIFFERENTIABLE_OUTPUTS]
     return replace(
         call, loss=loss, detached=tuple(name for name in differentiable if one_of(False, True)),
-        token_weights=one_of(None, None, torch.float32, call.dtype), is_repeated=one_of(False, False, False, True),
+        token_weights=None if call.special else one_of(None, None, torch.float32, call.dtype),
+        is_repeated=one_of(False, False, False, True),
         target_dtype=one_of(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
     )  # fmt: skip
 
@@ -561,7 +563,7 @@ def main() -> None:
     parser.add_argument("--way", default="eager", choices=(*WAYS, *RANKS))
     arguments = parser.parse_args()
     poison_memory()
-    torch_rows.BLOCK_BYTES = torch_rows.THREAD_BYTES = 512  # Several blocks for each chunk.
+    few_rows_at_a_time()
     failed, start = [], time.time()
     numbers = range(arguments.first, arguments.first + arguments.count)
     for number in numbers:

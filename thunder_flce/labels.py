@@ -33,7 +33,8 @@ def count_items(target: Tensor, ignore_index: int = -100, group: "ProcessGroup |
         TypeError: where target is not a tensor of integers, or group is none.
     """
     _check_integers("target", target)
-    count = (target != ignore_index).sum()
+    # In a narrow dtype, ignore_index would wrap around.
+    count = (target.long() != ignore_index).sum()
     if group is None:
         return count.float()
     if dist.is_available() and isinstance(group, dist.DeviceMesh):

@@ -24,6 +24,7 @@ def test_over_two_dimensions_of_a_mesh():
 def test_alone_it_is_the_number_of_targets():
     target = torch.tensor([[1, -100, 3], [7, 7, 0]])
     assert count_items(target) == 5 and count_items(target, ignore_index=7) == 4
+    assert count_items(target.int(), ignore_index=2**32 + 7) == 6
     with pytest.raises(TypeError, match=r"target must be a tensor of integers, but got torch.float32"):
         count_items(target.float())
     with pytest.raises(TypeError, match="group must be a ProcessGroup or a DeviceMesh of one dimension, but got str"):

@@ -16,15 +16,8 @@ from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGr
 
 import thunder_flce
 from divided import divided, of_rank, part_of, parts
-from random_calls import SPECIAL, drawn, special_case
 from ranks import as_threads, errors_of
-from reference import (
-    assert_close_to_truth,
-    error,
-    make_case,
-    ours,
-    truth,
-)
+from reference import error, make_case, ours, truth
 from thunder_flce import (
     LinearCrossEntropyLoss,
     Options,
@@ -35,19 +28,6 @@ from thunder_flce.options import STRATEGIES
 from thunder_flce.vocab_parallel import CHECK_EVERY_CALL
 
 UNEVEN = (40, 0, 61)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("special", SPECIAL)
-def test_logits_that_are_not_ordinary(special, ranks):
-    """As PyTorch has them on one device, with the same bits on all ranks."""
-
-    for call, _ in (*drawn(5, "cpu", (7, 33, 101)), *drawn(5, "cpu", (7, 33, 101), in_one_pass=True)):
-        call, case = special_case(call, special, "cpu")
-        case, grad, given = call.given("cpu", case)
-        sizes = (call.vocab - 4, 4) if ranks == 2 else (2, call.vocab - 5, 3)
-        result = divided(case, sizes, grad, options=call.options, **given)
-        assert_close_to_truth(result, case, grad, 2.0, True, **given)
 
 
 def test_of_equal_logits_the_argmax_is_the_lowest_column():

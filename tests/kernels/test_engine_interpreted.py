@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 import random_calls
 from interpreted import INTERPRETED, prepare_row_kernels
-from random_calls import SPECIAL, Call, drawn, special_case
+from random_calls import Call
 from reference import make_case, run_inside
 from test_kl_divergence import composed
 from thunder_flce import Options, linear_cross_entropy, linear_kl_divergence
@@ -22,8 +22,7 @@ from thunder_flce.engine.kernels import layout, scaling
 from thunder_flce.engine.primitives import Primitives, Region
 from thunder_flce.operation.divergence import KINDS
 
-VOCABULARIES = (2, 7, 33, 101)
-EXAMPLES, CALLS = 12, 40
+CALLS = 64
 ONE_MULTIPROCESSOR = replace(ABSENT_DEVICE, multiprocessors=1)
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter")
 
@@ -70,15 +69,6 @@ def test_any_call(as_on_a_gpu):
     for number in range(CALLS):
         call = random_calls.numbered(number, "cpu", way="ranks")  # Of small vocabularies.
         with_kernels(call).run("cpu")
-
-
-@needs_interpreter
-def test_one_pass(as_on_a_gpu):
-    """Of ordinary logits, and of others."""
-    for call, one_of in drawn(EXAMPLES, "cpu", VOCABULARIES, in_one_pass=True):
-        with_kernels(call).run("cpu")
-        call, case = special_case(with_kernels(call), one_of(*SPECIAL), "cpu")
-        call.run("cpu", case=case)
 
 
 @needs_interpreter
