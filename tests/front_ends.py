@@ -86,13 +86,8 @@ def symbols(trace):
         yield from symbols(bsym)
 
 
-def gradients(model) -> dict[str, torch.Tensor | None]:
-    """A copy of each parameter's gradient, by name."""
-    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
-
-
 def assert_agrees(model, expected, got, **tolerances) -> None:
-    """Compares the scalar losses, and the gradients of all parameters, of two calls that compute the same.
+    """Compares two calls that compute the same of a model's parameters, by their results and all gradients.
 
     Args:
         model: whose parameters both of them read.
@@ -100,14 +95,5 @@ def assert_agrees(model, expected, got, **tolerances) -> None:
         got: calls the compiled program and returns the loss.
         **tolerances: of `torch.testing.assert_close`.
     """
-    results = []
-    for call in (expected, got):
-        model.zero_grad()
-        loss = call()
-        loss.backward()
-        results.append((loss.detach(), gradients(model)))
-    model.zero_grad()
-    (expected_loss, expected_gradients), (loss, found) = results
-    torch.testing.assert_close(loss, expected_loss, **tolerances)
-    for name, gradient in expected_gradients.items():
-        torch.testing.assert_close(found[name], gradient, **tolerances, msg=lambda m, n=name: f"{n}: {m}")
+    found, right = (run(lambda *_, call=call: call(), [*model.parameters()]) for call in (got, expected))
+    torch.testing.assert_close(found, right, **tolerances)

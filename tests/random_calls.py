@@ -125,7 +125,7 @@ class Call:
             class_weight = class_weight.to(self.class_weight)
         tensors = [
             randn(*self.shape, self.hidden),
-            randn(self.vocab, self.hidden, factor=self.scale * self.hidden**-0.5),
+            randn(self.vocab, self.hidden, factor=self.scale * max(self.hidden, 1) ** -0.5),
             randn(self.vocab, factor=self.scale) if self.bias else None,
             targets.view(self.shape),
             class_weight,
@@ -154,7 +154,7 @@ class Call:
         target = case.target.view(-1)
         with torch.no_grad():
             if self.special == "NaN in a row":
-                case.x.view(-1, self.hidden)[2:3, 0] = value
+                case.x.view(target.numel(), self.hidden)[2:3, :1] = value
             elif self.special == "only masked columns":
                 case.bias.fill_(value)
             elif self.special in ("masked columns", "large"):
@@ -277,7 +277,7 @@ def plain_call(one_of: Callable, device: str, vocabularies: tuple[int, ...] = ()
     return Call(
         seed=one_of(*range(2**12)),
         shape=one_of((13,), (3, 5), *SHAPES),
-        hidden=one_of(5, 1, 16),
+        hidden=one_of(5, 1, 16, 0),
         vocab=vocab,
         dtype=dtype,
         scale=one_of(1.0, 4.0),
@@ -502,7 +502,7 @@ def drawn_call(one_of: Callable, device: str, way: str = "eager") -> Call:
     if way == "sequence parallel":
         call = replace(call, shape=one_of((12,), (3, 8), (2, 3, 4), (1, 48)))
     elif way == "module":
-        call = replace(call, terms=())
+        call = replace(call, terms=(), hidden=max(call.hidden, 1))
     elif way == "DTensors":
         call = replace(call, shape=one_of((4, 8), (3, 6), (1, 2)))
     kind = one_of("cross-entropy", "cross-entropy", "token loss", "several targets", "one pass", "special")
