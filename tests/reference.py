@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from thunder_flce import calls, linear_cross_entropy, operators
 from thunder_flce.engine.plan import Plan
+from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS
 
 
 @dataclass
@@ -272,7 +273,9 @@ def differentiate(
     if not inputs:
         return Result(loss, (), tuple(others))
     grads = [torch.ones_like(loss) if grad is None else grad.to(loss.dtype)]
-    differentiable = {name: other for name, other in zip(outputs, others, strict=True) if name in DIFFERENTIABLE}
+    differentiable = {
+        name: other for name, other in zip(outputs, others, strict=True) if name in DIFFERENTIABLE_OUTPUTS
+    }
     incoming = dict(zip(differentiable, incoming_gradients(case, outputs, loss.dtype), strict=True))
     # Not so what is detached.
     differentiable = {name: other for name, other in differentiable.items() if other.requires_grad}
@@ -281,7 +284,6 @@ def differentiate(
     return Result(loss.detach(), gradients, tuple(other.detach() for other in others))
 
 
-DIFFERENTIABLE = ("log_prob", "entropy", "log_sum_exp", "mean_logit")
 CHOICES = ("argmax", "valid_argmax", "accuracy")
 """Outputs that hang on how logits are rounded"""
 
@@ -294,7 +296,7 @@ def incoming_gradients(case: Case, outputs: tuple[str, ...], dtype: torch.dtype)
         case.incoming[outputs, dtype] = [
             torch.randn(shape, generator=generator).to(case.x.device, dtype)
             for name in outputs
-            if name in DIFFERENTIABLE
+            if name in DIFFERENTIABLE_OUTPUTS
         ]
     return case.incoming[outputs, dtype]
 

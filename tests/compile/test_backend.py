@@ -12,7 +12,7 @@ import torch._inductor.compile_fx
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
-from torch._dynamo.backends.registry import _BACKENDS, lookup_backend, register_backend
+from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.exc import BackendCompilerFailed
 
 import thunder_flce
@@ -25,9 +25,6 @@ from thunder_flce.engine.kernels.layout import row_stride
 from thunder_flce.matching.decisions import Reason
 
 ROOT = Path(__file__).parents[2]
-
-if "thunder_flce" not in _BACKENDS:
-    register_backend(compile_graph, name="thunder_flce")
 
 
 def compiled_with(program, **settings):

@@ -5,15 +5,12 @@ from unittest.mock import patch
 import pytest
 import thunder
 import torch
-from packaging.version import Version
 
 from front_ends import COMPILERS
+from test_pointwise import needs_dynamo
 from thunder_flce import linear_cross_entropy
 
 N, H, V = 33, 16, 53
-needs_dynamo = pytest.mark.skipif(
-    Version(torch.__version__) < Version("2.10"), reason="older Dynamo does not trace the calls of a token loss"
-)
 GLOBAL = 0.1
 
 

@@ -15,6 +15,7 @@ import torch
 
 import fusion_interpreter
 from interpreted import INTERPRETED, prepare_row_kernels
+from reference import error
 from thunder_flce.device import ABSENT_DEVICE
 from thunder_flce.engine.kernels import dispatch, layout, torch_rows
 from thunder_flce.engine.kernels.interface import RowStatistics, target_gradient
@@ -140,11 +141,6 @@ class Exact:
         self.row_log_sum = others.sum(1).log1p()
         self.log_p = self.shifted - self.row_log_sum[:, None]
         self.p = self.log_p.exp()
-
-
-def error(computed, expected):
-    """Of the norm, relative."""
-    return float((computed.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-300))
 
 
 def close(computed, expected, eps):

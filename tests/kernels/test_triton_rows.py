@@ -14,7 +14,8 @@ from interpreted import (
     on_device,
     prepare_row_kernels,
 )
-from test_row_kernels import BF16, FP16, FP32, NOTHING, SLACK, Backend, Exact, Rows, check_both, close, error, logits
+from reference import error
+from test_row_kernels import BF16, FP16, FP32, NOTHING, SLACK, Backend, Exact, Rows, check_both, close, logits
 from thunder_flce.device import Device
 from thunder_flce.engine.kernels import torch_divergence
 from thunder_flce.operation.divergence import KINDS, Divergence

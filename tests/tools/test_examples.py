@@ -11,10 +11,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from torch._dynamo.backends.registry import _BACKENDS, _COMPILER_FNS
 
 from ranks import as_processes
-from thunder_flce.backend import compile_graph
 
 FOLDER = Path(__file__).parents[2] / "examples"
 NEEDS = {
@@ -46,12 +44,6 @@ def test_cells(load):
     load("thunder_jit")
 
 
-@pytest.fixture
-def our_backend(monkeypatch):
-    for registry in (_BACKENDS, _COMPILER_FNS):  # Whatever entry point is installed.
-        monkeypatch.setitem(registry, "thunder_flce", compile_graph)
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
     ("name", "sizes", "words"),
@@ -64,7 +56,7 @@ def our_backend(monkeypatch):
         ("trainer", {"VOCAB": 512, "TEXT_BYTES": 2**15}, ["gradients in forward", "evaluation"]),
     ],
 )
-def test_runs(name, sizes, words, load, capsys, monkeypatch, our_backend):
+def test_runs(name, sizes, words, load, capsys, monkeypatch):
     """That losses and gradients are the same, the examples check for themselves."""
     example = load(name)
     for size, number in sizes.items():

@@ -5,11 +5,9 @@ import runpy
 from pathlib import Path
 
 import pytest
-from torch._dynamo.backends.registry import _BACKENDS, _COMPILER_FNS
 
 import thunder_flce
 from test_targets import CHIPS
-from thunder_flce.backend import compile_graph
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -23,10 +21,8 @@ PAGES = [
 ]
 
 
-def test_snippets_of_readme_run(tmp_path, capsys, monkeypatch, without_inductor):
+def test_snippets_of_readme_run(tmp_path, capsys):
     """One after another, as one program; what the comments say it prints is what it prints."""
-    for registry in (_BACKENDS, _COMPILER_FNS):  # Whatever entry point is installed.
-        monkeypatch.setitem(registry, "thunder_flce", compile_graph)
     snippets = re.findall(r"^```python\n(.*?)^```$", README.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     program = tmp_path / "model.py"
     program.write_text("\n".join(snippets), encoding="utf-8")
