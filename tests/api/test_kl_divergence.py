@@ -108,17 +108,6 @@ def test_error_beside_pytorchs(dtype, divergence, device):
             assert error(got, right) <= 1.25 * error(eager, right) + 2e-6
 
 
-def test_retained_graph_and_second_derivative():
-    *tensors, target = operands()
-    loss = linear_kl_divergence(*tensors, target)
-    first, second = (
-        torch.autograd.grad(loss, tensors[:2], torch.tensor(0.3).double(), retain_graph=True) for _ in "12"
-    )
-    torch.testing.assert_close(first, second)
-    with pytest.raises(RuntimeError, match="has no second derivative"):
-        torch.autograd.grad(loss, tensors[:2], create_graph=True)
-
-
 def test_without_rows():
     *tensors, target = operands()
     loss = linear_kl_divergence(*tensors, torch.full_like(target, -100))

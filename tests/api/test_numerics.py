@@ -23,7 +23,6 @@ from thunder_flce.engine.kernels.scaling import scaled_gradients
 from thunder_flce.options import STRATEGIES
 
 ON_EVERY_BACKEND = True
-IGNORED_ROWS = ("skip", "compute")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 REDUCTIONS = ["mean", "sum", "none"]
 

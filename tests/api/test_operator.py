@@ -328,30 +328,6 @@ def test_modes_and_tensors_that_are_no_plain_ones():
             assert torch.equal(torch.Tensor(linear_cross_entropy(other, weight, target)), expected)
 
 
-@pytest.mark.parametrize("is_saved", [True, False])
-def test_selective_checkpoint(is_saved, settings):
-    case = make_case()
-
-    def policy(ctx, op, *args, **kwargs):
-        if op is OPERATOR and is_saved:
-            return checkpoint.CheckpointPolicy.MUST_SAVE
-        return checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
-
-    def program(x, weight):
-        return linear_cross_entropy(x * 1, weight, case.target, **settings)
-
-    with RecordedCalls(OPERATOR) as calls:
-        loss = checkpoint.checkpoint(
-            program,
-            case.x,
-            case.weight,
-            use_reentrant=False,
-            context_fn=lambda: checkpoint.create_selective_checkpoint_contexts(policy),
-        )
-        assert_right(loss, case, **settings)
-    assert len(calls) == (1 if is_saved else 2)
-
-
 def test_saved_tensors_hooks(settings):
     """What is saved may be elsewhere until the backward: finished gradients, or what PyTorch's own loss would save."""
     case, packed = make_case(), []

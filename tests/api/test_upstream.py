@@ -88,15 +88,6 @@ def test_one_rounding(upstream, way, device):
         assert torch.equal(again, gradient)
 
 
-@pytest.mark.parametrize("way", ["argument", "option of jit"])
-def test_float16_under_a_loss_scale(way, device):
-    """Its gradients can be computed in the forward, and do not underflow."""
-    case = a_case(device, torch.float16)
-    loss = WAYS[way](2.0**12)(case.x, case.weight, case.target)
-    gradients = torch.autograd.grad(loss, (case.x, case.weight))
-    assert max(errors(case, gradients, 2.0**12)) < 1.02
-
-
 @pytest.mark.parametrize("factor", [1 / 3, torch.tensor(0.125)], ids=["number", "tensor"])
 def test_what_follows_the_loss_is_no_loss_scale(factor):
     """float16 waits for the one that is outside."""

@@ -7,6 +7,7 @@ import torch
 
 from reference import make_case, ours, run_by
 from test_plan import call as a_call
+from test_plan import shard_of
 from thunder_flce.engine import printing
 from thunder_flce.engine.plan import Plan
 from thunder_flce.engine.primitives import Primitives
@@ -108,3 +109,13 @@ def test_chunks_of_other_sizes(tokens, title):
     assert [line for line in program.forward if line.startswith("for ")] == ([title] if title else [])
     sums = [line.split(" dlogits")[0].strip() for line in program.forward if line.strip().startswith("dW")]
     assert sums == [f"dW bf16[128256, 4096] {'+=' if title else '='}"]
+
+
+@pytest.mark.parametrize("divides_tokens", [False, True])
+def test_what_ranks_exchange(divides_tokens):
+    shard = shard_of(2, 100, sequence_parallel=divides_tokens)
+    program = printing.program(a_call(12, 100, 8, shard=shard), Plan(strategy=IN_FORWARD, chunk_rows=12))
+    exchanged = ["row_max, row_log_sum = combined over the ranks", "dX bf16[12, 8] = summed over the ranks"]
+    if divides_tokens:
+        exchanged = ["y i64[12] = all_gather(y)", "x bf16[12, 8] = all_gather(x)", *exchanged]
+    assert [line.removesuffix("NCCL").strip() for line in program.forward if line.endswith("NCCL")] == exchanged

@@ -23,7 +23,6 @@ from thunder_flce.engine.matmul.algorithms import Tuning
 from thunder_flce.inspection import programs
 from thunder_flce.inspection.trace_text import compile_only
 from thunder_flce.matching import decisions
-from thunder_flce.matching.decisions import Reason
 
 SIZES = programs.Sizes(batch=2, sequence=24, hidden=16, vocab=100)
 T, H, V = SIZES.tokens, SIZES.hidden, SIZES.vocab
@@ -69,17 +68,6 @@ def test_fused():
     assert saved["dW"].type == f"f32[{V}, {H}]"
 
 
-def test_declined_says_why_and_where():
-    report = _explained(programs.logits_returned)
-    (decision,) = report.decisions
-    assert decision.reason is Reason.LOGITS_RETURNED
-    text = str(report)
-    assert "0 of 1 cross-entropies fused" in text and "chunk" not in text
-    assert f"{decision.source}: not fused, because the program returns its logits; return the loss only" in text
-    assert decision.source.startswith(programs.__file__)
-    assert "return F.cross_entropy(logits.view(-1, logits.shape[-1]).float(), labels.view(-1)), logits" in text
-
-
 def test_to_dict_is_plain_values():
     report = _explained(mixed)
     (compilation,) = json.loads(json.dumps(report.to_dict()))["compilations"]
@@ -102,17 +90,6 @@ def compiled_by(compile, **settings):
     compiled = compile(Model(), **settings)
     compiled(*batch()).backward()
     return compiled
-
-
-def test_thunderfx_names_the_users_line():
-    report = thunder_flce.explain(compiled_by(thunder_flce.thunderfx))
-    (compilation,) = report
-    (decision,) = report.decisions
-    assert compilation.compiled_by == "thunderfx" and decision.fused
-    assert "tests/front_ends.py" in decision.source
-    assert "F.cross_entropy(logits.flatten(0, -2), labels.flatten())" in str(report)
-    # thunder compiles parts of Dynamo's graph, each by itself.
-    assert compilation.saved is None and "saved for backward" not in str(report)
 
 
 def test_thunders_own_thunderfx():

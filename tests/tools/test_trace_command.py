@@ -4,10 +4,9 @@ import runpy
 import sys
 
 import pytest
-import torch
 import torch.nn.functional as F
-from torch import nn
 
+from front_ends import Model, batch
 from thunder_flce.__main__ import main
 
 SMALL = ["--device", "cpu", "--batch", "2", "--sequence", "24", "--hidden", "16", "--vocab", "100"]
@@ -46,22 +45,13 @@ def own_loss(hidden, weight, labels):
     return F.cross_entropy(F.linear(hidden, weight).flatten(0, 1), labels.flatten(), reduction="sum")
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(50, 8), nn.Linear(8, 50)
-
-    def forward(self, tokens):
-        return F.cross_entropy(self.head(self.embedding(tokens)).flatten(0, 1), tokens.flatten())
-
-
 def model_and_arguments():
-    return Model(), (torch.zeros(2, 12, dtype=torch.int64),)
+    return Model(bias=True), batch(2, 12)
 
 
 @pytest.mark.parametrize(
     ("function", "line"),
-    [("own_loss", "logits f32[48, 100] = x @ W.t()"), ("model_and_arguments", "logits f32[24, 50] = x @ W.t() + b")],
+    [("own_loss", "logits f32[48, 100] = x @ W.t()"), ("model_and_arguments", "logits f32[24, 97] = x @ W.t() + b")],
 )
 def test_programs_of_the_user(function, line, capsys):
     assert main(["trace", f"{__name__}:{function}", *SMALL]) == 0
