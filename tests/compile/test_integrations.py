@@ -609,6 +609,50 @@ def batches_of(lengths):
         yield tokens[:, :-1], tokens[:, 1:].clone().index_fill_(1, torch.arange(2), -100)
 
 
+def by_backend(module):
+    return torch.compile(module, backend="thunder_flce")
+
+
+FABRIC = {
+    "jit, then setup": (thunder_flce.jit, True, "32-true"),
+    "setup, then the backend": (by_backend, False, "32-true"),
+    "the backend, then setup, bf16": (by_backend, True, "bf16-mixed"),
+}
+
+
+@pytest.mark.parametrize("name", FABRIC)
+def test_fabric(name, monkeypatch):
+    fabric_of = pytest.importorskip("lightning.fabric", reason="needs the extra 'examples'").Fabric
+    # As lightning has it, until a use of thunder's thunderfx in the same process takes that away.
+    capturing = importlib.import_module("lightning.fabric.wrappers")._capture_compile_kwargs
+    monkeypatch.setattr(torch, "compile", capturing(torch.compile))
+    compiled_by, is_first, precision = FABRIC[name]
+
+    def run(compiled_by):
+        fabric, module = fabric_of(accelerator="cpu", devices=1, precision=precision), Loss()
+        if is_first:
+            module = compiled_by(module)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        step, optimizer = fabric.setup(module, optimizer)
+        if not is_first:
+            step = compiled_by(step)
+        logged = []
+        for tokens, targets in batches_of((12, 12) if "jit" in name else (12, 17, 9)):
+            loss = step(tokens, targets)
+            fabric.backward(loss)
+            norm = torch.nn.utils.clip_grad_norm_(step.parameters(), 100)
+            logged += [loss.item(), norm.item()]
+            optimizer.step()
+            optimizer.zero_grad()
+        return logged, step
+
+    expected, _ = run(lambda module: module)
+    got, step = run(compiled_by)
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), rtol=2e-2 if "bf16" in name else 1e-4, atol=0)
+    decisions = thunder_flce.explain(step).decisions
+    assert decisions and all(decision.fused for decision in decisions)
+
+
 def test_torchtitan():
     losses = pytest.importorskip("torchtitan.components.loss", reason="needs torchtitan")
     program = next(program for title, program in PROGRAMS if title == "torchtitan")
