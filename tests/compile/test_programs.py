@@ -558,6 +558,14 @@ def old_log_probabilities(h, w, y, a, m):
     return (log_probs(h, w, y) - old).exp().cumsum(0).square().sum() + h.square().sum()
 
 
+@expect(ANY)
+def maximum_under_autocast(h, w, y, a, m):
+    """What casts it to another dtype is no operation of Dynamo's graph."""
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = F.linear(h.float(), w.float()) + w[:, 0].float()
+        return logits.amax(-1) @ m.float().t()
+
+
 @expect(FUSED)
 def permuted_by_name(h, w, y, a, m):
     z = F.linear(h, w)

@@ -73,7 +73,9 @@ class Tensor:
 
     def shares_memory(self, other: "Tensor") -> bool:
         """Whether both are known to have the same memory: they are one tensor, or have one storage."""
-        return self is other or (self.storage is not None and self.storage == other.storage)
+        if self.storage is None or other.storage is None:
+            return self is other
+        return bool(self.storage == other.storage)
 
     def __repr__(self) -> str:
         return self.name
