@@ -390,6 +390,18 @@ def of_all_classes(h, w, y, a, m):
     return loss - 0.1 * F.log_softmax(logits, -1).mean() + 1e-3 * (logits.softmax(-1) * logits.log_softmax(-1)).sum()
 
 
+@expect("nansum in line")
+def sum_without_nans(h, w, y, a, m):
+    """Its derivative depends on which are NaN."""
+    return torch.nansum(losses(h, w, y) * m)
+
+
+@expect("trace in line")
+def trace_of_more_tokens_than_sequences(h, w, y, a, m):
+    """PyTorch's derivative has ones beside the diagonal."""
+    return losses(h, w, y).t().trace()
+
+
 @expect("log_sigmoid in line")
 def all_classes_beside_preferences(h, w, y, a, m):
     log_probs = F.linear(h, w).log_softmax(-1)
