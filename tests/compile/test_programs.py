@@ -402,6 +402,12 @@ def trace_of_more_tokens_than_sequences(h, w, y, a, m):
     return losses(h, w, y).t().trace()
 
 
+@expect(IN_FORWARD)
+def the_same_tokens_in_other_shapes(h, w, y, a, m):
+    x = log_probs(h, w, y)
+    return (x * m).mean() + x.flatten()[0] + (x.view(2, -1) * a.view(2, -1)).sum() + x[..., None].sum(1).sum()
+
+
 @expect("log_sigmoid in line")
 def all_classes_beside_preferences(h, w, y, a, m):
     log_probs = F.linear(h, w).log_softmax(-1)

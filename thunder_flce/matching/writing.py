@@ -226,6 +226,8 @@ class _Writing:
             of_parts = []
             for part, sign in zip(region.parts, signs, strict=True):
                 own = [w for w, summand in zip(weights, total.summands, strict=True) if summand.part is part]
+                # Each has the shape that the program gave its tokens.
+                own = [self._in_rows(each) if isinstance(each, Tensor) and each.ndim else each for each in own]
                 weight = reduce(self._added, own)
                 of_parts.append(weight if sign == 1 else self._negated(weight))
             if self._is_joined or isinstance(of_parts[0], Tensor) or of_parts[0] != 1.0:
