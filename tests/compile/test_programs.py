@@ -408,6 +408,13 @@ def the_same_tokens_in_other_shapes(h, w, y, a, m):
     return (x * m).mean() + x.flatten()[0] + (x.view(2, -1) * a.view(2, -1)).sum() + x[..., None].sum(1).sum()
 
 
+@expect(IN_FORWARD)
+def logged_sums_in_a_checkpoint(h, w, y, a, m):
+    """The sums of sequences are computed there once more, and the region weighs its tokens by their derivative."""
+    of_sequences = checkpoint(lambda x: (x * m).sum(-1), losses(h, w, y), use_reentrant=False)
+    return of_sequences.mean(), of_sequences.detach()
+
+
 @expect("log_sigmoid in line")
 def all_classes_beside_preferences(h, w, y, a, m):
     log_probs = F.linear(h, w).log_softmax(-1)
