@@ -222,6 +222,13 @@ def losses_without_their_gradient(h, w, y, a, m):
     )
 
 
+@expect(Reason.CLASS_WEIGHTS)
+def weighted_losses_without_their_gradient(h, w, y, a, m):
+    logits = F.linear(h, w)
+    constant = logits.detach() - logits.logsumexp(-1, keepdim=True)
+    return F.cross_entropy(constant.flatten(0, 1), y.flatten(), w[:, 0].detach().abs()) + h.sum()
+
+
 @expect(FUSED, thunder=True)
 def other_logits_of_losses(h, w, y, a, m):
     """A gradient comes back to the losses through another head, too."""

@@ -125,6 +125,9 @@ def _problem(part: Part, known: Interpreter) -> NotFused | None:
     if not any(each.row.variables for each in part.rows):
         # A region gives them no gradient, which is 0.
         return NotFused(Reason.NOT_FOLLOWED, "a number that does not depend on the logits")
+    if part.class_weight is not None and any(each.as_loss is None for each in part.rows):
+        # A region has weighted losses, and no log-probabilities to make other ones of.
+        return NotFused(Reason.CLASS_WEIGHTS, "of a loss with another gradient than its logits'")
     if not has_float_factors(logits):
         return NotFused(Reason.TRANSFORMED_LOGITS, "by factors whose product is no float")
     tensors = [*logits.operands, *(part.labels.tensors if part.labels else ())]
