@@ -590,6 +590,37 @@ def old_log_probabilities(h, w, y, a, m):
     return (log_probs(h, w, y) - old).exp().cumsum(0).square().sum() + h.square().sum()
 
 
+@expect(FUSED)
+def weights_before_the_loss(h, w, y, a, m):
+    """What is computed without gradients is so where it moves, behind the region that has the entropies."""
+    entropy = entropies(h, w)
+    with torch.no_grad():
+        weights = entropy.cumsum(-1)
+    return (losses(h, w, y) * weights).sum() + entropy.mean()
+
+
+@expect(FUSED)
+def buffer_without_gradients(h, w, y, a, m):
+    """It is made without, and what is put into it has one."""
+    with torch.no_grad():
+        found, scaled = torch.zeros_like(a), a * 2
+    x = losses(h, w, y)
+    found[1:] = x[1:]
+    scaled[0] = x[0]
+    return (found * a).sum() + scaled.square().sum()
+
+
+@expect(FUSED)
+def views_without_gradients(h, w, y, a, m):
+    """They say that they require a gradient, since what they are views of does; what is no new tensor has one."""
+    logits = F.linear(h, w)
+    with torch.no_grad():
+        rows, weight, same = logits.flatten(0, 1), w.t(), logits.contiguous()
+        without = F.linear(h.sin().flatten(0, 1), w)
+    with_them = F.cross_entropy(rows, y.flatten()) + of_rows(h.tanh() @ weight, y) + of_rows(same, y)
+    return with_them + F.cross_entropy(without, y.flatten())
+
+
 @expect(ANY)
 def maximum_under_autocast(h, w, y, a, m):
     """What casts it to another dtype is no operation of Dynamo's graph."""

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_map
 
-from thunder_flce.matching.program import NAMES, Op, Program, Source, Tensor
+from thunder_flce.matching.program import NAMES, Op, Program, Source, Tensor, tensors_in
 from thunder_flce.matching.rules import LINEARS
 
 CHECKPOINT = "tag_activation_checkpoint"
@@ -121,6 +121,10 @@ class _Reader:
             args, kwargs = (given["condition"], given["input"], given["other"]), {}
         kwargs = {_OF_NUMPY.get(key, key): each for key, each in kwargs.items()}
         output = tree_map(lambda each: _tensor(each, node), value)
+        if not grad_mode:
+            # A view says that it requires a gradient if what it is a view of does, though none was recorded.
+            for tensor, out in zip(tensors_in(output), outs, strict=True):
+                tensor.needs_grad = out.requires_grad and not (out._is_view() and out.grad_fn is None)
         if name in _CAST_BY_AUTOCAST and isinstance(output, Tensor):
             args, kwargs = self._cast((args, kwargs), output.dtype, node)
         writes = tuple(dict.fromkeys(self._of(each) for each in written))

@@ -64,7 +64,7 @@ class _Graph:
     def __init__(self, gm: GraphModule, options: Options):
         graph = gm.graph
         self._gm, self._graph, self._options = gm, graph, options
-        nodes = list(graph.nodes)
+        nodes = self._nodes = list(graph.nodes)
         self._positions = {node: position for position, node in enumerate(nodes)}
         self._has_grad = dict(zip(nodes, list(accumulate(nodes, _grad_mode_after, initial=True))[1:], strict=True))
         self._last: Node | None = None
@@ -88,10 +88,11 @@ class _Graph:
         if node is None:
             return
         if self._positions[node] < self._at:
-            assert self._last is not None
-            for each in [node, *_readers_of_parts(node)]:
-                self._last.append(each)
-                self._last = each
+            with self._grad_mode(self._has_grad[node]):
+                for each in [node, *_readers_of_parts(node)]:
+                    assert self._last is not None
+                    self._last.append(each)
+                    self._last = each
         else:
             self._at, self._last = self._positions[node], node
 
@@ -101,22 +102,30 @@ class _Graph:
         if self._positions[op.handle] > self._at:
             self._at, self._last = self._positions[op.handle], op.handle
         assert self._last is not None
-        node, self._end = self._last, self._last.next
+        node = self._last
         # What is not to have a gradient is detached.
-        is_off = not self._has_grad[min(self._positions, key=lambda node: abs(self._positions[node] - self._at))]
-        if is_off:
-            self._set_grad(True)
-        yield
-        if is_off:
-            self._set_grad(False)
-        while node.next is not self._end:
+        with self._grad_mode(True):
+            self._end = self._last.next
+            yield
+            self._last = self._end.prev
+        while node is not self._last:
             node = node.next
             node.meta.update({name: value for name, value in op.handle.meta.items() if name in _SOURCE_META})
-        self._last = node
+
+    @contextmanager
+    def _grad_mode(self, is_on: bool) -> Iterator[None]:
+        """Whether gradients are recorded of what is put behind the last node meanwhile."""
+        is_other = self._has_grad[self._nodes[self._at]] != is_on
+        if is_other:
+            self._set_grad(is_on)
+        yield
+        if is_other:
+            self._set_grad(not is_on)
 
     def _set_grad(self, is_on: bool) -> None:
-        with self._graph.inserting_before(self._end):
-            self._graph.call_function(torch._C._set_grad_enabled, (is_on,))
+        assert self._last is not None
+        with self._graph.inserting_after(self._last):
+            self._last = self._graph.call_function(torch._C._set_grad_enabled, (is_on,))
 
     def replace(self, results: dict[Tensor, Tensor]) -> None:
         """Has everything that uses the program's tensors use new ones."""
@@ -292,10 +301,11 @@ class _Graph:
         given = call.tensors[name]
         if not isinstance(given, Tensor):
             return self.call(torch.full, (), given, dtype=call.row_dtype, device=call.device).handle
-        if argument(name).differentiable and name not in call.needs_grad and given.needs_grad:
+        node = self._node(given)
+        if argument(name).differentiable and name not in call.needs_grad and value_of(node).requires_grad:
             # The operator raises where an operand requires a gradient that needs_grad does not name.
             return self.call(torch.detach, given).handle
-        return self._node(given)
+        return node
 
 
 def _run(node: Node, values: dict[Node, Any]) -> None:
