@@ -629,6 +629,15 @@ def maximum_under_autocast(h, w, y, a, m):
         return logits.amax(-1) @ m.float().t()
 
 
+@expect("autocast casts what")
+def products_under_autocast(h, w, y, a, m):
+    """What is cast is the number of each token, or what was made of it; gradients in 16 bits would not agree."""
+    x, mask = log_probs(h.float(), w.float(), y), m.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        total = torch.einsum("bt,bt->", x, mask) + ((x * mask) @ mask.t()).sum()
+    return total * 0.0, total.detach()
+
+
 @expect(FUSED)
 def permuted_by_name(h, w, y, a, m):
     z = F.linear(h, w)

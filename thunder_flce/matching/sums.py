@@ -257,6 +257,8 @@ class _Search:
             raise self._problems.get(tensor) or NotASum(f"{where} of a sum over tokens is not linear")
         if tensor not in self._with_grad:
             raise NotASum(f"{where} mixes tokens")
+        if any(each.handle is None for each in operands):
+            raise NotASum(f"autocast casts what {where} reads")
         if any(depends_on_values(size) for out in op.outs for size in out.shape):
             # Its derivative, traced, would have another size of that kind.
             raise NotASum(f"how many tokens {where} gives depends on values")
