@@ -25,12 +25,13 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from thunder_flce import calls
 from thunder_flce.dynamo.lengths import may_save_logits
-from thunder_flce.dynamo.reading import value_of
+from thunder_flce.dynamo.reading import name_of, value_of
 from thunder_flce.engine.plan import SAVE_LOGITS
 from thunder_flce.matching.decisions import Decision, PlannedRegion
 from thunder_flce.matching.interpreter import Interpreter
 from thunder_flce.matching.program import Op, Tensor, hint
 from thunder_flce.matching.regions import Region, ordered
+from thunder_flce.matching.sums import PRODUCTS
 from thunder_flce.matching.writing import write
 from thunder_flce.operation.call import Call, Spec, argument
 from thunder_flce.operators import plan_for
@@ -314,10 +315,19 @@ def _run(node: Node, values: dict[Node, Any]) -> None:
         if each in values:
             continue
         args, kwargs = map_arg((each.args, each.kwargs), lambda given: values.get(given, value_of(given)))
+        if name_of(each) in PRODUCTS:
+            # A product takes one dtype: its rows may be wider than the program's.
+            floats = [given for given in tree_flatten((args, kwargs))[0] if _is_float(given)]
+            widest = max((given.dtype for given in floats), key=lambda dtype: dtype.itemsize)
+            args, kwargs = tree_map(lambda x, to=widest: x.to(to) if _is_float(x) else x, (args, kwargs))
         if each.op == "call_method":
             values[each] = getattr(args[0], str(each.target))(*args[1:], **kwargs)
         else:
             values[each] = each.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _is_float(given: Any) -> bool:
+    return isinstance(given, torch.Tensor) and given.is_floating_point()
 
 
 def _readers_of_parts(node: Node) -> list[Node]:

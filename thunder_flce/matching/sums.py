@@ -374,14 +374,14 @@ _LINEAR_IN_FIRST = {
     "cumsum", "diagonal", "masked_select", "gather", "take_along_dim", "broadcast_to", "sum_to_size", "tile",
     "hsplit", "vsplit", "atleast_1d", "atleast_2d", "tril", "triu", "take",
 }  # fmt: skip
-_PRODUCTS = ("mul", "dot", "matmul", "mv", "mm", "bmm", "einsum", "inner", "outer", "vdot", "tensordot", "linear")
+PRODUCTS = ("mul", "dot", "matmul", "mv", "mm", "bmm", "einsum", "inner", "outer", "vdot", "tensordot", "linear")
 _JOINS = ("cat", "stack", "hstack", "vstack")
 
 
 def _is_linear(op: Op, operands: Sequence[Tensor], is_zero: Callable[[Any, Op], bool]) -> bool:
     """Whether an operation is linear in those of its operands that depend on tokens."""
     name, args = op.name, op.args
-    if name in _PRODUCTS:
+    if name in PRODUCTS:
         # Of equal factors it would be a square; a bias would be added.
         has_bias = name == "linear" and len(op.operands) > 2
         return len(operands) == 1 and sum(each is operands[0] for each in op.operands) == 1 and not has_bias
