@@ -1,6 +1,7 @@
 """What a device reaches, what the defaults do there, and which options would be better: less than a minute on a GPU.
 
-Plans were tried on an H200. For other devices they rest on two rates, which are measured here, and on estimates.
+Plans were tried on an H100 and an H200. For other devices they rest on two rates, which are measured here, and on
+estimates.
 """
 
 from dataclasses import replace
