@@ -5,6 +5,7 @@ import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
 from torch._inductor.utils import run_and_get_code
+from torch._subclasses import FakeTensorMode
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_map
 
@@ -199,6 +200,27 @@ def test_exported(needs_grad, strict):
             exported(other.x, other.target)
 
 
+# Tensors without values.
+
+
+@pytest.mark.parametrize("kind", ["meta", "fake"])
+def test_without_values(kind, settings):
+    def made(*shape, **others):
+        return torch.empty(*shape, device="meta" if kind == "meta" else "cpu", **others)
+
+    with FakeTensorMode():
+        x, weight = made(3, 5, 24, dtype=torch.bfloat16), made(101, 24, dtype=torch.bfloat16)
+        x.requires_grad_(), weight.requires_grad_()
+        target = made(3, 5, dtype=torch.int32)
+        names = () if settings.get("options") else ("entropy", "argmax")
+        results = linear_cross_entropy(x, weight, target, outputs=("accuracy", *names), **settings)
+        loss = results[0]
+        assert loss.dtype == torch.float32 and loss.shape == (target.shape if "reduction" in settings else ())
+        assert [tuple(result.shape) for result in results[1:]] == [(), (3, 5), (3, 5)][: 1 + len(names)]
+        for operand, gradient in zip((x, weight), torch.autograd.grad(loss.sum(), (x, weight)), strict=True):
+            assert (gradient.shape, gradient.dtype, gradient.device) == (operand.shape, operand.dtype, operand.device)
+
+
 # Transforms of torch.func.
 
 
@@ -326,6 +348,30 @@ def test_modes_and_tensors_that_are_no_plain_ones():
         assert any("thunder_flce" in event.name for event in profile.events())
         for other in (x.as_subclass(Subclass), torch.complex(x, -x).conj().imag):
             assert torch.equal(torch.Tensor(linear_cross_entropy(other, weight, target)), expected)
+
+
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_selective_checkpoint(is_saved, settings):
+    case = make_case()
+
+    def policy(ctx, op, *args, **kwargs):
+        if op is OPERATOR and is_saved:
+            return checkpoint.CheckpointPolicy.MUST_SAVE
+        return checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+
+    def program(x, weight):
+        return linear_cross_entropy(x * 1, weight, case.target, **settings)
+
+    with RecordedCalls(OPERATOR) as calls:
+        loss = checkpoint.checkpoint(
+            program,
+            case.x,
+            case.weight,
+            use_reentrant=False,
+            context_fn=lambda: checkpoint.create_selective_checkpoint_contexts(policy),
+        )
+        assert_right(loss, case, **settings)
+    assert len(calls) == (1 if is_saved else 2)
 
 
 def test_saved_tensors_hooks(settings):
