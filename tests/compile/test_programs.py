@@ -621,6 +621,30 @@ def views_without_gradients(h, w, y, a, m):
     return with_them + F.cross_entropy(without, y.flatten())
 
 
+@expect(FUSED)
+def operands_written_without_gradients(h, w, y, a, m):
+    """Through a view, which has no gradient then."""
+    with torch.no_grad():
+        h[:, 1:] *= 2
+    return losses(h, w, y).mean()
+
+
+@expect(FUSED)
+def transposed_tokens(h, w, y, a, m):
+    """They are other tokens: of one number a token, it would be none."""
+    x = log_probs(h, w, y)
+    return (x.t().exp() * m.t()).sum() + (clipped(x.t(), a.t()) * m.t()).sum()
+
+
+@expect(FUSED)
+def logged_under_autocast(h, w, y, a, m):
+    """Behind the region that gives the log-probabilities, and under autocast as before."""
+    x = log_probs(h.float(), w.float(), y)
+    with torch.autocast("cpu", torch.bfloat16):
+        logged = x.detach() @ x.detach().t()
+    return -(x * m.float()).sum() * 0.0, logged * 0.0
+
+
 @expect(ANY)
 def maximum_under_autocast(h, w, y, a, m):
     """What casts it to another dtype is no operation of Dynamo's graph."""

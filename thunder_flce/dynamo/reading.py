@@ -122,9 +122,8 @@ class _Reader:
         kwargs = {_OF_NUMPY.get(key, key): each for key, each in kwargs.items()}
         output = tree_map(lambda each: _tensor(each, node), value)
         if not grad_mode:
-            # A view says that it requires a gradient if what it is a view of does, though none was recorded.
             for tensor, out in zip(tensors_in(output), outs, strict=True):
-                tensor.needs_grad = out.requires_grad and not (out._is_view() and out.grad_fn is None)
+                tensor.needs_grad = out.requires_grad and _has_grad_fn(out)
         if name in _CAST_BY_AUTOCAST and isinstance(output, Tensor):
             args, kwargs = self._cast((args, kwargs), output.dtype, node)
         writes = tuple(dict.fromkeys(self._of(each) for each in written))
@@ -155,6 +154,17 @@ class _Reader:
             return out
 
         return tree_map(cast, arguments)
+
+
+def _has_grad_fn(out: torch.Tensor) -> bool:
+    """Whether autograd knows a tensor, or it is a leaf.
+
+    A view made without gradients says that it requires one if what it is a view of does, though none was recorded.
+    """
+    try:
+        return not out._is_view() or out.grad_fn is not None
+    except RuntimeError:  # It was changed in place since.
+        return False
 
 
 def _name_anew(gm: GraphModule) -> None:

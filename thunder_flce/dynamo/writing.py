@@ -16,6 +16,7 @@ import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import tracing
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx import GraphModule, Node, Proxy
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
@@ -68,6 +69,7 @@ class _Graph:
         nodes = self._nodes = list(graph.nodes)
         self._positions = {node: position for position, node in enumerate(nodes)}
         self._has_grad = dict(zip(nodes, list(accumulate(nodes, _grad_mode_after, initial=True))[1:], strict=True))
+        self._autocast = _autocast_after_each(nodes)
         self._last: Node | None = None
         """The last of the nodes that are done"""
         self._at = -1
@@ -89,7 +91,7 @@ class _Graph:
         if node is None:
             return
         if self._positions[node] < self._at:
-            with self._grad_mode(self._has_grad[node]):
+            with self._modes(self._has_grad[node], self._autocast[node]):
                 for each in [node, *_readers_of_parts(node)]:
                     assert self._last is not None
                     self._last.append(each)
@@ -104,8 +106,8 @@ class _Graph:
             self._at, self._last = self._positions[op.handle], op.handle
         assert self._last is not None
         node = self._last
-        # What is not to have a gradient is detached.
-        with self._grad_mode(True):
+        # What is not to have a gradient is detached, and dtypes are as they are written.
+        with self._modes(True, {device: _NO_AUTOCAST for device in self._autocast[op.handle]}):
             self._end = self._last.next
             yield
             self._last = self._end.prev
@@ -114,19 +116,25 @@ class _Graph:
             node.meta.update({name: value for name, value in op.handle.meta.items() if name in _SOURCE_META})
 
     @contextmanager
-    def _grad_mode(self, is_on: bool) -> Iterator[None]:
-        """Whether gradients are recorded of what is put behind the last node meanwhile."""
-        is_other = self._has_grad[self._nodes[self._at]] != is_on
+    def _modes(self, has_grad: bool, autocast: "_Autocast") -> Iterator[None]:
+        """The modes that hold for what is put behind the last node meanwhile."""
+        place = self._nodes[self._at]
+        is_other = self._has_grad[place] != has_grad
         if is_other:
-            self._set_grad(is_on)
+            self._put(torch._C._set_grad_enabled, has_grad)
+        others = [(device, *of) for device, of in autocast.items() if of != self._autocast[place][device]]
+        entered = [self._put(_enter_autocast, *each, None) for each in others]
         yield
+        for each in reversed(entered):
+            self._put(_exit_autocast, each)
         if is_other:
-            self._set_grad(not is_on)
+            self._put(torch._C._set_grad_enabled, not has_grad)
 
-    def _set_grad(self, is_on: bool) -> None:
+    def _put(self, function: Callable, *args: Any) -> Node:
         assert self._last is not None
         with self._graph.inserting_after(self._last):
-            self._last = self._graph.call_function(torch._C._set_grad_enabled, (is_on,))
+            self._last = self._graph.call_function(function, args)
+        return self._last
 
     def replace(self, results: dict[Tensor, Tensor]) -> None:
         """Has everything that uses the program's tensors use new ones."""
@@ -226,10 +234,10 @@ class _Graph:
 
         def derivative(rows: list[torch.Tensor], given: list[Any]) -> list[torch.Tensor]:
             rows = [each.detach().requires_grad_() for each in rows]
-            # A clone is no leaf, which nothing may change in place.
-            values: dict[Node, Any] = dict(zip(starts, [each.clone() for each in rows], strict=True))
-            values |= zip(others, given, strict=True)
             with torch.enable_grad():
+                # A clone is no leaf, which nothing may change in place.
+                values: dict[Node, Any] = dict(zip(starts, [each.clone() for each in rows], strict=True))
+                values |= zip(others, given, strict=True)
                 for node in (*starts, *others, *nodes):
                     _run(node, values)
                 total = values[result.handle]
@@ -341,6 +349,34 @@ def _readers_of_parts(node: Node) -> list[Node]:
         if is_size or (not is_one and user.target is operator.getitem):
             found += [user, *(_readers_of_parts(user) if not isinstance(value, torch.Tensor | torch.SymInt) else [])]
     return found
+
+
+_Autocast = dict[str, tuple[torch.dtype | None, bool]]
+"""The dtype of autocast, None where it is off, and whether it is on, by the type of device"""
+_NO_AUTOCAST = (None, False)
+
+
+def _autocast_after_each(nodes: Sequence[Node]) -> dict[Node, _Autocast]:
+    """What holds after each node, of all types of devices that have autocast somewhere in a graph, or around it."""
+    devices = {str(node.args[0]) for node in nodes if node.target is _enter_autocast}
+    devices |= {value.device.type for value in map(value_of, nodes) if isinstance(value, torch.Tensor)}
+    around = {each: _autocast_around(each) for each in devices if torch.amp.is_autocast_available(each)}
+    entered: list[Node] = []
+    found = {}
+    for node in nodes:
+        if node.target is _enter_autocast:
+            entered.append(node)
+        elif node.target is _exit_autocast:
+            entered.remove(node.args[0])  # type: ignore[arg-type]
+        found[node] = around.copy()
+        for device, dtype, is_on, *_ in (each.args for each in entered):
+            of_device = (dtype or torch.get_autocast_dtype(str(device)), True) if is_on else _NO_AUTOCAST
+            found[node][str(device)] = of_device  # type: ignore[assignment]
+    return found
+
+
+def _autocast_around(device: str) -> tuple[torch.dtype | None, bool]:
+    return (torch.get_autocast_dtype(device), True) if torch.is_autocast_enabled(device) else _NO_AUTOCAST
 
 
 def _grad_mode_after(is_on: bool, node: Node) -> bool:

@@ -271,6 +271,9 @@ class _Search:
     def _written(self, op: Op, part: Part, has_grad: bool) -> Handle:
         """The result of an operation on single tokens."""
         recorder = part.recorder
+        if op.name in PERMUTATIONS and op.output.ndim > 1:
+            # Of the recorder's tokens, which have one dimension, it would be none.
+            raise NotOfTokens(op.name)
 
         def argument(given: Any) -> Any:
             if not isinstance(given, Tensor):
