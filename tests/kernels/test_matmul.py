@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from reference import error
+from test_memory import LiveBytes
 from thunder_flce.device import Device
 from thunder_flce.engine.matmul import algorithms, cublaslt, matmul
 from thunder_flce.engine.matmul.cublaslt import Matmul, MatmulDescriptor, Signature, StoredMatrix
@@ -81,6 +82,56 @@ def test_gradients(dtypes, vocab, hidden, device):
         out = before.clone() if accumulate else torch.full_like(before, math.nan)
         matmul.weight_gradient_(out, dlogits, x, accumulate=accumulate)
         _assert_as_exact(out, exact + accumulate * before.double(), eager + before if accumulate else eager)
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@pytest.mark.parametrize("vocab", [V, V + 3])
+def test_batch_invariant_rows(vocab, dtypes):
+    """Any rows have the bits that they have beside all others; for CUDA, test_triton_logits asks that."""
+    of, out_dtype = {"dtype": dtypes[0], "device": "cpu"}, dtypes[1]
+    x, weight, bias = _randn(200, H + 1, **of), _randn(vocab, H + 1, **of), _randn(vocab, **of)
+
+    def logits(rows):
+        out = _padded(len(x[rows]), vocab, dtype=out_dtype, device="cpu")
+        matmul.invariant_logits_(out, x[rows], weight, bias=bias)
+        matmul.invariant_logits_(out, x[rows], weight, accumulate=True)
+        return out
+
+    whole = logits(slice(None))
+    assert error(whole, 2 * x.double() @ weight.double().t() + bias.double()) < 2 * torch.finfo(out_dtype).eps
+    for rows in (slice(7, 8), slice(199, 200), slice(3, 100), slice(1, None, 2)):
+        assert torch.equal(logits(rows), whole[rows])
+
+
+def _peak(run, device):
+    run()  # The first one allocates cuBLAS's workspace, which stays.
+    if device == "cpu":
+        with LiveBytes() as live:
+            run()
+        return live.peak
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    run()
+    return torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("out_dtype", [B16, F32], ids=str)
+@pytest.mark.parametrize("vocab", [20000, 20003])
+def test_scratch_is_what_is_allocated(vocab, out_dtype, bias, device):
+    x, weight, dlogits = (_randn(*shape, device=device) for shape in ((C, H), (vocab, H), (C, vocab)))
+    b = _randn(vocab, device=device) if bias else None
+    logits, of = _padded(C, vocab, dtype=out_dtype, device=device), {"dtype": out_dtype, "device": device}
+    dx, dw = torch.zeros(C, H, **of), torch.zeros(vocab, H, **of)
+    sizes = {"rows": C, "columns": vocab, "hidden": H, "dtype": B16, "out_dtype": out_dtype}
+    sizes["device"] = Device.of(torch.device(device))
+    for kind, run in {
+        "logits": lambda: matmul.logits_(logits, x, weight, bias=b),
+        "dX": lambda: matmul.input_gradient_(dx, dlogits, weight),
+        "dW": lambda: matmul.weight_gradient_(dw, dlogits, x, accumulate=True),
+    }.items():
+        assert _peak(run, device) == matmul.scratch_bytes(kind, **sizes, has_bias=bias, pads_rows=True), kind
 
 
 @pytest.fixture
