@@ -38,9 +38,10 @@ class Rates(NamedTuple):
     """Bytes a second, read and written"""
 
 
-# By words of the name that the driver reports. Only the first two are measured, by `bench --rates`,
-# which found what the clocks give, to 1%: matmul is 6·T·H·V over the time of the matmuls, bandwidth what an in-place
-# pass over logits reaches. The others are estimates, for where PyTorch does not tell the clocks.
+# By words of the name that the driver reports. Only the first two are measured, of the H200 by the time of the three
+# matmuls, of the H100 by `bench --rates`, which found what the clocks give, to 1%: matmul is 6·T·H·V over the time of
+# the matmuls, bandwidth what an in-place pass over logits reaches. The others are estimates, for where PyTorch does not
+# tell the clocks.
 KNOWN_RATES = {
     "H200": Rates(680e12, 4.1e12),
     "H100 80GB HBM3": Rates(680e12, 3.02e12),

@@ -645,6 +645,15 @@ def logged_under_autocast(h, w, y, a, m):
     return -(x * m.float()).sum() * 0.0, logged * 0.0
 
 
+@expect(FUSED)
+def a_sum_that_ends_under_autocast(h, w, y, a, m):
+    """The derivative of its matmul stands where autocast is on; gradients in float32 would not agree."""
+    of_sequences = log_probs(h.float(), w.float(), y) @ a.float().t()
+    with torch.autocast("cpu", torch.bfloat16):
+        total = of_sequences.sum() * 2
+    return total * 0.0, total.detach()
+
+
 @expect(ANY)
 def maximum_under_autocast(h, w, y, a, m):
     """What casts it to another dtype is no operation of Dynamo's graph."""
