@@ -403,6 +403,12 @@ def sum_without_nans(h, w, y, a, m):
     return torch.nansum(losses(h, w, y) * m)
 
 
+@expect("is the same whatever the logits are")
+def stacked_with_zeros(h, w, y, a, m):
+    lp = log_probs(h, w, y)
+    return (torch.stack([torch.zeros_like(lp), lp], -1).sum(-1) * m).mean()
+
+
 @expect("trace in line")
 def trace_of_more_tokens_than_sequences(h, w, y, a, m):
     """PyTorch's derivative has ones beside the diagonal."""

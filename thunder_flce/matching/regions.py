@@ -75,7 +75,7 @@ class Region:
             made = {out for op in self.total.ops for out in op.outs} | {each.tensor for each in self.total.summands}
             for op in self.total.ops:
                 add((each for each in op.operands if each not in made), op)
-            for given in (each for part in self.parts for _, inputs in self.total.texts(part) for each in inputs):
+            for given in (each for summand in self.total.summands for each in summand.inputs):
                 found.setdefault(given.tensor, given.read_at)
         return found
 
@@ -274,7 +274,10 @@ def _check_sum(parts: Sequence[Part], total: TokenSum, options: Options) -> None
         if not is_plain or total.kept or is_mean:
             raise NotASum("the losses have class weights")
     if len(parts) > 1:
-        texts = [[(text, [each.ignored for each in read]) for text, read in total.texts(part)] for part in parts]
+        texts = [
+            [(summand.text, [each.ignored for each in summand.inputs]) for summand in total.of_part(part)]
+            for part in parts
+        ]
         if not is_plain and any(each != texts[0] for each in texts):
             raise NotASum("the parts of its head have losses of different kinds")
         if total.kept or any(part.argmaxes for part in parts):

@@ -64,6 +64,10 @@ class Summand:
     handle: Handle
     """What it is in the part's recorder"""
     tensor: Tensor
+    text: str
+    """Its token loss"""
+    inputs: list[TokenInput]
+    """What that reads"""
 
 
 @dataclass(eq=False)
@@ -97,12 +101,6 @@ class TokenSum:
         """The summands of a part."""
         return [summand for summand in self.summands if summand.part is part]
 
-    def texts(self, part: Part) -> list[tuple[str, list[TokenInput]]]:
-        """What each summand of a part is, and what it reads."""
-        found = (numbered(part.recorder.copy().finish(summand.handle)) for summand in self.of_part(part))
-        inputs = list(part.inputs.values())
-        return [(text, [inputs[number] for number in read]) for text, read in found]
-
     def counts_ignored(self, part: Part) -> bool:
         """Whether a row of a label that is ignored, whose loss is 0, may add something to the sum."""
         if self.as_losses is not None:
@@ -112,10 +110,10 @@ class TokenSum:
             nothing = {"log_prob": torch.zeros(1, device="cpu")}
             valid = torch.ones(1, dtype=torch.bool, device="cpu")
             return any(
-                any(each.ignored is None for each in read)
-                or any(uses(loss, name) for name in VARIABLES[1:])
-                or evaluate(loss, nothing | {input_name(number): valid for number in range(len(read))}).any()
-                for loss, read in self.texts(part)
+                any(each.ignored is None for each in summand.inputs)
+                or any(uses(summand.text, name) for name in VARIABLES[1:])
+                or evaluate(summand.text, nothing | {input_name(at): valid for at in range(len(summand.inputs))}).any()
+                for summand in self.of_part(part)
             )
 
 
@@ -226,17 +224,20 @@ class _Search:
                 waiting += self._operands(op)
         order = sorted(linear, key=lambda op: op.position)
         in_order = [each for op in order for each in op.operands if each in starts] or [place]
-        summands = []
-        for each in dict.fromkeys(in_order):
-            if each in self._tokens:
-                summands.append(Summand(*self._tokens[each], each))
-            else:
-                part = self._sources[each]
-                summands.append(Summand(part, part.own[each], each))
+        summands = [self._summand(each) for each in dict.fromkeys(in_order)]
         needed = set(self._program.results)
         live(self._program.ops, needed, given={place, *self._sources}, dropped=self._writes)
         kept = needed.intersection(self._sources) - {place}
         return TokenSum(place, summands, order, self._parts, kept, self._writes)
+
+    def _summand(self, tensor: Tensor) -> Summand:
+        part, handle = self._tokens.get(tensor) or (self._sources[tensor], self._sources[tensor].own[tensor])
+        try:
+            text, read = numbered(part.recorder.copy().finish(handle))
+        except NotOfTokens:
+            raise NotASum(f"{_name(tensor)} is the same whatever the logits are") from None
+        inputs = [*part.inputs.values()]
+        return Summand(part, handle, tensor, text, [inputs[number] for number in read])
 
     def _is_linear_step(self, tensor: Tensor, op: Op) -> bool:
         """Whether a tensor is taken for a linear combination of others, in place of numbers of tokens that are added.
