@@ -1014,6 +1014,53 @@ def test_by_torch_compile(program, outcome):
     assert len(thunder_flce.explain(compiled)) <= (4 if program is chunks_backwards else 2)
 
 
+def _transposed_before(h, w, y, a, m):
+    """The weight is a view that was made without gradients, and gets none."""
+    weight = w.t()
+    with torch.enable_grad():
+        return F.cross_entropy((h @ weight).flatten(0, 1), y.flatten()) + h.square().mean()
+
+
+def _transposed_in_a_checkpoint(h, w, y, a, m):
+    return checkpoint(_transposed_before, h, w, y, a, m, use_reentrant=False)
+
+
+def _evaluated(h, w, y, a, m):
+    """What is changed in place has no gradient that it could keep."""
+    logits = F.linear(h, w)
+    logits /= 0.7
+    x = log_probs(h, w, y)
+    x.mul_(m)
+    return x.sum(), of_rows(torch.bmm(h, w.expand(B, -1, -1).mT), y), F.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+
+@pytest.mark.parametrize("program", [_transposed_before, _transposed_in_a_checkpoint, _evaluated])
+def test_entered_without_gradients(program):
+    """Gradients are off before anything in the graph says so."""
+    given, compiled = operands(6), by_dynamo(program)
+    found, right = (run(torch.no_grad()(each), given) for each in (compiled, program))
+    torch.testing.assert_close(found, right)
+    assert all(each.fused for each in decisions(compiled))
+    assert ("gradients_in_forward" in {each.plan.strategy for each in decisions(compiled)}) == bool(right[1])
+
+
+def test_regions_share_a_cast_of_autocast():
+    """The first of them has no gradient, and the second has one through the cast of the weight."""
+
+    @torch.autocast("cpu", torch.bfloat16)
+    def program(h, w, y):
+        logits = F.linear(h, w)
+        with torch.no_grad():
+            logged = of_rows(logits, y)
+        return of_rows(logits, y.flip(0)), logged
+
+    h, w, y, *_ = operands(6)
+    given, compiled = (h.detach().float(), w.detach().float().requires_grad_(), y), by_dynamo(program)
+    for found, right in zip(run(compiled, given), run(program, given), strict=True):
+        torch.testing.assert_close(found, right, rtol=0.02, atol=0.002)
+    assert [each.plan.strategy for each in decisions(compiled)] == ["loss_only", "gradients_in_forward"]
+
+
 def random_sum(seed: int) -> Callable:
     """Sums, with weights and without, of numbers that are computed token by token, some of them logged."""
     draw = random.Random(seed)

@@ -56,15 +56,16 @@ class _Reader:
         self.ops: list[Op] = []
         self.results: list[Tensor] = []
         self._values: dict[Node, Any] = {}
+        self._grad_mode = torch.is_grad_enabled()
+        """Whether gradients are recorded; at first, as where the graph is entered"""
 
     def read(self, gm: GraphModule, arguments: Mapping[Node, Any], inside: Node | None) -> Any:
         """Reads all nodes of a graph; returns what it returns."""
         self._values.update(arguments)
         _name_anew(gm)
-        grad_mode = True
         for node in gm.graph.nodes:
             if node.target is torch._C._set_grad_enabled:
-                grad_mode = bool(node.args[0])
+                self._grad_mode = bool(node.args[0])
             elif node.op == "output":
                 returned = map_arg(node.args[0], self._of)
                 if inside is None:
@@ -77,7 +78,7 @@ class _Reader:
             elif is_checkpoint(node):
                 self._read_checkpoint(gm, node, inside)
             elif node.op.startswith("call_"):
-                self._add(node, inside, grad_mode)
+                self._add(node, inside)
         return None
 
     def _of(self, node: Node) -> Any:
@@ -97,7 +98,7 @@ class _Reader:
                 if isinstance(result, Tensor) and result.handle.graph is body.graph:
                     result.handle = user
 
-    def _add(self, node: Node, inside: Node | None, grad_mode: bool) -> None:
+    def _add(self, node: Node, inside: Node | None) -> None:
         value = value_of(node)
         written = [each for each in written_by(node) if isinstance(value_of(each), torch.Tensor)]
         outs = [each for each in tree_flatten(value)[0] if isinstance(each, torch.Tensor)]
@@ -121,7 +122,7 @@ class _Reader:
             args, kwargs = (given["condition"], given["input"], given["other"]), {}
         kwargs = {_OF_NUMPY.get(key, key): each for key, each in kwargs.items()}
         output = tree_map(lambda each: _tensor(each, node), value)
-        if not grad_mode:
+        if not self._grad_mode:
             for tensor, out in zip(tensors_in(output), outs, strict=True):
                 tensor.needs_grad = out.requires_grad and _has_grad_fn(out)
         if name in _CAST_BY_AUTOCAST and isinstance(output, Tensor):
@@ -138,7 +139,7 @@ class _Reader:
                 handle=node,
                 inside=inside,
                 is_random=bool(_RANDOM.match(name)),
-                grad_mode=grad_mode,
+                grad_mode=self._grad_mode,
             )  # fmt: skip
         )
         self._values[node] = output

@@ -44,13 +44,13 @@ _SOURCE_META = ("stack_trace", "nn_module_stack", "source_fn_stack")
 def write_regions(gm: GraphModule, regions: Sequence[Region], known: Interpreter, options: Options) -> list[Decision]:
     """Puts regions into a graph; returns what was decided about each."""
     order, _ = ordered(regions, known)
-    graph = _Graph(gm, options)
+    graph, has_grad = _Graph(gm, options), any(region.has_grad for region in regions)
     decisions = []
     for item in order:
         if isinstance(item, Op):
             graph.keep(item)
         else:
-            with graph.behind(item.place):
+            with graph.behind(item.place, has_grad=has_grad):
                 results, decision = write(item, graph, known, options)
             graph.replace(results)
             decisions.append(decision)
@@ -68,7 +68,8 @@ class _Graph:
         self._gm, self._graph, self._options = gm, graph, options
         nodes = self._nodes = list(graph.nodes)
         self._positions = {node: position for position, node in enumerate(nodes)}
-        self._has_grad = dict(zip(nodes, list(accumulate(nodes, _grad_mode_after, initial=True))[1:], strict=True))
+        grad_modes = list(accumulate(nodes, _grad_mode_after, initial=torch.is_grad_enabled()))
+        self._has_grad = dict(zip(nodes, grad_modes[1:], strict=True))
         self._autocast = _autocast_after_each(nodes)
         self._last: Node | None = None
         """The last of the nodes that are done"""
@@ -100,14 +101,18 @@ class _Graph:
             self._at, self._last = self._positions[node], node
 
     @contextmanager
-    def behind(self, op: Op) -> Iterator[None]:
-        """Nodes that are added meanwhile stand behind an operation, and behind all that are done."""
+    def behind(self, op: Op, *, has_grad: bool) -> Iterator[None]:
+        """Nodes that are added meanwhile stand behind an operation, and behind all that are done.
+
+        Gradients are on if any region has them, since regions share what is added: what has none is detached.
+        """
         if self._positions[op.handle] > self._at:
             self._at, self._last = self._positions[op.handle], op.handle
         assert self._last is not None
         node = self._last
-        # What is not to have a gradient is detached, and dtypes are as they are written.
-        with self._modes(True, {device: _NO_AUTOCAST for device in self._autocast[op.handle]}):
+        is_on = has_grad or self._has_grad[self._nodes[self._at]]
+        # Dtypes are as they are written.
+        with self._modes(is_on, {device: _NO_AUTOCAST for device in self._autocast[op.handle]}):
             self._end = self._last.next
             yield
             self._last = self._end.prev
@@ -380,5 +385,5 @@ def _autocast_around(device: str) -> tuple[torch.dtype | None, bool]:
 
 
 def _grad_mode_after(is_on: bool, node: Node) -> bool:
-    """Whether gradients are on after a node, where the graph begins with them on."""
+    """Whether gradients are on after a node, given whether they are before it."""
     return bool(node.args[0]) if node.target is torch._C._set_grad_enabled else is_on

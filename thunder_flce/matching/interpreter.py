@@ -182,10 +182,9 @@ class Interpreter:
         written = op.operands[0] if op.operands else None
         if op.name not in ("mul", "div", "neg", "add", "sub") or len(op.writes) != 1 or op.writes[0] is not written:
             return False
-        # Where gradients are not recorded, a change in place leaves the tensor its gradient.
         others = (each for each in (*op.args[1:], *op.kwargs.values()) if isinstance(each, Tensor))
         is_known = isinstance(self.get(written), Class) and all(isinstance(self.get(each), Row) for each in others)
-        if not is_known or not op.grad_mode or written is None or written.storage is None:
+        if not is_known or op.leaves_gradient or written is None or written.storage is None:
             return False
         # An alias that was detached, or one that was not, would get another gradient.
         return all(each.needs_grad == written.needs_grad for each in self.values if each.shares_memory(written))

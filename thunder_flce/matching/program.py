@@ -113,6 +113,11 @@ class Op:
         """The tensors among its arguments."""
         return tensors_in((self.args, self.kwargs))
 
+    @property
+    def leaves_gradient(self) -> bool:
+        """Whether it changes a tensor in place that keeps its gradient, as gradients are not recorded."""
+        return not self.grad_mode and any(each.needs_grad for each in self.writes)
+
     def __repr__(self) -> str:
         return f"{self.output} = {self.name}{self.args}"
 

@@ -38,6 +38,11 @@ class Region:
         return results[0] if len(results) == 1 and results[0].kind == "cross-entropy" and results[0].as_loss else None
 
     @property
+    def has_grad(self) -> bool:
+        """Whether a gradient comes back to any of its results."""
+        return any(part.has_grad for part in self.parts)
+
+    @property
     def place(self) -> Op:
         """The operation whose place it takes, at the earliest."""
         if self.total is not None and self.total.place.op is not None:
@@ -244,7 +249,7 @@ def _head(part: Part) -> Any:
 def _with_sum(parts: list[Part], known: Interpreter, options: Options) -> Region:
     """The region of some parts, with the sum that the program makes of their results, if gradients need not wait."""
     plain = Region(parts)
-    if not any(part.has_grad for part in parts):
+    if not plain.has_grad:
         return plain
     if plain.loss is not None and plain.loss.row.reduction != "none":
         return plain
@@ -349,7 +354,7 @@ def _moves_across_a_write(
     # Where gradients wait, as they may in float16, they are computed from the operands. A linear whose weight is frozen
     # does not need its input any more, and may have it changed.
     waits = bool(region.note) or region.parts[0].logits.dtype is torch.float16
-    reads_again = waits and any(part.has_grad for part in region.parts)
+    reads_again = waits and region.has_grad
     for tensor, position in region.read_at.items():
         for op in program.writers(position + 1, len(program.ops)):
             is_between = op in before or op.position < region.place.position or reads_again

@@ -93,9 +93,10 @@ def _product(
         raise Unknown  # They are asked for.
     names, _, result = equation.partition("->")
     of_input, _, of_weight = names.partition(",")
+    out = op.output
     while (before := weight.op) is not None and before.name in (*PERMUTATIONS, "expand"):
         source = before.operands[0]
-        if weight.needs_grad != source.needs_grad:
+        if out.needs_grad and weight.needs_grad != source.needs_grad:
             break
         if before.name in PERMUTATIONS:
             # Square, or permuted to what it was: only the order of the dimensions tells.
@@ -109,7 +110,7 @@ def _product(
     if (len(classes), len(features)) != (1, 1):
         raise Unknown
     rows, out_rows = of_input.replace(features[0], ""), result.replace(classes[0], "")
-    sizes, out = dict(zip(of_input, input.shape, strict=True)), op.output
+    sizes = dict(zip(of_input, input.shape, strict=True))
     dim = result.index(classes[0])
     # Not of one row that is expanded to all classes, either.
     of_matrix = {features[0]: sizes[features[0]], classes[0]: out.shape[dim]}

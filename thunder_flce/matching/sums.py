@@ -319,8 +319,7 @@ class _Search:
         """Raises for a change in place that somebody else sees: then it is not the same as a new tensor."""
         for written in op.writes:
             is_own = written in self._dependent or (self._is_zero(written, op) and len(written.users) == 1)
-            # Where gradients are not recorded, a change leaves the tensor its gradient.
-            is_followed = is_own and op.grad_mode and op.name not in PERMUTATIONS
+            is_followed = is_own and not op.leaves_gradient and op.name not in PERMUTATIONS
             if not is_followed or self._is_read_after(written, op):
                 raise NotASum(f"{op.name}{_line(op)} changes a tensor in place")
             self._writes.add(op)
