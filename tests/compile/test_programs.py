@@ -651,6 +651,14 @@ def logged_under_autocast(h, w, y, a, m):
     return -(x * m.float()).sum() * 0.0, logged * 0.0
 
 
+@expect(IN_FORWARD, thunder=True)
+def products_of_16_bits(h, w, y, a, m):
+    """A derivative in float32, of products with tensors of 16 bits."""
+    x, of_tokens = log_probs(h.bfloat16(), w.bfloat16(), y), m.bfloat16()
+    loss = (x @ of_tokens.t()).sum() + torch.dot(x[0], of_tokens[0]) + torch.mv(x, of_tokens[1]).sum()
+    return loss * 0.0
+
+
 @expect(FUSED)
 def a_sum_that_ends_under_autocast(h, w, y, a, m):
     """The derivative of its matmul stands where autocast is on; gradients in float32 would not agree."""

@@ -11,7 +11,7 @@ from thunder.core import devices, dtypes
 from thunder.core.proxies import Proxy, ProxyTag, TensorProxy, variableify
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace, tracectx
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map
 
 from thunder_flce.graph import symbols
 from thunder_flce.graph.reading import is_static, tensors_that_need_grad
@@ -21,6 +21,7 @@ from thunder_flce.matching.decisions import Decision, PlannedRegion
 from thunder_flce.matching.interpreter import Interpreter
 from thunder_flce.matching.program import Op, Tensor, tensors_in
 from thunder_flce.matching.regions import Region, ordered
+from thunder_flce.matching.sums import PRODUCTS
 from thunder_flce.matching.writing import write
 from thunder_flce.operation.call import Call, named_tensors, operand_names
 from thunder_flce.options import Options
@@ -149,7 +150,10 @@ class _Writer:
 
             for op in ops:
                 bsym = op.handle
-                found = bsym.sym(*tree_map(of, tuple(bsym.args)), **tree_map(of, dict(bsym.kwargs)))
+                args, kwargs = tree_map(of, (tuple(bsym.args), dict(bsym.kwargs)))
+                if op.name in PRODUCTS:
+                    args, kwargs = _in_one_dtype((args, kwargs))
+                found = bsym.sym(*args, **kwargs)
                 outs = found if isinstance(found, list | tuple) else (found,)
                 env.update(zip((out.name for out in op.outs), outs, strict=True))
             return env[result.name]
@@ -176,6 +180,17 @@ class _Writer:
         with_grad = ("loss", *call.loss.differentiable_outputs) if call.needs_grad else ()
         names = ("loss", *call.loss.outputs)
         return [self._made(each, name in with_grad) for name, each in zip(names, results, strict=True)], planned
+
+
+def _in_one_dtype(arguments: Any) -> Any:
+    """The arguments of a product, which takes one dtype: its rows may be wider than the program's."""
+
+    def is_float(given: Any) -> bool:
+        return isinstance(given, TensorProxy) and dtypes.is_float_dtype(given.dtype)
+
+    floats = [each.dtype for each in tree_flatten(arguments)[0] if is_float(each)]
+    widest = max(floats, key=lambda dtype: dtype.bytes)
+    return tree_map(lambda each: ltorch.to(each, widest) if is_float(each) else each, arguments)
 
 
 def _wide(dtype: dtypes.dtype) -> dtypes.dtype:
