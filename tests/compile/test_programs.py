@@ -106,6 +106,8 @@ OF_TOKENS = {
     "dft": (losses, IN_FORWARD, lambda x, a, m: (x * torch.exp(-x.detach())).mean()),
     "by_axis": (log_probs, IN_FORWARD, lambda x, a, m: (((x - a).exp() * m).sum(axis=-1) / m.sum(axis=-1)).mean()),
     "by_einsum": (log_probs, IN_FORWARD, lambda x, a, m: -torch.einsum("bt,bt->", x, m)),
+    "by_matmul": (log_probs, IN_FORWARD, lambda x, a, m: (torch.stack([x, x * a], -1) @ a[0, :2] * m).sum()),
+    "taken": (log_probs, IN_FORWARD, lambda x, a, m: x.take(torch.tensor([0, 3, 3])).mean()),
     # thunder has its gradient from PyTorch, which reads the rows.
     "by_dot": (losses, IN_FORWARD, lambda x, a, m: torch.dot(x[0], m[0])),
     "means_of_sequences": (
@@ -113,6 +115,8 @@ OF_TOKENS = {
         lambda x, a, m: -((x * m).sum(1) / m.sum(1).clamp(min=1)).where(m.sum(1) > 0, m.new_zeros(())).mean(),
     ),
     "by_other_tokens": (log_probs, "mixes tokens", lambda x, a, m: (torch.exp(x - a) * x.detach().softmax(-1)).sum()),
+    # thunder has its gradient from PyTorch, which wants one of each part.
+    "of a part": (log_probs, "hsplit in line", lambda x, a, m: x.hsplit([2])[0].sum()),
     "returned": (log_probs, "is returned and not detached", lambda x, a, m: (torch.exp(x - a).mean(), x)),
 }  # fmt: skip
 """What is made of the numbers of tokens, and what becomes of that"""

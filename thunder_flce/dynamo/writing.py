@@ -251,7 +251,7 @@ class _Graph:
         rows = [value_of(each).detach() for each in starts]
         given = [each.detach() if isinstance(each, torch.Tensor) else each for each in map(value_of, others)]
         wide = [each.float() if each.dtype.itemsize < 4 else each for each in rows]
-        with tracing(None), self._fake_mode, torch.autocast("cpu", enabled=False):
+        with tracing(None), self._fake_mode, enable_python_dispatcher(), torch.autocast("cpu", enabled=False):
             traced = make_fx(derivative)(wide, given)
         placeholders = traced.graph.find_nodes(op="placeholder")
         inlined: dict[Node, Any] = dict(zip(placeholders[len(starts) :], others, strict=True))
@@ -260,7 +260,7 @@ class _Graph:
             return [self._inlined(each, inlined, set(placeholders[: len(starts)])) for each in output.args[0]]
 
     def _inlined(self, result: Node, inlined: dict[Node, Any], rows: set[Node]) -> Tensor:
-        """Adds what a node of a derivative's graph needs; of the rows themselves, that is nothing but sizes."""
+        """Adds what a node of a derivative's graph needs."""
         needed, waiting = set(), [result]
         while waiting:
             node = waiting.pop()
@@ -270,7 +270,11 @@ class _Graph:
                 inlined[node] = self._size(node.meta["val"])
                 continue
             if node in rows:
-                raise AssertionError("the derivative of an operation that is linear depends on its operand")
+                # The derivative of something linear is the same at 0.
+                rows_of = node.meta["val"]
+                zeros = self.call(torch.zeros, tuple(rows_of.shape), dtype=rows_of.dtype, device=rows_of.device)
+                inlined[node] = zeros.handle
+                continue
             needed.add(node)
             waiting += node.all_input_nodes
         for node in result.graph.nodes:

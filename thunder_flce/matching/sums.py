@@ -375,7 +375,7 @@ _LINEAR_IN_FIRST = {
     *RESHAPES, *PERMUTATIONS, *COPIES, "double", "sum", "mean", "neg", "getitem", "select", "narrow", "split", "chunk",
     "tensor_split", "unbind", "index_select", "flip", "roll", "expand", "expand_as", "repeat", "repeat_interleave",
     "cumsum", "diagonal", "masked_select", "gather", "take_along_dim", "broadcast_to", "sum_to_size", "tile",
-    "hsplit", "vsplit", "atleast_1d", "atleast_2d", "tril", "triu", "take",
+    "atleast_1d", "atleast_2d", "tril", "triu", "take",
 }  # fmt: skip
 PRODUCTS = ("mul", "dot", "matmul", "mv", "mm", "bmm", "einsum", "inner", "outer", "vdot", "tensordot", "linear")
 _JOINS = ("cat", "stack", "hstack", "vstack")
