@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import thunder_flce
 from ranks import as_processes
+from thunder_flce import NotFusedError, NotFusedWarning
 from thunder_flce.integrations import trl as our_trl
 
 transformers = pytest.importorskip("transformers", reason="needs the extra 'examples'")
@@ -369,6 +370,42 @@ def test_trainers_that_the_mixin_does_not_fit(members, message, tmp_path):
     ours = type("MyTrainer", (thunder_flce.LossTrainerMixin, type("Its", (transformers.Trainer,), members)), {})
     with pytest.raises(TypeError, match=message):
         ours(model=tiny.model(num_hidden_layers=0), args=arguments(tmp_path))
+
+
+class WithoutOurs(OurTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+class AsksForOutputs(OurTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        both = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
+        return both if return_outputs else both[0]
+
+
+class ScalesOurs(OurTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        return found if return_outputs else 2 * found
+
+
+@pytest.mark.parametrize("trainer_class", [WithoutOurs, AsksForOutputs])
+def test_training_without_the_compiled_loss(trainer_class, tmp_path, monkeypatch):
+    """The other way to write it than the last: the mixin cannot see at the start what a subclass will call."""
+    step = partial(train, trainer_class, tmp_path, model=tiny.model(num_hidden_layers=0), settings={"max_steps": 1})
+    with pytest.raises(NotFusedError, match=f"{trainer_class.__name__} trains without the loss of LossTrainerMixin"):
+        step()
+    monkeypatch.setattr(OurTrainer, "backend_options", {})
+    with pytest.warns(
+        NotFusedWarning, match="has a compute_loss of its own, which .* give the Trainer a compute_loss_func"
+    ):
+        step()
+
+
+def test_a_compute_loss_around_the_compiled_one(tmp_path):
+    trainer = train(ScalesOurs, tmp_path, model=tiny.model(num_hidden_layers=0), settings={"max_steps": 1})
+    assert_fused(trainer)
 
 
 def test_reentrant_checkpoints_of_a_frozen_trunk(tmp_path):

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thunder_flce.backend import compile_graph
+from thunder_flce.matching.decisions import NotFusedError, NotFusedWarning
 
 
 class LossTrainerMixin:
@@ -23,7 +24,8 @@ class LossTrainerMixin:
     Predictions, evaluation with `compute_metrics` and a label smoother of your own need the logits, and are the
     Trainer's; so is `nn.DataParallel`, with a warning. Under FSDP, the layers run as they are. Leave `torch_compile`
     off. Numbers, checkpoints and everything else stay as they are.
-    `thunder_flce.explain(trainer.compiled_loss)` says what was fused.
+    `thunder_flce.explain(trainer.compiled_loss)` says what was fused. Where a training step takes its loss from
+    elsewhere, such as from a `compute_loss` of your class, a `NotFusedWarning` says so, or with `strict` an error.
 
     Attributes:
         backend_options: of the backend: `strict` and the fields of `thunder_flce.Options`; set it in the class.
@@ -31,7 +33,8 @@ class LossTrainerMixin:
 
     Raises:
         TypeError: for a trainer of TRL's, which has a head of its own: call `thunder_flce.replace_trl_head()` instead;
-            for a class that has a `compute_loss` of its own.
+            for a `compute_loss` of its own in a class that the mixin stands before.
+        NotFusedError: with `strict`, also for a training step that does not take the compiled loss.
         ValueError: in training, for reentrant gradient checkpointing of a model that needs a hook for it, as with peft.
         RuntimeError: under FSDP, for a model that calls its layers twice in a forward.
     """
@@ -59,6 +62,7 @@ class LossTrainerMixin:
             )
         self.compiled_loss = torch.compile(self._loss, backend=compile_graph, options=dict(self.backend_options))
         self._needs_loss_only = False
+        self._has_answered = False
         self._calls_decoder = True
         # The same function in each step, for which nothing is compiled anew.
         self._decoded: list[Any] = []
@@ -67,6 +71,22 @@ class LossTrainerMixin:
 
         model = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model  # peft's
         self._shifts_labels = type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As the Trainer's, which may get its loss without us: then nothing else would say that it is not fused."""
+        self._has_answered = False
+        loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        if not self._has_answered:
+            message = (
+                f"thunder_flce: {type(self).__name__} trains without the loss of LossTrainerMixin, so it is not fused: "
+                "it has a compute_loss of its own, which does not call super().compute_loss or asks it for the outputs "
+                "of the model, or a label smoother of its own; give the Trainer a compute_loss_func, or leave the "
+                "mixin out and compile the loss by the backend thunder_flce"
+            )
+            if self.backend_options.get("strict", False):
+                raise NotFusedError(message)
+            warnings.warn(message, NotFusedWarning, stacklevel=2)
+        return loss
 
     def compute_loss(
         self,
@@ -85,9 +105,10 @@ class LossTrainerMixin:
                 "GPU by torchrun, or let the process see one GPU",
                 stacklevel=2,
             )
-            needs_logits = True
+            self._has_answered = needs_logits = True
         if needs_logits or type(self.label_smoother) not in (type(None), LabelSmoother):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
+        self._has_answered = True
         labels = None
         if self.label_smoother is not None and self.compute_loss_func is None and "labels" in inputs:
             # The smoother changes tensors in place, for which gradients would wait; `_loss` computes the same.
