@@ -72,6 +72,8 @@ def raising(error: Exception) -> Callable[..., Any]:
 
 def _split(options: Mapping[str, Any]) -> tuple[Options, bool, dict[str, Any]]:
     """Our options, `strict`, and Inductor's options."""
+    if not isinstance(options, Mapping):
+        raise TypeError(f'options must be a dict, such as {{"chunk_rows": 512}}, but got {type(options).__name__}')
     names = {field.name for field in fields(Options)}
     ours = {name: value for name, value in options.items() if name in names}
     strict = options.get("strict", False)
@@ -84,9 +86,10 @@ def _split(options: Mapping[str, Any]) -> tuple[Options, bool, dict[str, Any]]:
     for name in others:
         if name.replace("-", "_") not in known:
             similar = difflib.get_close_matches(name, known, n=1)
+            meant = f"; did you mean {similar[0]!r}?" if similar else "."
             raise RuntimeError(
-                f"the backend thunder_flce has no option {name!r}{f'; did you mean {similar[0]!r}?' if similar else ''}"
-                f" Its own are {', '.join(sorted({*names, 'strict'}))}; all others are Inductor's, which "
+                f"the backend thunder_flce has no option {name!r}{meant} Its own are "
+                f"{', '.join(sorted({*names, 'strict'}))}; all others are Inductor's, which "
                 "torch._inductor.list_options() lists"
             )
     return Options(**ours), strict, others

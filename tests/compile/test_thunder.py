@@ -142,6 +142,12 @@ def test_an_output_without_the_loss(jit, reduction):
     torch.testing.assert_close(run(jit(program), tensors), run(program, tensors))
 
 
+@pytest.mark.parametrize("front_end", [thunder_flce.jit, thunder_flce.thunderfx])
+def test_our_options_as_arguments(front_end):
+    with pytest.raises(TypeError, match=r"chunk_rows is no argument .* options=thunder_flce.Options\(chunk_rows=…\)"):
+        front_end(torch.nn.Linear(2, 2), chunk_rows=512)
+
+
 def test_the_executor_alone():
     """No transform has to be named; the list that the user gives is one that thunder reads, so it gets the fusion."""
     model = Model(flattened_loss)

@@ -4,7 +4,7 @@ To import this module registers all rules.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -22,7 +22,7 @@ from thunder_flce.graph.symbols import executor
 from thunder_flce.graph.thunder_private import general_jit_lookasides, get_compile_data, register_general_jit_lookaside
 from thunder_flce.graph.transform import FuseLinearCrossEntropy
 from thunder_flce.matching.decisions import NotFusedWarning
-from thunder_flce.options import Options
+from thunder_flce.options import OPTIONS, Options
 
 # thunder's interpreter does not know the decorators of newer versions.
 _TRACED_TRANSFORMERS = "4.52.4"
@@ -47,10 +47,20 @@ def jit(
         executors: as in `thunder.jit`; `thunder_flce.executor` is put before them.
         transforms: as in `thunder.jit`; the fusion runs before them, on the program as the user wrote it.
         **thunder_options: passed on to `thunder.jit`.
+
+    Raises:
+        TypeError: for a field of `Options` among them, which thunder would ignore.
     """
+    check_thunder_options(thunder_options)
     _warn_of_transformers(fn)
     fusion = FuseLinearCrossEntropy(options, strict=strict)
     return thunder.jit(fn, **with_fusion(fusion, executors, transforms), **thunder_options)
+
+
+def check_thunder_options(thunder_options: Iterable[str]) -> None:
+    """Refuses our own options there: thunder takes any name, and says nothing of those that it does not know."""
+    if ours := [name for name in thunder_options if name in OPTIONS]:
+        raise TypeError(f"{ours[0]} is no argument but a field of Options: options=thunder_flce.Options({ours[0]}=…)")
 
 
 def _warn_of_transformers(fn: Callable) -> None:

@@ -10,7 +10,7 @@ from thunder.extend import Executor
 
 from thunder_flce.backend import raising
 from thunder_flce.dynamo.fusion import fuse
-from thunder_flce.graph.plugin import with_fusion
+from thunder_flce.graph.plugin import check_thunder_options, with_fusion
 from thunder_flce.graph.thunder_private import ThunderCompiler, ThunderFXCompiledObject
 from thunder_flce.graph.transform import FuseLinearCrossEntropy
 from thunder_flce.matching.decisions import Decision, NotFusedError
@@ -43,7 +43,11 @@ def thunderfx(
         executors: as in `thunder.jit`; `thunder_flce.executor` is put before them.
         transforms: as in `thunder.jit`; they see the fused losses.
         **compile_options: passed on to `torch.compile` or `thunder.jit`, whichever has them.
+
+    Raises:
+        TypeError: for a field of `Options` among them, which thunder would ignore.
     """
+    check_thunder_options(compile_options)
     # Not by thunder's `get_torch_compile_kwargs`, which takes away what lightning has wrapped around torch.compile.
     of_torch = inspect.signature(torch.compile).parameters
     torch_options = {name: value for name, value in compile_options.items() if name in of_torch}
