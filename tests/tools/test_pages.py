@@ -2,6 +2,7 @@
 
 import re
 import runpy
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,13 @@ def test_what_a_page_names_is_there(page):
     assert [path for path, _ in named if not (ROOT / path).exists()] == []
     tests = [(path, test) for path, test in named if test]
     assert [test for path, test in tests if f"def {test}(" not in (ROOT / path).read_text(encoding="utf-8")] == []
+
+
+@pytest.mark.parametrize("of", [thunder_flce.Options, thunder_flce.Plan])
+def test_the_reference_has_all_fields(of):
+    text = (ROOT / "docs/api.md").read_text(encoding="utf-8")
+    (members,) = re.findall(rf"^::: thunder_flce\.{of.__name__}\n    options:\n      members: \[(.*)\]$", text, re.M)
+    assert members.split(", ") == [field.name for field in fields(of)]
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/support.md"])
