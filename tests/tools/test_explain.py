@@ -80,6 +80,28 @@ def test_to_dict_is_plain_values():
     assert {"name", "type", "bytes", "is_argument", "role"} == set(compilation["saved_for_backward"][0])
 
 
+def test_a_plan_for_any_number_of_tokens():
+    """It is that of the tokens that were compiled for; where their number depends on values, of some."""
+
+    def of_labels(x, w, y):
+        (rows,) = (y > 20).nonzero(as_tuple=True)
+        return F.cross_entropy(x[rows] @ w.t(), y[rows])
+
+    x, w, y = torch.randn(8, H), torch.randn(V, H, requires_grad=True), torch.arange(8) * 5
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(of_labels, backend=compile_graph)
+        compiled(x, w, y).backward()
+    (decision,) = thunder_flce.explain(compiled).decisions
+    assert ", chunks of 2048 tokens (with 2048 tokens; others have their own plans)" in str(decision)
+
+    compiled = torch.compile(lambda x, w, y: F.cross_entropy(x @ w.t(), y), backend=compile_graph)
+    for tokens in (8, 6):
+        compiled(x[:tokens], w, y[:tokens]).backward()
+    first, second = thunder_flce.explain(compiled).decisions
+    assert str(first).endswith(", chunks of 8 tokens")
+    assert str(second).endswith(", chunks of 6 tokens (with 6 tokens; others have their own plans)")
+
+
 def test_what_thunder_did_not_compile():
     for compiled in (programs.litgpt, torch.compile(programs.litgpt, backend="eager")):
         with pytest.raises(TypeError, match="compiled must be of thunder, or of torch.compile .*, but got function"):

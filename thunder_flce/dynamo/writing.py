@@ -30,7 +30,7 @@ from thunder_flce.dynamo.reading import name_of, value_of
 from thunder_flce.engine.plan import SAVE_LOGITS
 from thunder_flce.matching.decisions import Decision, PlannedRegion
 from thunder_flce.matching.interpreter import Interpreter
-from thunder_flce.matching.program import Op, Tensor, hint
+from thunder_flce.matching.program import Op, Tensor, depends_on_values, hint
 from thunder_flce.matching.regions import Region, ordered
 from thunder_flce.matching.sums import PRODUCTS
 from thunder_flce.matching.writing import write
@@ -39,6 +39,8 @@ from thunder_flce.operators import plan_for
 from thunder_flce.options import Options
 
 _SOURCE_META = ("stack_trace", "nn_module_stack", "source_fn_stack")
+# A number of tokens to report a plan of, where the call's own depends on values.
+_EXAMPLE = 2048
 
 
 def write_regions(gm: GraphModule, regions: Sequence[Region], known: Interpreter, options: Options) -> list[Decision]:
@@ -311,7 +313,8 @@ class _Graph:
 
     def _spec(self, given: Any, call: Call) -> Spec:
         if isinstance(given, Tensor):
-            return Spec(tuple(map(hint, given.shape)), given.dtype, given.device)
+            shape = (_EXAMPLE if depends_on_values(size) else hint(size) for size in given.shape)
+            return Spec(tuple(shape), given.dtype, given.device)
         return Spec((), call.row_dtype, call.device)
 
     def _operand(self, name: str, call: Call) -> Node:

@@ -228,7 +228,8 @@ class _Writer(Primitives):
 
     def both_(self, z: Tensor, target: Tensor, coefficients: RowCoefficients) -> RowResults:
         found = self._statistics("both_", z, target)
-        words = f"{self._of_rows('dlogits', z)} = s (softmax({self._u}) - one_hot(y))    in place, by the same kernel"
+        how = "in place" if self._row_library == "PyTorch" else "in place, by the same kernel"
+        words = f"{self._of_rows('dlogits', z)} = s (softmax({self._u}) - one_hot(y))    {how}"
         self._lines.append((words, self._row_library))
         return found
 

@@ -106,7 +106,8 @@ class _Writing:
         waits = planned.plan.strategy in (SAVE_LOGITS, RECOMPUTE_LOGITS)
         part = min(region.parts, key=lambda each: each.first.position)
         note = region.note if waits else ""
-        decision = Decision(part.first.source, planned, kind=part.kind, note=note)
+        is_example = not all(isinstance(size, int) for size in tensors["input"].shape)
+        decision = Decision(part.first.source, planned, kind=part.kind, note=note, is_example=is_example)
         return self._results(found, with_grad), decision
 
     def _call(self, function: Callable, *args: Any, **kwargs: Any) -> Tensor:

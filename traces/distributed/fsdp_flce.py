@@ -45,15 +45,15 @@ def computation(hidden, labels, t_layer_weight, t_lm_head_weight):
     needs_grad=("input", "linear_weight"), plan={'strategy': "gradients_in_forward", 'chunk_rows': 1024})
     # x = t1, W = t2, y = labels
     # loss = t3: f32[], valid_count = t4: i64[], dX = t5: f32[2, 4096, 4096], dW = t6: f32[128256, 4096]
-    # valid_count i64[] = count of valid rows    targets are checked                               PyTorch
+    # valid_count i64[] = count of valid rows    targets are checked                           PyTorch
     # x, y = valid rows of x, y
     # for each chunk of C tokens (8 × 1024):
-    #   logits f32[C, 128256] = x @ W.t()                                                          PyTorch
-    #   row_max, row_log_sum f32[C] = max(logits), log(sum(exp(logits - row_max))); logits[y]      PyTorch
-    #   dlogits f32[C, 128256] = s (softmax(logits) - one_hot(y))    in place, by the same kernel  PyTorch
-    #   dW f32[128256, 4096] += dlogits.t() @ x                                                    PyTorch
-    #   dX f32[C, 4096] = dlogits @ W                                                              PyTorch
-    # loss f32[] = mean over valid rows of row_log_sum + row_max - logits[y]                       PyTorch
+    #   logits f32[C, 128256] = x @ W.t()                                                      PyTorch
+    #   row_max, row_log_sum f32[C] = max(logits), log(sum(exp(logits - row_max))); logits[y]  PyTorch
+    #   dlogits f32[C, 128256] = s (softmax(logits) - one_hot(y))    in place                  PyTorch
+    #   dW f32[128256, 4096] += dlogits.t() @ x                                                PyTorch
+    #   dX f32[C, 4096] = dlogits @ W                                                          PyTorch
+    # loss f32[] = mean over valid rows of row_log_sum + row_max - logits[y]                   PyTorch
   del t1, t2
   return {'output': (t3,), 'flat_args': [hidden, labels, t_layer_weight, t_lm_head_weight], 'flat_output': (t3,)}, ((hidden, t4, t5, t6), ())
 
