@@ -74,6 +74,8 @@ def _split(options: Mapping[str, Any]) -> tuple[Options, bool, dict[str, Any]]:
     """Our options, `strict`, and Inductor's options."""
     if not isinstance(options, Mapping):
         raise TypeError(f'options must be a dict, such as {{"chunk_rows": 512}}, but got {type(options).__name__}')
+    if wrong := [name for name in options if not isinstance(name, str)]:
+        raise TypeError(f"the names of options must be strings, but got {wrong[0]!r}")
     names = {field.name for field in fields(Options)}
     ours = {name: value for name, value in options.items() if name in names}
     strict = options.get("strict", False)

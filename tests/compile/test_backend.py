@@ -325,6 +325,7 @@ def test_strict():
     ("options", "message"),
     [
         ({"chunk_row": 8}, "no option 'chunk_row'; did you mean 'chunk_rows'"),
+        ({1: 4}, "the names of options must be strings, but got 1"),
         ({"options": None}, r"no option 'options'\. Its own are accumulate, "),
         (thunder_flce.Options(chunk_rows=8), 'options must be a dict, such as {"chunk_rows": 512}, but got Options'),
         ({"chunk_rows": -1}, "chunk_rows must be None or a positive int, but got -1"),

@@ -338,11 +338,15 @@ def test_a_label_smoother_of_ones_own(tmp_path):
     torch.testing.assert_close(*losses)
 
 
-def test_data_parallel(tmp_path):
+def test_data_parallel(tmp_path, monkeypatch):
     """Of threads, as the Trainer has it for several GPUs in one process."""
     trainer = OurTrainer(model=tiny.model(), args=arguments(tmp_path), data_collator=collate)
     inputs = collate(tiny.rows(4))
-    with pytest.warns(UserWarning, match="nn.DataParallel .* start one process for each"):
+    message = "nn.DataParallel .* start one process for each"
+    with pytest.raises(NotFusedError, match=message):
+        trainer.compute_loss(torch.nn.DataParallel(trainer.model), inputs)
+    monkeypatch.setattr(OurTrainer, "backend_options", {})
+    with pytest.warns(NotFusedWarning, match=message):
         loss = trainer.compute_loss(torch.nn.DataParallel(trainer.model), inputs)
     torch.testing.assert_close(loss, trainer.model(**inputs).loss)
 
@@ -401,6 +405,20 @@ def test_training_without_the_compiled_loss(trainer_class, tmp_path, monkeypatch
         NotFusedWarning, match="has a compute_loss of its own, which .* give the Trainer a compute_loss_func"
     ):
         step()
+
+
+@pytest.mark.skipif(VERSION >= (5, 23), reason="it is fused")
+def test_a_loss_function_with_older_transformers(tmp_path, monkeypatch):
+    def loss_of(outputs, labels, num_items_in_batch=None):
+        return F.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
+
+    step = partial(train, folder=tmp_path, settings={"max_steps": 1}, compute_loss_func=loss_of)
+    with pytest.raises(NotFusedError, match="a compute_loss_func needs transformers 5.23"):
+        step(OurTrainer)
+    monkeypatch.setattr(OurTrainer, "backend_options", {})
+    with pytest.warns(NotFusedWarning, match="a compute_loss_func needs transformers 5.23"):
+        ours = step(OurTrainer)
+    assert_same(step(transformers.Trainer), ours)
 
 
 def test_a_compute_loss_around_the_compiled_one(tmp_path):

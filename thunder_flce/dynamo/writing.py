@@ -40,7 +40,7 @@ from thunder_flce.options import Options
 
 _SOURCE_META = ("stack_trace", "nn_module_stack", "source_fn_stack")
 # A number of tokens to report a plan of, where the call's own depends on values.
-_EXAMPLE = 2048
+_EXAMPLE_TOKENS = 2048
 
 
 def write_regions(gm: GraphModule, regions: Sequence[Region], known: Interpreter, options: Options) -> list[Decision]:
@@ -313,7 +313,7 @@ class _Graph:
 
     def _spec(self, given: Any, call: Call) -> Spec:
         if isinstance(given, Tensor):
-            shape = (_EXAMPLE if depends_on_values(size) else hint(size) for size in given.shape)
+            shape = (_EXAMPLE_TOKENS if depends_on_values(size) else hint(size) for size in given.shape)
             return Spec(tuple(shape), given.dtype, given.device)
         return Spec((), call.row_dtype, call.device)
 

@@ -24,8 +24,9 @@ class LossTrainerMixin:
     Predictions, evaluation with `compute_metrics` and a label smoother of your own need the logits, and are the
     Trainer's; so is `nn.DataParallel`, with a warning. Under FSDP, the layers run as they are. Leave `torch_compile`
     off. Numbers, checkpoints and everything else stay as they are.
-    `thunder_flce.explain(trainer.compiled_loss)` says what was fused. Where a training step takes its loss from
-    elsewhere, such as from a `compute_loss` of your class, a `NotFusedWarning` says so, or with `strict` an error.
+    `thunder_flce.explain(trainer.compiled_loss)` says what was fused. Where the Trainer's training step takes its
+    loss from elsewhere, such as from a `compute_loss` of your class, a `NotFusedWarning` says so, or with `strict` an
+    error.
 
     Attributes:
         backend_options: of the backend: `strict` and the fields of `thunder_flce.Options`; set it in the class.
@@ -34,7 +35,7 @@ class LossTrainerMixin:
     Raises:
         TypeError: for a trainer of TRL's, which has a head of its own: call `thunder_flce.replace_trl_head()` instead;
             for a `compute_loss` of its own in a class that the mixin stands before.
-        NotFusedError: with `strict`, also for a training step that does not take the compiled loss.
+        NotFusedError: with `strict`, also where the Trainer's training step does not take the compiled loss.
         ValueError: in training, for reentrant gradient checkpointing of a model that needs a hook for it, as with peft.
         RuntimeError: under FSDP, for a model that calls its layers twice in a forward.
     """
@@ -48,7 +49,7 @@ class LossTrainerMixin:
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        from transformers import Trainer
+        from transformers import Trainer, __version__
 
         if any(each.__module__.startswith("trl.") for each in type(self).__mro__):
             raise TypeError(
@@ -62,7 +63,9 @@ class LossTrainerMixin:
             )
         self.compiled_loss = torch.compile(self._loss, backend=compile_graph, options=dict(self.backend_options))
         self._needs_loss_only = False
-        self._has_answered = False
+        self._is_settled = False  # whether the step has the compiled loss, or has said why not
+        # Older ones break the graph around it.
+        self._takes_loss_func = tuple(map(int, __version__.split(".")[:2])) >= (5, 23)
         self._calls_decoder = True
         # The same function in each step, for which nothing is compiled anew.
         self._decoded: list[Any] = []
@@ -74,19 +77,22 @@ class LossTrainerMixin:
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """As the Trainer's, which may get its loss without us: then nothing else would say that it is not fused."""
-        self._has_answered = False
+        self._is_settled = False
         loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
-        if not self._has_answered:
-            message = (
-                f"thunder_flce: {type(self).__name__} trains without the loss of LossTrainerMixin, so it is not fused: "
+        if not self._is_settled:
+            self._refuse(
                 "it has a compute_loss of its own, which does not call super().compute_loss or asks it for the outputs "
                 "of the model, or a label smoother of its own; give the Trainer a compute_loss_func, or leave the "
                 "mixin out and compile the loss by the backend thunder_flce"
             )
-            if self.backend_options.get("strict", False):
-                raise NotFusedError(message)
-            warnings.warn(message, NotFusedWarning, stacklevel=2)
         return loss
+
+    def _refuse(self, reason: str) -> None:
+        self._is_settled = True
+        message = f"thunder_flce: {type(self).__name__} trains without the loss of LossTrainerMixin: {reason}"
+        if self.backend_options.get("strict", False):
+            raise NotFusedError(message)
+        warnings.warn(message, NotFusedWarning, stacklevel=3)
 
     def compute_loss(
         self,
@@ -98,17 +104,20 @@ class LossTrainerMixin:
         """As the Trainer's: the loss, and with return_outputs what the model returned."""
         from transformers.trainer_pt_utils import LabelSmoother
 
-        needs_logits = return_outputs and not self._needs_loss_only
+        is_left = return_outputs and not self._needs_loss_only
+        is_left = is_left or type(self.label_smoother) not in (type(None), LabelSmoother)
         if isinstance(model, nn.DataParallel):
-            warnings.warn(
-                "nn.DataParallel copies the model in each step, so its loss is not fused; start one process for each "
-                "GPU by torchrun, or let the process see one GPU",
-                stacklevel=2,
+            self._refuse(
+                "nn.DataParallel copies the model in each step; start one process for each GPU by torchrun, or let the "
+                "process see one GPU"
             )
-            self._has_answered = needs_logits = True
-        if needs_logits or type(self.label_smoother) not in (type(None), LabelSmoother):
+            is_left = True
+        elif self.compute_loss_func is not None and not self._takes_loss_func and not is_left:
+            self._refuse("a compute_loss_func needs transformers 5.23")
+            is_left = True
+        if is_left:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
-        self._has_answered = True
+        self._is_settled = True
         labels = None
         if self.label_smoother is not None and self.compute_loss_func is None and "labels" in inputs:
             # The smoother changes tensors in place, for which gradients would wait; `_loss` computes the same.

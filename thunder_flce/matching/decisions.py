@@ -91,7 +91,7 @@ class Decision:
     note: str = ""
     """What else there is to say of a region, such as why its gradients wait for the backward."""
     is_example: bool = False
-    """Whether the region is for any number of tokens: its plan is that of the first, and others are made for theirs."""
+    """Whether the region is for any number of tokens, so that its plan is that of one of them, an example."""
 
     @property
     def source(self) -> str:
@@ -117,7 +117,11 @@ class Decision:
         if self.region is not None:
             note = f"; {self.note}" if self.note else ""
             ranks = f"the vocabulary over {shard.ranks} ranks, " if (shard := self.region.call.shard) else ""
-            first = f" (with {self.region.call.tokens} tokens; others have their own plans)" if self.is_example else ""
+            first = (
+                f" (for {self.region.call.tokens} tokens; other numbers have plans of their own)"
+                if self.is_example
+                else ""
+            )
             return f"{self.source}: fused, {ranks}{self.region.plan.describe()}{first}{note}"
         detail = f" ({self.detail})" if self.detail else ""
         return f"{self.source}: not fused, because {self.reason.value if self.reason else ''}{detail}"
