@@ -22,11 +22,10 @@ class LossTrainerMixin:
     `class MyTrainer(thunder_flce.LossTrainerMixin, Trainer): pass` is all. Training, and evaluation without metrics,
     fuse the loss: the model's own, a `compute_loss_func` (with transformers 5.23), or that of `label_smoothing_factor`.
     Predictions, evaluation with `compute_metrics` and a label smoother of your own need the logits, and are the
-    Trainer's; so is `nn.DataParallel`, with a warning. Under FSDP, the layers run as they are. Leave `torch_compile`
-    off. Numbers, checkpoints and everything else stay as they are.
-    `thunder_flce.explain(trainer.compiled_loss)` says what was fused. Where the Trainer's training step takes its
-    loss from elsewhere, such as from a `compute_loss` of your class, a `NotFusedWarning` says so, or with `strict` an
-    error.
+    Trainer's. Under FSDP, the layers run as they are. Leave `torch_compile` off. Numbers, checkpoints and everything
+    else stay as they are. `thunder_flce.explain(trainer.compiled_loss)` says what was fused. Where the Trainer's
+    training step takes its loss from elsewhere, such as from a `compute_loss` of your class or under `nn.DataParallel`,
+    a `NotFusedWarning` says so, or with `strict` an error.
 
     Attributes:
         backend_options: of the backend: `strict` and the fields of `thunder_flce.Options`; set it in the class.
@@ -88,6 +87,7 @@ class LossTrainerMixin:
         return loss
 
     def _refuse(self, reason: str) -> None:
+        """Warns that a step is not fused, or raises an error if `strict`."""
         self._is_settled = True
         message = f"thunder_flce: {type(self).__name__} trains without the loss of LossTrainerMixin: {reason}"
         if self.backend_options.get("strict", False):

@@ -117,12 +117,10 @@ class Decision:
         if self.region is not None:
             note = f"; {self.note}" if self.note else ""
             ranks = f"the vocabulary over {shard.ranks} ranks, " if (shard := self.region.call.shard) else ""
-            first = (
-                f" (for {self.region.call.tokens} tokens; other numbers have plans of their own)"
-                if self.is_example
-                else ""
-            )
-            return f"{self.source}: fused, {ranks}{self.region.plan.describe()}{first}{note}"
+            plan = self.region.plan.describe()
+            if self.is_example:
+                plan += f" (for {self.region.call.tokens} tokens; other numbers have plans of their own)"
+            return f"{self.source}: fused, {ranks}{plan}{note}"
         detail = f" ({self.detail})" if self.detail else ""
         return f"{self.source}: not fused, because {self.reason.value if self.reason else ''}{detail}"
 
