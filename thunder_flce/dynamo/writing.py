@@ -210,7 +210,7 @@ class _Graph:
         if size.node.expr in symbols:
             return symbols[size.node.expr].node
         value: Any = sympy_interp(PythonReferenceAnalysis, symbols, size.node.expr)
-        value.node.meta["example_value"] = size
+        _note_value(value.node)
         return value.node
 
     def _size_of_input(self, symbol: sympy.Expr) -> Node:
@@ -327,6 +327,14 @@ class _Graph:
             # The operator raises where an operand requires a gradient that needs_grad does not name.
             return self.call(torch.detach, given).handle
         return node
+
+
+def _note_value(node: Node) -> None:
+    """Notes the value of a number, and of those that it is made of, as Dynamo does."""
+    for each in node.all_input_nodes:
+        if value_of(each) is None:
+            _note_value(each)
+    node.meta["example_value"] = node.target(*map_arg(node.args, value_of))  # type: ignore[operator]
 
 
 def _run(node: Node, values: dict[Node, Any]) -> None:

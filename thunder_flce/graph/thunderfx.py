@@ -11,7 +11,7 @@ from thunder.extend import Executor
 from thunder_flce.backend import raising
 from thunder_flce.dynamo.fusion import fuse
 from thunder_flce.graph.plugin import check_thunder_options, with_fusion
-from thunder_flce.graph.thunder_private import ThunderCompiler, ThunderFXCompiledObject
+from thunder_flce.graph.thunder_private import ThunderCompiler, ThunderFXCompiledObject, torch_to_thunder_functions
 from thunder_flce.graph.transform import FuseLinearCrossEntropy
 from thunder_flce.matching.decisions import Decision, NotFusedError
 from thunder_flce.matching.interpreter import Interpreter
@@ -81,6 +81,23 @@ class _Compiler(ThunderCompiler):
             # There is no plan for sizes that nobody knows.
             if self.thunder_options.get("cache") != "symbolic values":
                 self.decisions.append(fuse(gm, self._options, strict=self._strict))
+                _as_thunder_knows_them(gm)
         except NotFusedError as error:
             return raising(error)
         return super().__call__(gm, sample_args)
+
+
+def _as_thunder_knows_them(gm: torch.fx.GraphModule) -> None:
+    """Turns ATen's operations, in which the weights of a sum are written, into functions that thunder has.
+
+    Others thunder would leave to Inductor, and neither can be given sizes that the other has computed.
+    """
+    for node in gm.graph.nodes:
+        if node.target is torch.sym_sum:
+            node.target = sum
+        elif isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten":
+            named = [getattr(place, node.target._opname, None) for place in (torch, torch.Tensor)]
+            if known := [each for each in named if each in torch_to_thunder_functions]:
+                node.target = known[0]
+                node.kwargs = {name: each for name, each in node.kwargs.items() if name not in ("layout", "pin_memory")}
+    gm.recompile()
