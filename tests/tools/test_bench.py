@@ -258,12 +258,12 @@ def test_models(tmp_path):
 
 def test_rates(tmp_path, capsys, monkeypatch):
     measured = {"algorithm": None, "gain": 1.25, "milliseconds": 1.0, "seconds": 0.1}
-    tuning = algorithms.Tuning(product="dW", sizes=(256, 32, 64), **measured)
+    tuning = algorithms.Tuning(sizes=(256, 32, 64), **measured)
     monkeypatch.setattr(algorithms, "tunings", lambda: [tuning])
     rows = bench(tmp_path / "rows", "--rates", "--shapes", "tokens=64,vocab=256,hidden=32,dtype=float32")
     printed = capsys.readouterr().out
     assert all(f"\n- {name}: " in printed for name in ("device", "rates", "plan", "better"))
-    assert "\n- dW by another algorithm of cuBLAS: 1.250 times as fast\n" in printed
+    assert "\n- logits by another algorithm of cuBLAS: 1.250 times as fast\n" in printed
     assert list(rows) == ["function", "function, chunk_rows=32", "function, batch_invariant=True"]
     for row in rows.values():
         assert row["subset"] == "rates" and row["time_ms"] > 0

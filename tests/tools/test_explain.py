@@ -206,18 +206,16 @@ def test_each_decision_is_printed_where_the_environment_says_so(value, monkeypat
 
 
 def test_tuned_products(monkeypatch):
-    """What was measured about products, and how long that took."""
+    """What was measured about logits, and how long that took."""
     report = _explained(programs.litgpt)
     assert report.to_dict()["tuned_products"] == []
-    assert "products tuned in" not in str(report)
-    found = Tuning(
-        product="dW", sizes=(128256, 4096, 2048), algorithm=None, gain=1.0789, milliseconds=2.5, seconds=0.25
-    )
-    other = replace(found, product="dX", gain=1.0)
-    monkeypatch.setattr(algorithms, "_tunings", {"dW": {"": found}, "dX": {"": other}})
+    assert "tuned in" not in str(report)
+    found = Tuning(sizes=(2048, 128256, 768), algorithm=None, gain=1.0789, milliseconds=2.5, seconds=0.25)
+    other = replace(found, gain=1.0)
+    monkeypatch.setattr(algorithms, "_tunings", {"one": {"": found}, "other": {"": other}})
     assert [row.split() for row in str(report).splitlines()[-2:]] == [
-        ["dW", "128256", "×", "4096", "×", "2048", "2.500", "ms", "1.079", "0.25", "s"],
-        ["dX", "128256", "×", "4096", "×", "2048", "2.500", "ms", "1.000", "0.25", "s"],
+        ["2048", "×", "128256", "×", "768", "2.500", "ms", "1.079", "0.25", "s"],
+        ["2048", "×", "128256", "×", "768", "2.500", "ms", "1.000", "0.25", "s"],
     ]
     assert [entry["gain"] for entry in report.to_dict()["tuned_products"]] == [1.0789, 1.0]
 

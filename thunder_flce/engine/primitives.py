@@ -382,10 +382,10 @@ class Primitives:
         """
         weight, shard = self._columns(self.call.tensors[linear.weight]), self.call.shard
         if shard is None or not shard.reduces_input_grad:
-            return lambda out: matmul.input_gradient_(out, dlogits, weight, tune=self.plan.tune_products)
+            return lambda out: matmul.input_gradient_(out, dlogits, weight)
         dtype = self.call.row_dtype if shard.float32_input_grad else self.call.dtype
         part = self.empty((dlogits.shape[0], weight.shape[1]), dtype)
-        matmul.input_gradient_(part, dlogits, weight, tune=self.plan.tune_products)
+        matmul.input_gradient_(part, dlogits, weight)
         pending, factor = collectives.start_sum(shard, part), shard.input_grad_factor
 
         def finish(out: Tensor) -> None:
@@ -401,7 +401,7 @@ class Primitives:
     ) -> None:
         """out (V, H) = dlogits (C, V)ᵀ @ x (C, H), added to what out holds if `accumulate`."""
         if out.shape[0]:
-            matmul.weight_gradient_(out, dlogits, x, accumulate=accumulate, tune=self.plan.tune_products)
+            matmul.weight_gradient_(out, dlogits, x, accumulate=accumulate)
 
     # The row work.
 

@@ -122,14 +122,14 @@ class Report(Sequence):
                 yield _heading(f"compilation {number}, by {compilation.compiled_by}")
             yield from compilation.lines()
         if tuned := tunings():
-            yield "products tuned in this process:"
-            columns = ("product", "M × N × K", "time", "times as fast as cuBLAS's first choice", "measured in")
+            yield "matmuls of logits tuned in this process:"
+            columns = ("tokens × V × H", "time", "times as fast as cuBLAS's first choice", "measured in")
             sizes = [" × ".join(map(str, found.sizes)) for found in tuned]
             rows = [
-                (found.product, size, f"{found.milliseconds:.3f} ms", f"{found.gain:.3f}", f"{found.seconds:.2f} s")
+                (size, f"{found.milliseconds:.3f} ms", f"{found.gain:.3f}", f"{found.seconds:.2f} s")
                 for found, size in zip(tuned, sizes, strict=True)
             ]
-            yield _table(columns, rows, right=(1, 2, 3, 4))
+            yield _table(columns, rows, right=(1, 2, 3))
 
     def _fused(self) -> str:
         """How many of each kind, such as "1 of 1 cross-entropies fused"."""

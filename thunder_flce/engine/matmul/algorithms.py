@@ -1,11 +1,10 @@
-"""Which of cuBLASLt's algorithms runs a matmul: the fastest one, by measurement.
+"""Which of cuBLASLt's algorithms computes the logits: the fastest one, by measurement.
 
-cuBLAS's first candidate, the one that PyTorch runs, is not the fastest where outputs are large for the operations that
-they take. At 2048 × 128256 × 4096 in bfloat16 on an H200, another takes 11% to 15% less time for what is added to dW
-(15% to 27% at 512 tokens) and up to 8% less for the logits (15%); dX, whose output is small, gains up to 11% where a
-single chunk holds all tokens, and 27% at 512 × 256000 × 2304 (`tuned_products` in the rows of traces/h100). On GPUs
-other than Hopper nobody has looked what it gains: there it is done where it is asked for. Candidates that do not give
-the bits of the first one are left out.
+cuBLAS's first candidate, the one that PyTorch runs, is not the fastest where the output is large for the operations
+that it takes, as logits of small hidden sizes are: on an H100 another takes 8% to 20% less time with hidden sizes of
+768 to 2048 in bfloat16, which is 2% to 9% of forward and backward. Larger hidden sizes, dX and dW do not gain in whole
+steps what they gain alone (lab/experiments.md). On GPUs other than Hopper nobody has looked what it gains: there it is
+done where it is asked for. Candidates that do not give the bits of the first one are left out.
 """
 
 import itertools
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 
 from thunder_flce.device import on_device
-from thunder_flce.engine.matmul.cublaslt import Algorithm, Kind, Matmul, MatmulDescriptor, Signature
+from thunder_flce.engine.matmul.cublaslt import Algorithm, Matmul, MatmulDescriptor, Signature
 
 # Matmuls of so many operations, half a millisecond on an H200, are worth measuring, which takes about 0.15 s. Of 27
 # with 2e11 or more, but fewer, 24 gained 2% or less, the others 3% to 5% (H200).
@@ -31,8 +30,7 @@ TUNED_OPERATIONS = 4e11
 
 # All candidates run in turns, then those that take up to this much longer than the fastest of them: under load a GPU
 # lowers its clock, from one run to the next, and for the others as well. A candidate takes the place of the first one
-# if that takes this much longer: for dX of 2048 × 128256 × 4096, one that seemed 1% faster in bursts of its own took
-# 20% longer in steps (H200).
+# if that takes this much longer.
 _CLOSE = 1.05
 _LOOKS = 2
 _FINALISTS = 3
@@ -40,21 +38,15 @@ _TURNS, _TURNS_SECONDS = (3, 20), 0.06
 _WORTH = 1.02
 # Of so many rows, results of candidates are compared: each row adds as all others do.
 _COMPARED_ROWS = 256
-# What a matmul is multiplied by while it is measured, the smallest number above 0. Added to a sum, it changes nothing
-# but the sign of a 0 and, in 32 bits, a sum near 0. (cuBLAS need not compute what is multiplied by 0.)
-_MEASURED_FACTOR = 2.0**-149
-
-# Which of the sizes M, N and K is the number of tokens.
-_TOKENS = {"logits": 0, "dX": 0, "dW": 2}
-# Of a kind of matmul, and of kinds.
+# For one V and H, and of these.
 _MOST_TUNINGS, _MOST_KINDS = 64, 256
 
 # The fastest for one number of tokens may be the slowest for another: on an H100, 1680 × 128256 × 2048 took 5.2 ms by
 # what was chosen for 1536 tokens, where cuBLAS's first took 4.2. So each number is measured for itself: the first one,
 # in most trainings the only one, at once, and others when they have come so often that measuring takes a tenth of the
-# time that they took. What it gains, 3% or so, pays for it later. Of logits, those that are computed early, while the
-# host waits, have a number of their own.
-_AT_ONCE = {"logits": 2, "dX": 1, "dW": 1}
+# time that they took. What it gains, 3% or so, pays for it later. Those that are computed early, while the host waits,
+# have a number of their own.
+_AT_ONCE = 2
 _OFTEN = 1000
 _MOST_MET = 4096
 
@@ -68,7 +60,6 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Tuning:
     """What was measured about a matmul out (M, N) = a (M, K) @ b (K, N)."""
 
-    product: Kind
     sizes: tuple[int, int, int]
     """M, N and K"""
     algorithm: Algorithm | None
@@ -86,7 +77,7 @@ class Tuning:
 
 
 _tunings: dict[tuple[Any, ...], dict[Signature, Tuning]] = {}
-"""By what matmuls of any number of tokens have in common"""
+"""By what logits of any number of tokens have in common"""
 _met: Counter[tuple[Any, Signature]] = Counter()
 """How often others were met"""
 
@@ -127,19 +118,13 @@ def run_fastest(matmul: Matmul) -> bool:
 
 
 def _tuning(matmul: Matmul, signature: Signature) -> Tuning | None:
-    """What is known about such a matmul, or measured now; None where it is neither.
-
-    The first term of the logits is measured apart from those that are added to it. Chunks add to dW, but for the first,
-    which then runs by the same algorithm.
-    """
-    sizes = [*matmul.out.shape, matmul.a.shape[1]]
-    del sizes[_TOKENS[matmul.kind]]
-    kind = (matmul.kind, *sizes, *signature[:3], matmul.kind == "logits" and matmul.accumulate)
+    """What is known about such a matmul, or measured now; None where it is neither."""
+    kind = (*matmul.b.shape, *signature[:3])
     known = _tunings.get(kind, {})
     tuning = known.get(signature)
     if tuning is not None or torch.cuda.is_current_stream_capturing():
         return tuning
-    if len(known) >= _AT_ONCE[matmul.kind]:
+    if len(known) >= _AT_ONCE:
         if len(_met) >= _MOST_MET:
             _met.clear()
         _met[kind, signature] += 1
@@ -153,14 +138,11 @@ def _tuning(matmul: Matmul, signature: Signature) -> Tuning | None:
 
 def _measure(matmul: Matmul, signature: Signature) -> Tuning:
     start = time.perf_counter()
-    # dW is measured as a sum even for the first chunk, since it is one for all others; whatever is in its memory then
-    # does not matter. Where it is never a sum, that may cost 3%.
-    measured = matmul._replace(accumulate=matmul.accumulate or matmul.kind == "dW")
     runs = []
     try:
         descriptor = _descriptor(signature)
         same = _with_the_bits_of_the_first(matmul, descriptor.candidates)
-        tries = [partial(descriptor.run, measured, each, alpha=_MEASURED_FACTOR) for each in same]
+        tries = [partial(descriptor.run, matmul, each) for each in same]
         runs = [run for run in tries if run()]
     except RuntimeError as error:
         warnings.warn(f"cuBLASLt cannot be asked for algorithms, PyTorch runs all matmuls: {error}", stacklevel=2)
@@ -170,12 +152,12 @@ def _measure(matmul: Matmul, signature: Signature) -> Tuning:
         algorithm = runs[index].args[1]
     (m, n), k = matmul.out.shape, matmul.a.shape[1]
     taken = {"milliseconds": seconds * 1e3, "seconds": time.perf_counter() - start}
-    return Tuning(product=matmul.kind, sizes=(m, n, k), algorithm=algorithm, gain=gain, **taken)
+    return Tuning(sizes=(m, n, k), algorithm=algorithm, gain=gain, **taken)
 
 
 def _with_the_bits_of_the_first(matmul: Matmul, candidates: Sequence[Algorithm]) -> list[Algorithm]:
     """The algorithms with which the first rows of a matmul have the bits that they have with the first of them."""
-    part = matmul._replace(a=matmul.a[:_COMPARED_ROWS], accumulate=False)
+    part = matmul._replace(a=matmul.a[:_COMPARED_ROWS])
     signature, found, first = None, [], None
     for algorithm in candidates:
         # Poisoned, so that nothing is the same that was not written.

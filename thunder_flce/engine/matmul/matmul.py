@@ -7,19 +7,21 @@
 
 Legend: C tokens in a chunk, H hidden size (of a further term, its rank), V vocabulary.
 
-Out has the operands' dtype; of 16-bit operands it may also be float32. With `tune`, cuBLAS runs large ones by the
+Out has the operands' dtype; of 16-bit operands it may also be float32. With `tune`, cuBLAS computes many logits by the
 algorithm that `algorithms` measures to be the fastest.
 """
 
 from itertools import repeat
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from thunder_flce.device import ROW_MULTIPLE, Device
 from thunder_flce.engine.matmul import algorithms
-from thunder_flce.engine.matmul.cublaslt import Kind, Matmul
+from thunder_flce.engine.matmul.cublaslt import Matmul
+
+Kind = Literal["logits", "dX", "dW"]
 
 # Columns at a time of what is copied, or computed outside the result, in float32.
 _FLOAT32_COLUMNS = 8192
@@ -49,7 +51,7 @@ def logits_(
                 logits_(of_out, x, of_weight, bias=of_bias, accumulate=accumulate, tune=tune)
             return
     inner_bias = None if is_wider else bias
-    _multiply(out, x, weight.t(), kind="logits", bias=inner_bias, accumulate=accumulate, tune=tune)
+    _multiply(out, x, weight.t(), bias=inner_bias, accumulate=accumulate, tune=tune)
     if is_wider and bias is not None:
         out.add_(bias)
 
@@ -74,7 +76,7 @@ def invariant_logits_(
         of_out.copy_(of_block[rows])
 
 
-def input_gradient_(out: Tensor, dlogits: Tensor, weight: Tensor, *, tune: bool = False) -> None:
+def input_gradient_(out: Tensor, dlogits: Tensor, weight: Tensor) -> None:
     """out (C, H) = dlogits (C, V) @ weight (V, H), rounded once."""
     columns = weight.shape[0]
     if not columns:
@@ -82,18 +84,18 @@ def input_gradient_(out: Tensor, dlogits: Tensor, weight: Tensor, *, tune: bool 
         return
     tail = columns % ROW_MULTIPLE and _tail(columns, dtype=weight.dtype, is_cuda=weight.is_cuda)
     if not tail:
-        _multiply(out, dlogits, weight, kind="dX", tune=tune)
+        _multiply(out, dlogits, weight)
         return
     # Adding the tail's share to a sum already rounded would round twice.
     total = torch.empty_like(out, dtype=torch.float32) if out.dtype.itemsize == 2 else out
     main = columns - tail
     for number, (of_dlogits, of_weight) in enumerate(zip(dlogits.split(main, 1), weight.split(main), strict=True)):
-        _multiply(total, of_dlogits, of_weight, kind="dX", accumulate=number > 0, tune=tune)
+        _multiply(total, of_dlogits, of_weight, accumulate=number > 0)
     if total is not out:
         out.copy_(total)
 
 
-def weight_gradient_(out: Tensor, dlogits: Tensor, x: Tensor, *, accumulate: bool, tune: bool = False) -> None:
+def weight_gradient_(out: Tensor, dlogits: Tensor, x: Tensor, *, accumulate: bool) -> None:
     """out (V, H) = dlogits (C, V)ᵀ @ x (C, H), added to what out holds if `accumulate`.
 
     A sum in 16 bits rounds twice a chunk: what is added is rounded before.
@@ -101,11 +103,11 @@ def weight_gradient_(out: Tensor, dlogits: Tensor, x: Tensor, *, accumulate: boo
     columns = dlogits.shape[1]
     tail = columns % ROW_MULTIPLE and _tail(columns, dtype=x.dtype, is_cuda=x.is_cuda)
     if not tail:
-        _multiply(out, dlogits.t(), x, kind="dW", accumulate=accumulate, tune=tune)
+        _multiply(out, dlogits.t(), x, accumulate=accumulate)
         return
     main = columns - tail
     for of_out, of_dlogits in zip(out.split(main), dlogits.split(main, 1), strict=True):
-        _multiply(of_out, of_dlogits.t(), x, kind="dW", accumulate=accumulate, tune=tune)
+        _multiply(of_out, of_dlogits.t(), x, accumulate=accumulate)
 
 
 def library(device_type: str) -> str:
@@ -159,12 +161,11 @@ def _columns_at_once(columns: int, *, dtype: torch.dtype, out_dtype: torch.dtype
 
 
 def _multiply(
-    out: Tensor, a: Tensor, b: Tensor, *, kind: Kind, bias: Tensor | None = None, accumulate: bool = False,
-    tune: bool = False,
+    out: Tensor, a: Tensor, b: Tensor, *, bias: Tensor | None = None, accumulate: bool = False, tune: bool = False
 ) -> None:  # fmt: skip
     """out (M, N) = a (M, K) @ b (K, N) + bias (N,), or added to what out holds."""
-    if tune and 2 * out.numel() * a.shape[1] >= algorithms.TUNED_OPERATIONS:
-        if algorithms.run_fastest(Matmul(kind, out, a, b, bias, accumulate)):
+    if tune and not accumulate and 2 * out.numel() * a.shape[1] >= algorithms.TUNED_OPERATIONS:
+        if algorithms.run_fastest(Matmul(out, a, b, bias)):
             return
     if not out.is_cuda:
         # On a CPU, PyTorch takes the elements of 16-bit matrices of one row or one column as if they lay side by side
@@ -195,6 +196,6 @@ def _multiply_with_bias(out: Tensor, a: Tensor, b: Tensor, *, bias: Tensor) -> N
         block = slice(start, start + _FLOAT32_COLUMNS)
         of_out = out[:, block]
         columns = torch.empty(of_out.shape, dtype=torch.float32, device=out.device)
-        _multiply(columns, a, b[:, block], kind="logits")
+        _multiply(columns, a, b[:, block])
         torch.add(columns, bias[block], out=of_out)
         del columns  # Or two blocks would be alive at once.
