@@ -33,6 +33,8 @@ def test_rows_alone_and_among_others(vocab, hidden, dtype, out_dtype):
     found, product = logits(slice(None)), x.double() @ weight.double().t()
     for each, exact in zip(found, (product + bias.double(), 2 * product + bias.double()), strict=True):
         assert error(each, exact) < 1.5 * torch.finfo(each.dtype).eps + 1e-6
-    assert torch.equal(logits(slice(None), weight, wide), found)
+    # The interpreter multiplies by NumPy, whose sums are in an order of their own.
+    most = 2 * torch.finfo(found.dtype).eps if INTERPRETED else 0
+    assert error(logits(slice(None), weight, wide), found) <= most
     for rows in (slice(7, 8), slice(199, 200), slice(3, 100), slice(1, None, 2)):
-        assert torch.equal(logits(rows), found[:, rows])
+        assert error(logits(rows), found[:, rows]) <= most
