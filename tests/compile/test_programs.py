@@ -447,6 +447,14 @@ def in_the_shape_of_labels(h, w, y, a, m):
     return (reversed.flatten().view(reversed.size()) * a).mean()
 
 
+@expect(IN_FORWARD, thunder=True)
+def weights_in_the_shape_of_losses(h, w, y, a, m):
+    """What reads the shape stands before the region, which gives the losses, too."""
+    of_tokens = F.cross_entropy(F.linear(h, w).transpose(1, 2), y, reduction="none")
+    weighted = of_tokens * a[:, :1].expand(of_tokens.shape)
+    return weighted.sum(), weighted.detach().sum()
+
+
 @expect(ANY, thunder=True)
 def mean_of_no_tokens(h, w, y, a, m):
     """It is NaN."""

@@ -144,10 +144,11 @@ class _Graph:
         return self._last
 
     def replace(self, results: dict[Tensor, Tensor]) -> None:
-        """Has everything that uses the program's tensors use new ones."""
+        """Has everything that uses the program's tensors use new ones, but for sizes, which may be read before."""
         for tensor, new in results.items():
             self._replaced[tensor] = new
-            tensor.handle.replace_all_uses_with(self._node(new))
+            sizes = _readers_of_parts(tensor.handle)
+            tensor.handle.replace_all_uses_with(self._node(new), lambda user, sizes=sizes: user not in sizes)
 
     def erase(self, ops: Sequence[Op]) -> None:
         """Erases operations that nothing needs any more; sizes that are read of them are read elsewhere."""
