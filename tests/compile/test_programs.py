@@ -170,6 +170,34 @@ def added_in_place(h, w, y, a, m):
 
 
 @expect(IN_FORWARD)
+def terms_added_in_place(h, w, y, a, m):
+    """To zeros, of which Dynamo says that they need a gradient: they have that of what is added."""
+    total, x = torch.zeros((), dtype=h.dtype), log_probs(h, w, y)
+    total += (clipped(x, a) * m).sum() / m.sum()
+    total -= 0.01 * (entropies(h, w) * m).mean()
+    return total
+
+
+def _ratio_to_itself(h, w, y, a, m):
+    """As NeMo RL has it: 1 where it is logged, and a gradient that is cut where the divergence is clamped."""
+    x = log_probs(h, w, y)
+    ratio, difference = (x - x.detach()).exp(), a - x
+    clamped = difference.clamp(-3, 3)
+    weight = torch.where(difference == clamped, ratio, ratio.detach())
+    divergence = torch.nan_to_num(weight, posinf=0.0) * (clamped.exp() - 1 - clamped)
+    return ((divergence - ratio * a) * m).sum(), (ratio.detach() < 0.8).double().mean(), ratio.detach()
+
+
+def _only_a_ratio_to_itself(h, w, y, a, m):
+    x = log_probs(h, w, y)
+    return -((x - x.detach()).exp() * a * m).sum() / m.sum() + h.square().mean()
+
+
+expect(IN_FORWARD)(_ratio_to_itself)
+expect(IN_FORWARD, thunder=True)(_only_a_ratio_to_itself)
+
+
+@expect(IN_FORWARD)
 def smoothing_in_place(h, w, y, a, m):
     """As transformers' LabelSmoother: what is changed in place is read afterwards by its first name."""
     of_classes = -F.linear(h, w).log_softmax(-1)
@@ -1054,7 +1082,10 @@ def _evaluated(h, w, y, a, m):
     return x.sum(), of_rows(torch.bmm(h, w.expand(B, -1, -1).mT), y), F.cross_entropy(logits.flatten(0, 1), y.flatten())
 
 
-@pytest.mark.parametrize("program", [_transposed_before, _transposed_in_a_checkpoint, _evaluated])
+@pytest.mark.parametrize(
+    "program",
+    [_transposed_before, _transposed_in_a_checkpoint, _evaluated, _ratio_to_itself, _only_a_ratio_to_itself],
+)
 def test_entered_without_gradients(program):
     """Gradients are off before anything in the graph says so."""
     given, compiled = operands(6), by_dynamo(program)

@@ -313,6 +313,11 @@ class Row:
                 found.setdefault(name, [Fraction(0), Fraction(0)])[not atom.has_grad] += sign * factor
         return {name: (a, b) for name, (a, b) in found.items() if a or b}
 
+    @property
+    def constant(self) -> float:
+        """Its value where it has no `variables`."""
+        return float(self.factor) if self.is_exp else 0.0
+
     def made_of(self, known: Mapping[str, Any], call: Callable[..., Any]) -> Any:
         """Its value from those of the `variables`, which there are, by functions that `call` calls."""
         total = None

@@ -127,7 +127,7 @@ def _problem(part: Part, known: Interpreter) -> NotFused | None:
         return min(escapes, key=lambda each: each.user is not None).problem
     if all({atom.name for atom, _ in each.row.sum} == {"y"} for each in part.rows):
         return NotFused(Reason.NOT_A_LOG_PROBABILITY, "by gather alone")
-    if not any(each.row.variables for each in part.rows):
+    if part.has_grad and not any(each.row.variables for each in part.rows):
         # A region gives them no gradient, which is 0.
         return NotFused(Reason.NOT_FOLLOWED, "a number that does not depend on the logits")
     if part.class_weight is not None and any(each.as_loss is None for each in part.rows):

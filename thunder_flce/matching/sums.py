@@ -264,7 +264,8 @@ class _Search:
             # Its derivative, traced, would have another size of that kind.
             raise NotASum(f"how many tokens {where} gives depends on values")
         for other in op.operands:
-            if other not in operands:
+            # Zeros that a loss was added to in place have its gradient, as far as Dynamo says.
+            if other not in operands and not self._is_zero(other, op):
                 self._check_known(other, op)
         self._check_writes(op)
         return True
@@ -351,9 +352,10 @@ def _recorded(result: Result, part: Part) -> Handle:
     """A source in the recorder. Which rows a mean or a sum is of, its weights say."""
     row, recorder = result.row, part.recorder
     call = recording(recorder)
-    if not row.variables:
-        raise NotASum("they are numbers that do not depend on the logits")
-    number = row.made_of({name: Handle(name) for name in VARIABLES}, call)
+    if row.variables:
+        number = row.made_of({name: Handle(name) for name in VARIABLES}, call)
+    else:  # All has cancelled, as in the ratio of a probability to itself.
+        number = call(torch.full_like, Handle(VARIABLES[0]), row.constant)
     if row.labels is not None and row.ignore_index is not None and row.reduction == "none":
         valid = recorder.add_input(torch.bool)
         part.inputs[valid] = TokenInput(row.labels.tensors[0], row.shape, row.labels.read_at, row.ignore_index)

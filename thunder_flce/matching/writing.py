@@ -420,8 +420,8 @@ class _Writing:
         if loss is not None and self._smoothing is not None and not is_sum:
             return scaled(found["loss"], loss[0], self._call)
         if not row.variables:  # All has cancelled, as in the sum of a softmax.
-            number, device = float(row.factor) if row.is_exp else 0.0, self._logits.terms[0].input.device
-            return self._call(torch.full, row.shape, number, dtype=self._rows_dtype, device=device)
+            device = self._logits.terms[0].input.device
+            return self._call(torch.full, row.shape, row.constant, dtype=self._rows_dtype, device=device)
         if not is_sum and "log_prob" in row.variables:
             found = {"log_prob": self._call(torch.neg, found["loss"]), **found}
         return row.made_of(found, self._call)
