@@ -502,6 +502,15 @@ def clipped_ratio_as_trl_has_it(hidden, weight, tokens, advantages, token_weight
     return loss, ((ratio.detach() < 0.8) * mask).sum()
 
 
+def clipped_ratio_of_a_response(hidden, weight, tokens, token_weights):
+    """As OpenRLHF has it: log-probabilities of all tokens, of which the last are the response's."""
+    log_probs = F.log_softmax(F.linear(hidden, weight), -1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    response, advantages = log_probs[:, -8:], token_weights[:, -8:] - 0.5
+    ratio = torch.exp(response + 4)
+    gain = torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    return -(gain * (advantages > -0.2)).mean()
+
+
 def masked_means_of_three_losses(hidden, weight, tokens, token_weights):
     """A policy's loss, a bonus of entropy and a divergence, as verl has it."""
     log_probs = F.linear(hidden, weight).log_softmax(-1)
@@ -675,6 +684,7 @@ FUSED: tuple[Callable, ...] = (
     preference_loss,
     clipped_ratio_with_entropy,
     clipped_ratio_as_trl_has_it,
+    clipped_ratio_of_a_response,
     masked_means_of_three_losses,
     focal_loss,
     entropy_as_verl_has_it,

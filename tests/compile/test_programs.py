@@ -215,6 +215,40 @@ def shifted_hidden_states(h, w, y, a, m):
     return -(x * m[:, 1:]).sum() / m.sum()
 
 
+@expect(IN_FORWARD, thunder=True)
+def slices_of_tokens(h, w, y, a, m):
+    """As those of a response, of which a loss is made: of other tokens, what it reads and weighs is not known."""
+    x, e = log_probs(h, w, y), entropies(h, w)
+    response = x[:, 1:][:, :-1]
+    of_tokens = clipped(response, a[:, 1:-1]) / a[:, 2:] * a[:, :1] - e[:, 1:][:, :-1].square()
+    of_tokens = torch.where(m[:, 1:-1].bool(), of_tokens, 0.0)
+    others = e.flatten()[::2].exp()
+    return (of_tokens.sum(-1) / m.sum(-1)).mean() - 0.01 * others.mean(), response.detach().exp().sum()
+
+
+@expect(IN_FORWARD)
+def slices_of_losses(h, w, y, a, m):
+    """Ignored ones among them."""
+    of_tokens = losses(h, w, torch.where(m > 0, y, -100))[:, 1:]
+    return (of_tokens * torch.exp(-of_tokens.detach()) + (of_tokens - a[:, 1:]).square()).mean()
+
+
+@expect(IN_FORWARD)
+def the_last_token(h, w, y, a, m):
+    return -log_probs(h, w, y)[0, -1] * 2
+
+
+@expect(FUSED)
+def tokens_picked_twice(h, w, y, a, m):
+    return (log_probs(h, w, y)[[0, 0, 1]].exp() * a[:3]).sum()
+
+
+@expect("reads several tokens at once", thunder=True)
+def products_of_neighbours(h, w, y, a, m):
+    x = log_probs(h, w, y)
+    return (x[:, 1:] * x[:, :-1].detach()).sum()
+
+
 @expect(IN_FORWARD)
 def chosen_by_name(h, w, y, a, m):
     x, is_token, zeros = log_probs(h, w, y), m.bool(), torch.zeros_like(a)
@@ -349,7 +383,7 @@ def masked_in_a_checkpoint(h, w, y, a, m):
 # Gradients that wait.
 
 
-@expect("of a sum over tokens is not linear", thunder=True)
+@expect("is neither linear nor of single tokens", thunder=True)
 def gspo(h, w, y, a, m):
     """A ratio of whole sequences; and the gradient of equals, which thunder lacks."""
     log_ratios = (log_probs(h, w, y) - a) * m

@@ -23,6 +23,8 @@ class TokenInput:
     """The position of the operation that reads it"""
     ignored: int | None = None
     """Where it is labels: the loss reads whether they are not this one"""
+    slices: tuple[Op, ...] = ()
+    """Where it is for some tokens alone: what has picked these"""
 
 
 @dataclass(eq=False)

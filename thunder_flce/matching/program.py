@@ -281,15 +281,29 @@ RESHAPES = {"view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", 
 PERMUTATIONS = {"permute", "transpose", "movedim", "t", "swapaxes", "swapdims", "mT", "T", "moveaxis"}
 
 
+def is_plain(key: tuple[Any, ...]) -> bool:
+    """Whether an index has numbers and slices alone, and so picks nothing twice."""
+    sizes = (int, torch.SymInt, type(None))
+    return all(
+        all(isinstance(each, sizes) for each in (part.start, part.stop, part.step))
+        if isinstance(part, slice)
+        else part is None or part is Ellipsis or type(part) is int
+        for part in key
+    )
+
+
+def is_slice(op: Op) -> bool:
+    """Whether it is such an index."""
+    return op.name == "getitem" and is_plain(op.args[1] if isinstance(op.args[1], tuple) else (op.args[1],))
+
+
 def keeps_elements(op: Op) -> bool:
     """Whether a result has all elements of the first operand in their order: a reshape, a copy, or such an index."""
     operand, out = op.operands[0], op.output
     if not isinstance(out, Tensor) or op.writes:
         return False
-    if op.name == "getitem":
-        key = op.args[1] if isinstance(op.args[1], tuple) else (op.args[1],)
-        is_plain = all(part is None or part is Ellipsis or isinstance(part, int | slice) for part in key)
-        return is_plain and same(operand.numel, out.numel)
+    if is_slice(op):
+        return same(operand.numel, out.numel)
     if op.name in COPIES:
         # A narrower integer might be another label.
         return out.dtype == operand.dtype or out.dtype is torch.int64 or out.dtype.is_floating_point

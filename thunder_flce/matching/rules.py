@@ -46,6 +46,7 @@ from thunder_flce.matching.program import (
     has_elements,
     hint,
     is_number,
+    is_plain,
     keeps_elements,
     same,
     same_shape,
@@ -295,7 +296,7 @@ def _getitem(known: "Interpreter", op: Op, input: Class | Row | Argmax, key: Any
 
 def _at_index(of: Class, key: tuple[Any, ...], new_shape: tuple[Any, ...]) -> Class:
     """What an index picks, of the shape that comes out."""
-    if not all(part is None or part is Ellipsis or type(part) is int or _is_slice(part) for part in key):
+    if not is_plain(key):
         raise Unknown("with an index that is neither an integer nor a slice")
     dots = next((at for at, part in enumerate(key) if part is Ellipsis), len(key))
     head, tail = key[:dots], key[dots + 1 :]
@@ -305,11 +306,6 @@ def _at_index(of: Class, key: tuple[Any, ...], new_shape: tuple[Any, ...]) -> Cl
     shape = tuple(size for part in full if not isinstance(part, int) for size in [next(sizes)] if part is not None)
     picked = _pick(of, tuple(part for part in full if part is not None), shape)
     return picked if None not in full else _in_shape(picked, new_shape)
-
-
-def _is_slice(part: Any) -> bool:
-    sizes = (int, torch.SymInt, type(None))
-    return isinstance(part, slice) and all(isinstance(each, sizes) for each in (part.start, part.stop, part.step))
 
 
 def _pick(of: Class, key: tuple[Any, ...], shape: tuple[Any, ...]) -> Class:

@@ -31,6 +31,7 @@ from thunder_flce.matching.program import (
     depends_on_values,
     has_elements,
     is_number,
+    is_slice,
     keeps_elements,
     live,
     same,
@@ -68,6 +69,8 @@ class Summand:
     """Its token loss"""
     inputs: list[TokenInput]
     """What that reads"""
+    slices: tuple[Op, ...] = ()
+    """Where it is of some tokens alone: what has picked these"""
 
 
 @dataclass(eq=False)
@@ -147,6 +150,8 @@ class _Search:
         self._sources = {each.tensor: part for part in parts for each in part.rows}
         self._tokens: dict[Tensor, tuple[Part, Handle]] = {}
         """What is computed token by token: of which rows, and what it is in their recorder"""
+        self._slices: dict[Tensor, tuple[Op, ...]] = {}
+        """The slices of tokens, one after another, that it is computed for, where not for all"""
         self._problems: dict[Tensor, NotASum] = {}
         """Why other tensors are not"""
         self._dependent = set(self._sources)
@@ -174,11 +179,28 @@ class _Search:
         self._dependent.update(outs)
         if any(each in self._with_grad for each in operands):
             self._with_grad.update(out for out in outs if out.needs_grad)
-        if len(outs) != 1 or outs[0] in self._sources or not all(each in self._tokens for each in operands):
+        if len(outs) != 1 or outs[0] in self._sources:
+            return
+        if not all(each in self._tokens for each in operands):
+            for each in operands:
+                before = each.op
+                if each in self._problems and before and not _is_linear(before, self._operands(before), self._is_zero):
+                    self._problems[outs[0]] = self._problems[each]
             return
         part, *others = {self._tokens[each][0] for each in operands}
-        if others or op.name in ("sum", "mean") or not same(outs[0].numel, part.count):
+        of_slices = {_text(slices): slices for slices in (self._slices.get(each, ()) for each in operands)}
+        slices, *other_slices = of_slices.values()
+        if others or other_slices:
+            self._problems[outs[0]] = NotASum(f"{op.name}{_line(op)} reads several tokens at once")
             return
+        if is_slice(op) and not keeps_elements(op):
+            handle = self._tokens[operands[0]][1]
+            self._tokens[outs[0]] = part, handle if outs[0].needs_grad else part.recorder.detached(handle)
+            self._slices[outs[0]] = (*slices, op)
+            return
+        if op.name in ("sum", "mean") or not same(outs[0].numel, operands[0].numel):
+            return
+        self._slices[outs[0]] = slices
         try:
             # Not only one that comes back to the sources: one of another head's must not be lost.
             self._tokens[outs[0]] = part, self._written(op, part, outs[0].needs_grad)
@@ -190,7 +212,8 @@ class _Search:
     def scalars(self) -> Iterator[Tensor]:
         """The scalars through which alone gradients come to the sources, in order."""
         for out in (out for op in self._program.ops if len(op.outs) == 1 for out in op.outs):
-            if out.ndim == 0 and out in self._with_grad and out not in self._tokens and self.leak(out) is None:
+            is_of_all = out in self._tokens and not self._slices.get(out)
+            if out.ndim == 0 and out in self._with_grad and not is_of_all and self.leak(out) is None:
                 yield out
 
     def leak(self, place: Tensor | None) -> str | None:
@@ -237,7 +260,7 @@ class _Search:
         except NotOfTokens:
             raise NotASum(f"{_name(tensor)} is the same whatever the logits are") from None
         inputs = [*part.inputs.values()]
-        return Summand(part, handle, tensor, text, [inputs[number] for number in read])
+        return Summand(part, handle, tensor, text, [inputs[number] for number in read], self._slices.get(tensor, ()))
 
     def _is_linear_step(self, tensor: Tensor, op: Op) -> bool:
         """Whether a tensor is taken for a linear combination of others, in place of numbers of tokens that are added.
@@ -255,7 +278,7 @@ class _Search:
                 raise NotASum(f"{where} mixes tokens")
             if op.name in ("add", "sub") and len(operands) == 1 and tensor.ndim == 0:
                 raise NotASum(f"{where} adds another loss before all terms of this one: add that last")
-            raise self._problems.get(tensor) or NotASum(f"{where} of a sum over tokens is not linear")
+            raise self._problems.get(tensor) or NotASum(f"{where} is neither linear nor of single tokens")
         if tensor not in self._with_grad:
             raise NotASum(f"{where} mixes tokens")
         if any(each.handle is None for each in operands):
@@ -299,13 +322,14 @@ class _Search:
     def _input(self, tensor: Tensor, op: Op, part: Part, has_grad: bool) -> Handle:
         """What a tensor is in the recorder that does not depend on the sources."""
         self._check_known(tensor, op, has_grad=has_grad)
-        shape = op.output.shape
+        shape, slices = op.output.shape, self._slices[op.output]
         for handle, known in part.inputs.items():
             is_same = self._program.value_number(known.tensor) == self._program.value_number(tensor)
-            if known.ignored is None and same_shape(known.shape, shape) and is_same:
+            is_same = is_same and same_shape(known.shape, shape) and _text(known.slices) == _text(slices)
+            if known.ignored is None and is_same:
                 return handle
         handle = part.recorder.add_input(tensor.dtype)
-        part.inputs[handle] = TokenInput(tensor, shape, op.position)
+        part.inputs[handle] = TokenInput(tensor, shape, op.position, slices=slices)
         return handle
 
     def _check_known(self, tensor: Tensor, op: Op, *, has_grad: bool = True) -> None:
@@ -346,6 +370,11 @@ class _Search:
         is_full = op.name in ("full", "new_full", "full_like", "new_tensor", "tensor", "as_tensor", "scalar_tensor")
         numbers = [each for each in (*op.args[1:], *op.kwargs.values()) if is_number(each)] if is_full else []
         return op.name in ("zeros", "zeros_like", "new_zeros") or (bool(numbers) and not any(numbers))
+
+
+def _text(slices: Sequence[Op]) -> str:
+    """The same for slices that pick the same tokens."""
+    return repr([(op.operands[0].shape, op.args[1:]) for op in slices])
 
 
 def _recorded(result: Result, part: Part) -> Handle:

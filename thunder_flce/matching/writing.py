@@ -293,11 +293,29 @@ class _Writing:
             tensor = self._call(torch.detach, tensor)
         if not same_shape(tensor.shape, given.shape):
             tensor = self._call(torch.Tensor.expand, tensor, given.shape)
-        return self._in_rows(tensor)
+        # Tokens that are not among these weigh nothing, whatever they read: 1 has a logarithm and a reciprocal.
+        return self._in_rows(self._of_all_tokens(tensor, given.slices, 1))
+
+    def _of_all_tokens(self, tensor: Tensor, slices: Sequence[Op], other: int) -> Tensor:
+        """One number of each token: slices have picked those that a tensor is for, and all others have another one."""
+        if not slices:
+            return tensor
+        count = slices[0].operands[0].numel
+        numbers = self._call(torch.arange, count, device=tensor.device)
+        for op in slices:
+            numbers = self._call(torch.reshape, numbers, op.operands[0].shape)
+            numbers = self._call(operator.getitem, numbers, op.args[1])
+        found = self._call(torch.full, (count,), other, dtype=tensor.dtype, device=tensor.device)
+        return self._call(torch.scatter, found, 0, *(self._call(torch.flatten, each) for each in (numbers, tensor)))
 
     def _of_rows_of(self, summand: Summand, weight: Tensor | float) -> Tensor | float:
         """The weights of the tokens of a summand, from its own."""
         part, result = summand.part, self._known.results.get(summand.tensor)
+        if summand.slices:
+            if not isinstance(weight, Tensor):
+                device = part.logits.terms[0].input.device
+                weight = self._call(torch.full, summand.tensor.shape, weight, dtype=self._rows_dtype, device=device)
+            return self._of_all_tokens(weight, summand.slices, 0)
         if result is None or result.row.reduction == "none":
             return weight
         if result.row.ignore_index is None:
