@@ -134,6 +134,15 @@ def negated_and_shifted(hidden, weight, labels):
     return _loss((F.linear(hidden, weight) * -0.3)[:, :-1], labels[:, 1:])
 
 
+def scaled_by_a_tensor(hidden, weight, labels, temperature):
+    return _loss(F.linear(hidden, weight) / temperature, labels)
+
+
+def temperature_of_each_sequence(hidden, weight, labels, advantages):
+    """As verl has it."""
+    return _loss(F.linear(hidden, weight) / (advantages + 0.5).clamp(min=1e-8).unsqueeze(-1).unsqueeze(-1), labels)
+
+
 def softcapped(hidden, weight, labels):
     """As gemma2 has it."""
     logits = F.linear(hidden, weight)
@@ -623,6 +632,8 @@ FUSED: tuple[Callable, ...] = (
     divided,
     multiplied,
     negated_and_shifted,
+    scaled_by_a_tensor,
+    temperature_of_each_sequence,
     softcapped,
     softcapped_in_one_line,
     softcapped_and_shifted,
@@ -818,8 +829,9 @@ def activation(hidden, weight, labels):
     return _loss(torch.relu(F.linear(hidden, weight)), labels)
 
 
-def scaled_by_a_tensor(hidden, weight, labels, temperature):
-    return _loss(F.linear(hidden, weight) / temperature, labels)
+def scaled_by_a_tensor_with_a_bias(hidden, weight, bias, labels, temperature):
+    """A factor of the hidden states would not be one of the bias."""
+    return _loss(F.linear(hidden, weight, bias) / temperature, labels)
 
 
 def convolution_of_three_tokens(hidden, weight, labels):
@@ -877,7 +889,7 @@ NOT_FUSED: dict[Callable, Reason] = {
     tanh_after_the_maximum_was_subtracted: Reason.TRANSFORMED_LOGITS,
     nll_loss_of_logits: Reason.NOT_LOG_PROBABILITIES,
     activation: Reason.TRANSFORMED_LOGITS,
-    scaled_by_a_tensor: Reason.TRANSFORMED_LOGITS,
+    scaled_by_a_tensor_with_a_bias: Reason.TRANSFORMED_LOGITS,
     convolution_of_three_tokens: Reason.ANOTHER_PRODUCT,
     bias_after_a_factor: Reason.TRANSFORMED_LOGITS,
     changed_in_place: Reason.OPERAND_MODIFIED,

@@ -623,6 +623,45 @@ def logits_scaled_under_a_view(h, w, y, a, m):
     return F.cross_entropy(rows, y.flatten())
 
 
+@expect(IN_FORWARD)
+def temperatures_of_tokens(h, w, y, a, m):
+    """As verl has it: in place, under a view, and without a gradient."""
+    logits = F.linear(h.view(1, -1, H), w)
+    rows = logits.squeeze(0)
+    rows.div_(a.detach().exp().flatten().clamp(min=1e-8).unsqueeze(-1))
+    x = rows.log_softmax(-1)
+    entropy, of_labels = -(x.exp() * x).sum(-1), x.gather(-1, y.view(-1, 1)).squeeze(-1)
+    right = (logits.argmax(-1) == y.view(1, -1)).sum()
+    return -(of_labels * m.flatten()).sum() - 0.01 * entropy.mean(), right
+
+
+@expect(IN_FORWARD, thunder=True)
+def factors_of_rows(h, w, y, a, m):
+    """Before a bias, a softcap and a slice; rows that are permuted, and one factor for all."""
+    logits, factors = F.linear(h, w), 1 + a.square()
+    first = 3 * torch.tanh((logits * factors[..., None] + w[:, 0])[:, 1:] / 3)
+    second = factors.t()[..., None] * logits.transpose(0, 1) / factors.amax()
+    return of_rows(first, y[:, 1:]) + of_rows(second, y.t())
+
+
+@expect(Reason.TRANSFORMED_LOGITS, thunder=True)
+def factors_of_rows_after_a_bias(h, w, y, a, m):
+    return of_rows(F.linear(h, w, w[:, 0]) * a[..., None], y)
+
+
+@expect(Reason.TRANSFORMED_LOGITS, thunder=True)
+def factors_of_rows_with_a_gradient(h, w, y, a, m):
+    return of_rows(F.linear(h, w) * h.mean(-1, keepdim=True), y)
+
+
+@expect(Reason.OPERAND_MODIFIED)
+def temperatures_under_other_rows(h, w, y, a, m):
+    logits = F.linear(h, w)
+    transposed = logits.transpose(0, 1)
+    logits /= a.exp()[..., None]
+    return of_rows(transposed, y.t())
+
+
 @expect(Reason.LOGITS_USED)
 def logits_scaled_after_a_reader(h, w, y, a, m):
     logits = F.linear(h, w)

@@ -117,11 +117,18 @@ class RowStep:
     """An operation on the rows of logits, by what it does to the shape without the classes."""
 
     kind: str
-    """"reshape", "permute" or "index" """
+    """"reshape", "permute", "index", or "mul" and "div" for a factor of each row"""
     argument: tuple[Any, ...]
-    """The new shape, the order of the dimensions, or an index (a number or a slice) for each of them"""
+    """The new shape, the order of the dimensions, an index (a number or a slice) for each of them, or what is the same
+    for equal factors"""
     shape: tuple[Any, ...] = field(default=(), compare=False)
     """The shape after it"""
+    factor: Tensor | None = field(default=None, compare=False)
+    """One number for each row, or for all"""
+    factor_shape: tuple[Any, ...] = field(default=(), compare=False)
+    """With which it is broadcast to the rows of an input, with a dimension of one in place of H"""
+    read_at: int = field(default=0, compare=False)
+    """The position of the operation that reads it"""
 
 
 @dataclass(frozen=True)
@@ -155,6 +162,11 @@ class Logits:
         """The inputs, weights and bias of the linears."""
         tensors = [tensor for term in self.terms for tensor in (term.input, term.weight)]
         return tensors if self.bias is None else [*tensors, self.bias]
+
+    @property
+    def factors(self) -> dict[Tensor, int]:
+        """The factors of rows, each with the position of what reads it."""
+        return {step.factor: step.read_at for step in self.rows if step.factor is not None}
 
     @property
     def linears(self) -> set[Tensor]:

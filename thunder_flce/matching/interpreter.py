@@ -182,8 +182,9 @@ class Interpreter:
         written = op.operands[0] if op.operands else None
         if op.name not in ("mul", "div", "neg", "add", "sub") or len(op.writes) != 1 or op.writes[0] is not written:
             return False
-        others = (each for each in (*op.args[1:], *op.kwargs.values()) if isinstance(each, Tensor))
-        is_known = isinstance(self.get(written), Class) and all(isinstance(self.get(each), Row) for each in others)
+        others = [self.get(each) for each in (*op.args[1:], *op.kwargs.values()) if isinstance(each, Tensor)]
+        is_factor = op.name in ("mul", "div") and not any(others)
+        is_known = isinstance(self.get(written), Class) and (is_factor or all(isinstance(of, Row) for of in others))
         if not is_known or op.leaves_gradient or written is None or written.storage is None:
             return False
         # An alias that was detached, or one that was not, would get another gradient.
@@ -192,15 +193,20 @@ class Interpreter:
     def _write(self, op: Op) -> None:
         """Gives all views of what was written the same change; views of a part of it are not followed."""
         written = op.operands[0]
-        new = self.values[op.output]
+        old, new = self.values[written], self.values[op.output]
         self.followed.append(op)
         for tensor, known in list(self.values.items()):
             if tensor is op.output or not isinstance(known, Class) or not tensor.shares_memory(written):
                 continue
             if not same(tensor.numel, written.numel) or not isinstance(new, Class):
                 self._escape(tensor, op)
-                continue
-            self.values[tensor] = replace(known, logits=replace(new.logits, rows=known.logits.rows), sum=new.sum)
+            elif new.logits.rows == old.logits.rows:
+                self.values[tensor] = replace(known, logits=replace(new.logits, rows=known.logits.rows), sum=new.sum)
+            elif known.logits.rows == old.logits.rows:
+                # A factor of each row, in the order that the rows of both have.
+                self.values[tensor] = replace(known, logits=new.logits, sum=new.sum)
+            else:
+                self._escape(tensor, op)
 
     def _is_view_of_written(self, op: Op) -> bool:
         """Whether the result shares memory with a number of each row, and one of them is changed in place."""

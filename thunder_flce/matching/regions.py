@@ -73,6 +73,7 @@ class Region:
                 add((term.input, term.weight), term.output.op)  # type: ignore[union-attr, arg-type]
             if part.logits.bias is not None:
                 add((part.logits.bias,), part.logits.terms[0].output.op)  # type: ignore[union-attr, arg-type]
+            found |= {each: at for each, at in part.logits.factors.items() if each not in found}
             if part.labels is not None:
                 weights = () if part.class_weight is None else (part.class_weight,)
                 found |= {each: part.labels.read_at for each in (*part.labels.tensors, *weights) if each not in found}
@@ -135,7 +136,7 @@ def _problem(part: Part, known: Interpreter) -> NotFused | None:
         return NotFused(Reason.CLASS_WEIGHTS, "of a loss with another gradient than its logits'")
     if not has_float_factors(logits):
         return NotFused(Reason.TRANSFORMED_LOGITS, "by factors whose product is no float")
-    tensors = [*logits.operands, *(part.labels.tensors if part.labels else ())]
+    tensors = [*logits.operands, *logits.factors, *(part.labels.tensors if part.labels else ())]
     if not all(each.is_plain for each in tensors):
         return NotFused(Reason.DISTRIBUTED)
     dtypes = {each.dtype for each in logits.operands}

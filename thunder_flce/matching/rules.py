@@ -470,7 +470,27 @@ def _mul(known: "Interpreter", op: Op, input: Any, other: Any) -> Value:
     found, factor = (a, other) if a is not None else (b, input)
     if not isinstance(found, Class | Row):
         raise Unknown
-    return _scaled(found, _number(factor))
+    return _with_factor(known, op, found, factor) or _scaled(found, _number(factor))
+
+
+def _with_factor(known: "Interpreter", op: Op, of: Class | Row, factor: Any) -> Class | None:
+    """Logits times a tensor of one number for each row, or for all, or over it, such as the temperatures of sequences.
+
+    It is a factor of the rows of hidden states, which it rounds: a bias would not have it.
+    """
+    is_factor = isinstance(factor, Tensor) and factor.dtype.is_floating_point and not factor.needs_grad
+    if not is_factor or not isinstance(of, Class) or not of.is_logits or factor.ndim > len(of.shape):
+        return None
+    shape = (*(1,) * (len(of.shape) - factor.ndim), *factor.shape)
+    is_of_rows = all(same(size, 1) or same(size, row) for size, row in zip(shape, of.kept_shape, strict=True))
+    logits = of.logits
+    if not is_of_rows or logits.bias is not None or logits.softcap is not None or known.hangs_on(factor, logits):
+        return None
+    step = RowStep(
+        op.name, (known.program.value_number(factor),), factor=factor,
+        factor_shape=(*shape[: of.dim], *shape[of.dim + 1 :], 1), read_at=op.position,
+    )  # fmt: skip
+    return replace(of, logits=_with_step(of, step, of.rows_shape))
 
 
 def _weighted(p: Class, of: Class) -> Class:
@@ -493,6 +513,8 @@ def _div(known: "Interpreter", op: Op, input: Any, other: Any, *, rounding_mode:
         return replace(a, sum=added((1, a.sum), (-1, b.sum)), factor=a.factor / b.factor)
     if not isinstance(a, Class | Row):
         raise Unknown
+    if (found := _with_factor(known, op, a, other)) is not None:
+        return found
     number = _number(other)
     if number == 0:
         raise Unknown
