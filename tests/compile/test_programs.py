@@ -117,7 +117,7 @@ OF_TOKENS = {
     "by_other_tokens": (log_probs, "mixes tokens", lambda x, a, m: (torch.exp(x - a) * x.detach().softmax(-1)).sum()),
     # thunder has its gradient from PyTorch, which wants one of each part.
     "of a part": (log_probs, "hsplit in line", lambda x, a, m: x.hsplit([2])[0].sum()),
-    "returned": (log_probs, "is returned and not detached", lambda x, a, m: (torch.exp(x - a).mean(), x)),
+    "returned": (log_probs, "and not detached", lambda x, a, m: (torch.exp(x - a).mean(), x)),
 }  # fmt: skip
 """What is made of the numbers of tokens, and what becomes of that"""
 
@@ -224,6 +224,23 @@ def slices_of_tokens(h, w, y, a, m):
     of_tokens = torch.where(m[:, 1:-1].bool(), of_tokens, 0.0)
     others = e.flatten()[::2].exp()
     return (of_tokens.sum(-1) / m.sum(-1)).mean() - 0.01 * others.mean(), response.detach().exp().sum()
+
+
+@expect(IN_FORWARD)
+def means_of_packed_sequences(h, w, y, a, m):
+    """By sums that are scattered, or cumulated up to their ends."""
+    x, of_sequence = losses(h, w, y).flatten(), y.flatten() % 3
+    counts = torch.zeros(3, dtype=x.dtype).scatter_add_(0, of_sequence, m.flatten())
+    sums = torch.zeros(3, dtype=x.dtype).scatter_add_(0, of_sequence, x * m.flatten())
+    others = torch.zeros(3, dtype=x.dtype).index_add(0, of_sequence, x, alpha=2)
+    ends = F.pad(x.cumsum(0), (1, 0))
+    return (sums / counts.clamp(min=1)).mean() + (others * a[0, :3]).sum() + (ends[3:] - ends[:-3]).mean() / 3
+
+
+@expect("index_add in line")
+def tokens_as_indices(h, w, y, a, m):
+    x = log_probs(h, w, y).flatten()
+    return torch.zeros_like(a).flatten().index_add(0, (x.detach() < -4).long(), x).square().sum() + x.sum()
 
 
 @expect(IN_FORWARD)
@@ -529,6 +546,13 @@ def after_a_graph_break(h, w, y, a, m):
     logits = F.linear(h, w)
     torch._dynamo.graph_break()
     return -logits.log_softmax(-1).gather(-1, y[..., None]).mean()
+
+
+@expect(Reason.TRANSFORMED_LOGITS)
+def some_classes_normalised(h, w, y, a, m):
+    """Those that are a teacher's most likely."""
+    x = F.linear(h, w).gather(-1, torch.stack([y, y.flip(-1)], -1)).log_softmax(-1)
+    return -(x * a[..., None]).sum()
 
 
 @expect(Reason.NOT_A_LOG_PROBABILITY, thunder=True)

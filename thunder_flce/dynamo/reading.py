@@ -2,6 +2,7 @@
 
 import inspect
 import operator
+import os
 import re
 from collections.abc import Iterator, Mapping
 from operator import attrgetter
@@ -22,6 +23,7 @@ CHECKPOINT = "tag_activation_checkpoint"
 
 _OF_NUMPY = {"axis": "dim", "keepdims": "keepdim", "x": "input", "x1": "input", "x2": "other"}
 _CAST_BY_AUTOCAST = (*LINEARS, "cross_entropy", "nll_loss", "log_softmax", "softmax", "logsumexp")
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 _RANDOM = re.compile(r"(alpha_|feature_)*dropout\d?d?|rand|randn|randint|randperm|bernoulli|multinomial|normal|rrelu")
 
 
@@ -39,8 +41,9 @@ def value_of(node: Node) -> Any:
 
 
 def source_of(node: Node) -> Source:
-    """The user's line that a node comes from."""
+    """The user's line that a node comes from, and none of PyTorch's own."""
     frames = re.findall(r'File "(.+)", line (\d+)', node.meta.get("stack_trace") or "")
+    frames = [each for each in frames if not each[0].startswith(_TORCH)] or frames
     return Source(frames[-1][0], int(frames[-1][1])) if frames else Source()
 
 

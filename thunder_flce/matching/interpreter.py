@@ -29,7 +29,7 @@ from thunder_flce.matching.rules import LINEARS, RULES, Unknown
 
 LOSSES = ("cross_entropy", "nll_loss")
 NORMALISERS = ("log_softmax", "logsumexp", "softmax")
-_SLICES = ("getitem", "narrow", "select", "index_select", "split", "chunk")
+_SLICES = ("getitem", "narrow", "select", "index_select", "split", "chunk", "gather", "take_along_dim", "topk")
 
 
 @dataclass(eq=False)

@@ -259,9 +259,6 @@ def _with_sum(parts: list[Part], known: Interpreter, options: Options) -> Region
             raise NotASum(f"the options say {options.strategy}")
         total = find_sum(parts, known)
         _check_sum(parts, total, options)
-        first, last = min(part.first.position for part in parts), total.place.op.position  # type: ignore[union-attr]
-        if any(op not in total.writes for op in known.program.writers(first, last)):
-            raise NotASum("a tensor is changed in place")
     except NotASum as problem:
         return replace(plain, note=f"its gradients wait for the backward, because {problem}")
     return Region(parts, total)
@@ -384,7 +381,9 @@ def _may_share(written: Tensor, other: Tensor) -> bool:
 def _loosen(region: Region, problem: NotFused, regions: list[Region]) -> None:
     """Has the program compute the sum itself, or refuses what is left of a region."""
     if region.total is not None or len(region.parts) > 1:
-        note = "its gradients wait for the backward, because its weights depend on what needs its results"
+        is_written = problem.reason is Reason.OPERAND_MODIFIED
+        why = "a tensor is changed in place" if is_written else "its weights depend on what needs its results"
+        note = f"its gradients wait for the backward, because {why}"
         regions[regions.index(region) : regions.index(region) + 1] = [
             Region([part], note=note) for part in region.parts
         ]

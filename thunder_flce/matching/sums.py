@@ -226,7 +226,9 @@ class _Search:
                 return f"{op.name}{_line(op)} changes a tensor in place"
             reached.update(out for out in op.outs if out.needs_grad and out is not place)
         is_returned = not reached.isdisjoint(self._program.results)
-        return "its result, or what is made of it, is returned and not detached" if is_returned else None
+        if not is_returned:
+            return None
+        return "its result, or what is made of it, is returned, or read after a graph break, and not detached"
 
     def sum_at(self, place: Tensor) -> TokenSum:
         """The sum that a scalar is.
@@ -438,6 +440,11 @@ def _is_linear(op: Op, operands: Sequence[Tensor], is_zero: Callable[[Any, Op], 
         return len(args) == 2 and all(map(is_token_or_zero, args)) and is_number(op.kwargs.get("alpha", 1))
     if name in _JOINS:
         return all(map(is_token_or_zero, args[0]))
+    if name in ("index_add", "scatter_add") and len(args) == 4:
+        is_weighted = args[2] in operands or not is_number(op.kwargs.get("alpha", 1))
+        return is_token_or_zero(args[0]) and is_token_or_zero(args[3]) and not is_weighted
+    if name == "pad":
+        return operands == [args[0]] and all(each in ("constant", None, 0) for each in (*args[2:], *op.kwargs.values()))
     if name == "where" and len(args) == 3:
         return args[0] not in operands and all(map(is_token_or_zero, args[1:]))
     if name == "masked_fill":
