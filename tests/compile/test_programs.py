@@ -856,10 +856,35 @@ def hidden_states_changed_before_the_gradients(h, w, y, a, m):
     return loss + h.sum()
 
 
-@expect("adds another loss before all terms of this one", thunder=True)
+@expect(IN_FORWARD, thunder=True)
 def value_loss_between_terms(h, w, y, a, m):
     policy, value = (clipped(log_probs(h, w, y), a) * m).sum(), (h.mean(-1) - a).square().mean()
-    return policy + 0.1 * value - 0.01 * entropies(h, w).mean()
+    return (policy + 0.1 * value) / 2 - 0.01 * entropies(h, w).mean(), value.detach(), policy.detach()
+
+
+@expect(IN_FORWARD)
+def value_loss_before_terms(h, w, y, a, m):
+    loss = (h.mean(-1) - a).square().mean() - (clipped(log_probs(h, w, y), a) * m).sum()
+    loss = loss * m.sum()
+    loss += 0.01 * entropies(h, w).mean()
+    return loss
+
+
+@expect("another loss is added to it and multiplied with it")
+def sum_plus_a_factor(h, w, y, a, m):
+    factor = m.mean()
+    return ((log_probs(h, w, y) * a).sum() + factor) * factor - entropies(h, w).mean()
+
+
+@expect("adds another loss before all terms of this one")
+def count_between_terms(h, w, y, a, m):
+    return (log_probs(h, w, y) * a).sum() + (m > 0).sum() - entropies(h, w).mean()
+
+
+@expect("adds another loss before all terms of this one", thunder=True)
+def terms_of_two_heads_in_turn(h, w, y, a, m):
+    first, second = log_probs(h, w, y), log_probs(h, -w, y)
+    return ((first * a).sum() + (second * m).sum()) * 2 + first.exp().sum() + second.exp().mean()
 
 
 @expect(IN_FORWARD, thunder=True)

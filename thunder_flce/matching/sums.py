@@ -86,6 +86,8 @@ class TokenSum:
     """The sources that something else needs, without a gradient"""
     writes: set[Op]
     """The changes in place that it takes the place of"""
+    others: list[Tensor]
+    """Other losses that are added between its terms"""
 
     @property
     def as_losses(self) -> tuple[list[int], Fraction] | None:
@@ -132,7 +134,7 @@ def find_sum(parts: Sequence[Part], known: Interpreter) -> TokenSum:
             total = search.sum_at(place)
         except NotASum:
             if found is None:
-                raise
+                return search.sum_at(place, others={})
             break
         if found is not None and found.kept != total.kept:
             break  # It is needed without the factor, too.
@@ -230,8 +232,8 @@ class _Search:
             return None
         return "its result, or what is made of it, is returned, or read after a graph break, and not detached"
 
-    def sum_at(self, place: Tensor) -> TokenSum:
-        """The sum that a scalar is.
+    def sum_at(self, place: Tensor, others: dict[Tensor, None] | None = None) -> TokenSum:
+        """The sum that a scalar is; with `others`, to which these are added, beside other losses.
 
         Raises:
             NotASum: where it is none.
@@ -242,18 +244,21 @@ class _Search:
         while waiting:
             tensor = waiting.pop()
             op = tensor.op
-            if tensor in self._sources or op is None or not self._is_linear_step(tensor, op):
+            if tensor in self._sources or op is None or not self._is_linear_step(tensor, op, others):
                 starts[tensor] = None
             elif op not in linear:
                 linear[op] = None
                 waiting += self._operands(op)
         order = sorted(linear, key=lambda op: op.position)
+        read = [each for op in order for each in op.operands]
+        if any(read.count(each) > 1 for each in others or ()):
+            raise NotASum("another loss is added to it and multiplied with it")
         in_order = [each for op in order for each in op.operands if each in starts] or [place]
         summands = [self._summand(each) for each in dict.fromkeys(in_order)]
         needed = set(self._program.results)
         live(self._program.ops, needed, given={place, *self._sources}, dropped=self._writes)
         kept = needed.intersection(self._sources) - {place}
-        return TokenSum(place, summands, order, self._parts, kept, self._writes)
+        return TokenSum(place, summands, order, self._parts, kept, self._writes, list(others or ()))
 
     def _summand(self, tensor: Tensor) -> Summand:
         part, handle = self._tokens.get(tensor) or (self._sources[tensor], self._sources[tensor].own[tensor])
@@ -264,7 +269,7 @@ class _Search:
         inputs = [*part.inputs.values()]
         return Summand(part, handle, tensor, text, [inputs[number] for number in read], self._slices.get(tensor, ()))
 
-    def _is_linear_step(self, tensor: Tensor, op: Op) -> bool:
+    def _is_linear_step(self, tensor: Tensor, op: Op, others: dict[Tensor, None] | None) -> bool:
         """Whether a tensor is taken for a linear combination of others, in place of numbers of tokens that are added.
 
         So are products that come last, as with a mask: they become weights, and tokens of weight 0 are left out.
@@ -275,6 +280,13 @@ class _Search:
             is_product = is_linear and len(operands) == 1 and operands[0] in self._with_grad and not op.writes
             return is_product and tensor in self._with_grad and tensor.dtype == operands[0].dtype
         where = f"{op.name}{_line(op)}"
+        added = [each for each in op.operands if each not in self._dependent]
+        if others is not None and op.name in ("add", "sub") and len(operands) == len(added) == 1 and tensor.ndim == 0:
+            # Its factor is its derivative. What another region gives may need this one's.
+            hangs_on, results = self._known.hangs_on, self._known.results.values()
+            is_linear = len(op.args) == 2 and added[0].dtype.is_floating_point
+            is_linear = is_linear and not any(hangs_on(added[0], each.value.logits) for each in results)
+            others.update(dict.fromkeys(added if is_linear else ()))
         if not is_linear:
             if any(each not in self._tokens and each not in self._with_grad for each in operands):
                 raise NotASum(f"{where} mixes tokens")
@@ -290,7 +302,7 @@ class _Search:
             raise NotASum(f"how many tokens {where} gives depends on values")
         for other in op.operands:
             # Zeros that a loss was added to in place have its gradient, as far as Dynamo says.
-            if other not in operands and not self._is_zero(other, op):
+            if other not in operands and other not in (others or ()) and not self._is_zero(other, op):
                 self._check_known(other, op)
         self._check_writes(op)
         return True

@@ -70,6 +70,8 @@ class _Writing:
         """Whether rows whose label is ignored are computed, too"""
         self._reciprocals: list[Tensor] = []
         """Of the number of valid labels of each mean that is in the sum"""
+        self._others: list[tuple[Tensor, Tensor | float]] = []
+        """The other losses that are added between the terms of the sum, and their factors"""
 
     def write(self) -> tuple[dict[Tensor, Tensor], Decision]:
         region, logits = self._region, self._logits
@@ -220,7 +222,10 @@ class _Writing:
         """The loss of a sum over tokens; adds its weights, and what it reads, to the arguments."""
         region, total = self._region, self._region.total
         assert total is not None
-        found = self._writer.weights(total.ops, [each.tensor for each in total.summands], total.place)
+        starts = [*(each.tensor for each in total.summands), *total.others]
+        found = self._writer.weights(total.ops, starts, total.place)
+        count = len(total.summands)
+        found, self._others = found[:count], list(zip(total.others, found[count:], strict=True))
         weights = [self._of_rows_of(summand, weight) for summand, weight in zip(total.summands, found, strict=True)]
         is_alone = not total.kept and not any(part.argmaxes for part in region.parts)
         ignore_index = NOTHING_IGNORED if self._keeps_ignored else region.parts[0].ignore_index
@@ -402,6 +407,8 @@ class _Writing:
             for reciprocal in self._reciprocals:
                 # NaN where there is no valid label, as the mean is.
                 loss = self._call(torch.add, loss, self._call(torch.mul, reciprocal, 0.0))
+            for other, factor in self._others:
+                loss = self._call(torch.add, loss, other if factor == 1 else self._call(torch.mul, other, factor))
             results[total.place] = self._like(total.place, loss)
         start: Any = 0
         for part in region.parts:
