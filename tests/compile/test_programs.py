@@ -104,8 +104,6 @@ def entropies(h, w):
 
 OF_TOKENS = {
     "dft": (losses, IN_FORWARD, lambda x, a, m: (x * torch.exp(-x.detach())).mean()),
-    "by_axis": (log_probs, IN_FORWARD, lambda x, a, m: (((x - a).exp() * m).sum(axis=-1) / m.sum(axis=-1)).mean()),
-    "by_einsum": (log_probs, IN_FORWARD, lambda x, a, m: -torch.einsum("bt,bt->", x, m)),
     "by_matmul": (log_probs, IN_FORWARD, lambda x, a, m: (torch.stack([x, x * a], -1) @ a[0, :2] * m).sum()),
     "taken": (log_probs, IN_FORWARD, lambda x, a, m: x.take(torch.tensor([0, 3, 3])).mean()),
     # thunder has its gradient from PyTorch, which reads the rows.
@@ -118,12 +116,51 @@ OF_TOKENS = {
     # thunder has its gradient from PyTorch, which wants one of each part.
     "of a part": (log_probs, "hsplit in line", lambda x, a, m: x.hsplit([2])[0].sum()),
     "returned": (log_probs, "and not detached", lambda x, a, m: (torch.exp(x - a).mean(), x)),
+    # They are no hidden states, of which a matrix makes logits.
+    "products": (log_probs, IN_FORWARD, lambda x, a, m: torch.einsum("bt,tk->bk", x, a.t()).sum() + (x @ m.t()).sum()),
+    "times ones, made of no tensor": (
+        losses, FUSED, lambda x, a, m: (x @ torch.ones(m.shape[1], 1, dtype=m.dtype)).sum(),
+    ),
+    "sum that is logged": (
+        log_probs, IN_FORWARD, lambda x, a, m: (loss := (x * m).sum(), (-0.5 * loss / m.sum(), loss.detach()))[1],
+    ),
 }  # fmt: skip
 """What is made of the numbers of tokens, and what becomes of that"""
+OF_TOKENS_BY_DYNAMO = {
+    "by_axis": (log_probs, IN_FORWARD, lambda x, a, m: (((x - a).exp() * m).sum(axis=-1) / m.sum(axis=-1)).mean()),
+    "by_einsum": (log_probs, IN_FORWARD, lambda x, a, m: -torch.einsum("bt,bt->", x, m)),
+    # Its derivative depends on which are NaN.
+    "without NaNs": (losses, "nansum in line", lambda x, a, m: torch.nansum(x * m)),
+    "stacked with zeros": (
+        log_probs, "is the same whatever the logits are",
+        lambda x, a, m: (torch.stack([torch.zeros_like(x), x], -1).sum(-1) * m).mean(),
+    ),
+    # Of more tokens than sequences: PyTorch's derivative has ones beside the diagonal.
+    "trace": (losses, "trace in line", lambda x, a, m: x.t().trace()),
+    "in other shapes": (
+        log_probs, IN_FORWARD,
+        lambda x, a, m: (
+            (x * m).mean() + x.flatten()[0] + (x.view(2, -1) * a.view(2, -1)).sum() + x[..., None].sum(1).sum()
+        ),
+    ),
+    # They are other tokens: of one number a token, it would be none.
+    "transposed tokens": (
+        log_probs, FUSED,
+        lambda x, a, m: (x.t().exp() * m.t()).sum() + (clipped(x.t(), a.t()) * m.t()).sum(),
+    ),
+    # The sums of sequences are computed there once more, and the region weighs its tokens by their derivative.
+    "logged in a checkpoint": (
+        losses, IN_FORWARD,
+        lambda x, a, m: (
+            of_sequences := checkpoint(lambda x: (x * m).sum(-1), x, use_reentrant=False),
+            (of_sequences.mean(), of_sequences.detach()),
+        )[1],
+    ),
+}  # fmt: skip
 
 
-for name, (of_tokens, outcome, made) in OF_TOKENS.items():
-    expect(outcome, thunder=name not in ("by_axis", "by_einsum"))(
+for name, (of_tokens, outcome, made) in (OF_TOKENS | OF_TOKENS_BY_DYNAMO).items():
+    expect(outcome, thunder=name in OF_TOKENS)(
         lambda h, w, y, a, m, of_tokens=of_tokens, made=made: made(of_tokens(h, w, y), a, m)
     ).__name__ = name
 
@@ -436,28 +473,69 @@ def weighted_by_its_own_predictions(h, w, y, a, m):
     return (of_tokens.sum(-1) * (logits.argmax(-1) == y).double().sum(-1)).sum()
 
 
-# Sums of linears.
+# Heads: sums of linears, other products, and changes in place.
 
 
-@expect(FUSED, thunder=True)
-def bias_after_a_frozen_head(h, w, y, a, m):
-    """It gets a gradient where it was added after the linear was detached, and none where it was detached with it."""
+def _without_gradients(function, *tensors):
     with torch.no_grad():
-        logits = h @ w.t()
-    with_it = F.linear(h, w, w[:, 0]).detach() + F.linear(F.linear(h, w[:3]), w[:, 3:6])
-    return sum(F.cross_entropy(z.flatten(0, 1), y.flatten()) for z in (logits + w[:, 0], with_it))
+        return function(*tensors)
 
 
-@expect(FUSED, thunder=True)
-def adapter_beside_tied_embeddings(h, w, y, a, m):
-    x = torch.tanh(F.embedding(y, w)) + h
-    logits = F.linear(x, w) + F.linear(x, w[:3]) @ (w[:, 3:6].t() * 1.0).contiguous()
-    return F.cross_entropy(logits.flatten(0, 1), y.flatten())
+LOGITS = {
+    # A bias gets a gradient where it was added after the linear was detached, and none where it was detached with it.
+    "bias after a frozen head": (FUSED, lambda h, w, y, m: _without_gradients(torch.matmul, h, w.t()) + w[:, 0]),
+    "bias of a frozen head": (
+        FUSED, lambda h, w, y, m: F.linear(h, w, w[:, 0]).detach() + F.linear(F.linear(h, w[:3]), w[:, 3:6]),
+    ),
+    "adapter beside tied embeddings": (
+        FUSED,
+        lambda h, w, y, m: (
+            x := torch.tanh(F.embedding(y, w)) + h,
+            F.linear(x, w) + F.linear(x, w[:3]) @ (w[:, 3:6].t() * 1.0).contiguous(),
+        )[1],
+    ),
+    "adapter of equations": (
+        IN_FORWARD,
+        lambda h, w, y, m: (
+            adapter := torch.einsum("btr,vr->btv", torch.einsum("bth,rh->btr", h, w[:3]), w[:, :3]),
+            torch.einsum("bth,vh->btv", h, w) + 2 * adapter,
+        )[1],
+    ),
+    "tensordot": (IN_FORWARD, lambda h, w, y, m: torch.tensordot(h, w, dims=([-1], [1]))),
+    "tensordot of a number": (IN_FORWARD, lambda h, w, y, m: torch.tensordot(h.tanh(), w.t(), 1)),
+    "factors that are no float together": (
+        Reason.TRANSFORMED_LOGITS, lambda h, w, y, m: F.linear(h, w) * 1e-200 * 1e-200,
+    ),
+    "one bias for all columns": (
+        Reason.ANOTHER_PRODUCT, lambda h, w, y, m: torch.addmm(w[:1, 0], h.flatten(0, 1), w.t()),
+    ),
+    "half a bias": (
+        Reason.ANOTHER_PRODUCT, lambda h, w, y, m: torch.addmm(w[:, 0], h.flatten(0, 1), w.t(), beta=0.5),
+    ),
+    "kernels of one token at every second": (
+        Reason.ANOTHER_PRODUCT,
+        lambda h, w, y, m: F.conv1d(h.repeat(1, 2, 1).transpose(1, 2), w[..., None], stride=2).transpose(1, 2),
+    ),
+    "a head for each sequence": (Reason.ANOTHER_PRODUCT, lambda h, w, y, m: torch.bmm(h, w.t() * m[:, :1, None])),
+}  # fmt: skip
+LOGITS_BY_DYNAMO = {
+    # Expanded: the weight has as many classes as the logits, and its memory has one.
+    "one row for all classes": (Reason.ANOTHER_PRODUCT, lambda h, w, y, m: F.linear(h, w[:1].expand(V, -1))),
+    "one column for all": (Reason.ANOTHER_PRODUCT, lambda h, w, y, m: h @ w[0].expand(V, H).t()),
+    "changed under a detached view": (ANY, lambda h, w, y, m: (z := F.linear(h, w), z.detach().mul_(2.0))[0]),
+    "scaled without gradients": (
+        Reason.OPERAND_MODIFIED, lambda h, w, y, m: (z := F.linear(h, w), _without_gradients(z.mul_, 2))[0],
+    ),
+    "scaled under a view": (
+        FUSED, lambda h, w, y, m: (z := F.linear(h, w).div_(0.7), u := z.flatten(0, 1), z.mul_(2).mul_(0.4), u)[3],
+    ),
+}  # fmt: skip
 
 
-@expect(Reason.TRANSFORMED_LOGITS, thunder=True)
-def factors_that_are_no_float_together(h, w, y, a, m):
-    return F.cross_entropy((F.linear(h, w) * 1e-200 * 1e-200).flatten(0, 1), y.flatten())
+for name, (outcome, made) in (LOGITS | LOGITS_BY_DYNAMO).items():
+    expect(outcome, thunder=name in LOGITS)(
+        lambda h, w, y, a, m, made=made: F.cross_entropy(made(h, w, y, m).reshape(-1, V), y.flatten())
+    ).__name__ = name
 
 
 @expect(FUSED, thunder=True)
@@ -478,37 +556,6 @@ def of_all_classes(h, w, y, a, m):
     logits = F.linear(h, w)
     loss = 0.9 * F.cross_entropy(logits.flatten(0, 1), y.flatten())
     return loss - 0.1 * F.log_softmax(logits, -1).mean() + 1e-3 * (logits.softmax(-1) * logits.log_softmax(-1)).sum()
-
-
-@expect("nansum in line")
-def sum_without_nans(h, w, y, a, m):
-    """Its derivative depends on which are NaN."""
-    return torch.nansum(losses(h, w, y) * m)
-
-
-@expect("is the same whatever the logits are")
-def stacked_with_zeros(h, w, y, a, m):
-    lp = log_probs(h, w, y)
-    return (torch.stack([torch.zeros_like(lp), lp], -1).sum(-1) * m).mean()
-
-
-@expect("trace in line")
-def trace_of_more_tokens_than_sequences(h, w, y, a, m):
-    """PyTorch's derivative has ones beside the diagonal."""
-    return losses(h, w, y).t().trace()
-
-
-@expect(IN_FORWARD)
-def the_same_tokens_in_other_shapes(h, w, y, a, m):
-    x = log_probs(h, w, y)
-    return (x * m).mean() + x.flatten()[0] + (x.view(2, -1) * a.view(2, -1)).sum() + x[..., None].sum(1).sum()
-
-
-@expect(IN_FORWARD)
-def logged_sums_in_a_checkpoint(h, w, y, a, m):
-    """The sums of sequences are computed there once more, and the region weighs its tokens by their derivative."""
-    of_sequences = checkpoint(lambda x: (x * m).sum(-1), losses(h, w, y), use_reentrant=False)
-    return of_sequences.mean(), of_sequences.detach()
 
 
 @expect("log_sigmoid in line")
@@ -588,11 +635,6 @@ def columns_of_logits_beside_a_loss(h, w, y, a, m):
 # Changes in place, and operations that look linear and are not.
 
 
-def _without_gradients(function, *tensors):
-    with torch.no_grad():
-        return function(*tensors)
-
-
 OF_LOSSES = {
     "padded": lambda s, m: F.pad(s, (0, 2), value=5.0).sum() + F.pad(s[None], (0, 2), mode="replicate").sum(),
     "by keyword": lambda s, m: (
@@ -629,22 +671,6 @@ def masked_through_a_view(h, w, y, a, m):
     s = log_probs(h, w, y)
     s[None][m[None] == 0] = 0.0
     return s.sum()
-
-
-@expect(ANY)
-def logits_changed_under_a_detached_view(h, w, y, a, m):
-    logits = F.linear(h, w)
-    logits.detach().mul_(2.0)
-    return F.cross_entropy(logits.flatten(0, 1), y.flatten())
-
-
-@expect(FUSED)
-def logits_scaled_under_a_view(h, w, y, a, m):
-    logits = F.linear(h, w)
-    logits /= 0.7
-    rows = logits.flatten(0, 1)
-    logits.mul_(2).mul_(0.4)
-    return F.cross_entropy(rows, y.flatten())
 
 
 @expect(IN_FORWARD)
@@ -692,14 +718,6 @@ def logits_scaled_after_a_reader(h, w, y, a, m):
     total = logits.cumsum(-1).amax()
     logits *= 2
     return F.cross_entropy(logits.flatten(0, 1), y.flatten()) + total
-
-
-@expect(Reason.OPERAND_MODIFIED)
-def logits_scaled_without_gradients(h, w, y, a, m):
-    logits = F.linear(h, w)
-    with torch.no_grad():
-        logits *= 2
-    return F.cross_entropy(logits.flatten(0, 1), y.flatten())
 
 
 @expect(Reason.OPERAND_MODIFIED, thunder=True)
@@ -773,13 +791,6 @@ def operands_written_without_gradients(h, w, y, a, m):
 
 
 @expect(FUSED)
-def transposed_tokens(h, w, y, a, m):
-    """They are other tokens: of one number a token, it would be none."""
-    x = log_probs(h, w, y)
-    return (x.t().exp() * m.t()).sum() + (clipped(x.t(), a.t()) * m.t()).sum()
-
-
-@expect(FUSED)
 def logged_under_autocast(h, w, y, a, m):
     """Behind the region that gives the log-probabilities, and under autocast as before."""
     x = log_probs(h.float(), w.float(), y)
@@ -837,16 +848,6 @@ def permuted_by_name(h, w, y, a, m):
     return sum(F.cross_entropy(each, y) for each in (*ways, torch.movedim(input=z, source=2, destination=1)))
 
 
-@expect(Reason.ANOTHER_PRODUCT, thunder=True)
-def one_bias_for_all_columns(h, w, y, a, m):
-    return F.cross_entropy(torch.addmm(w[:1, 0], h.flatten(0, 1), w.t()), y.flatten())
-
-
-@expect(Reason.ANOTHER_PRODUCT, thunder=True)
-def half_a_bias(h, w, y, a, m):
-    return F.cross_entropy(torch.addmm(w[:, 0], h.flatten(0, 1), w.t(), beta=0.5), y.flatten())
-
-
 @expect(Reason.OPERAND_MODIFIED)
 def hidden_states_changed_before_the_gradients(h, w, y, a, m):
     """The backward of a linear with a frozen weight does not read its input."""
@@ -885,12 +886,6 @@ def count_between_terms(h, w, y, a, m):
 def terms_of_two_heads_in_turn(h, w, y, a, m):
     first, second = log_probs(h, w, y), log_probs(h, -w, y)
     return ((first * a).sum() + (second * m).sum()) * 2 + first.exp().sum() + second.exp().mean()
-
-
-@expect(IN_FORWARD, thunder=True)
-def factors_of_a_sum_that_is_logged(h, w, y, a, m):
-    loss = (log_probs(h, w, y) * m).sum()
-    return -0.5 * loss / m.sum(), loss.detach()
 
 
 @expect(IN_FORWARD)
@@ -934,27 +929,6 @@ def head_of_an_equation(h, w, y, a, m):
     return first - (second.squeeze(-1) * a).sum() + F.cross_entropy(torch.einsum("...h,vh->...v", h[0].sin(), w), y[0])
 
 
-@expect(IN_FORWARD, thunder=True)
-def head_by_tensordot(h, w, y, a, m):
-    return of_rows(torch.tensordot(h, w, dims=([-1], [1])), y) + of_rows(torch.tensordot(h.tanh(), w.t(), 1), y)
-
-
-@expect(IN_FORWARD, thunder=True)
-def adapter_of_equations(h, w, y, a, m):
-    adapter = torch.einsum("btr,vr->btv", torch.einsum("bth,rh->btr", h, w[:3]), w[:, :3])
-    return of_rows(torch.einsum("bth,vh->btv", h, w) + 2 * adapter, y)
-
-
-@expect(Reason.ANOTHER_PRODUCT, thunder=True)
-def kernels_of_one_token_at_every_second(h, w, y, a, m):
-    return F.cross_entropy(F.conv1d(h.transpose(1, 2), w[..., None], stride=2), y[:, ::2])
-
-
-@expect(Reason.ANOTHER_PRODUCT, thunder=True)
-def a_head_for_each_sequence(h, w, y, a, m):
-    return of_rows(torch.bmm(h, w.t() * m[:, :1, None]), y)
-
-
 def of_two_heads(h, w, y):
     """Log-probabilities, with y as labels of both."""
     return [F.linear(x, w).log_softmax(-1).gather(-1, y[..., None]).squeeze(-1) for x in (h, h.tanh())]
@@ -973,30 +947,10 @@ def each_head_weighs_the_other(h, w, y, a, m):
     return -(torch.where(m > 0, first, second.detach()) + second * first.detach()).mean()
 
 
-@expect(Reason.ANOTHER_PRODUCT)
-def one_row_for_all_classes(h, w, y, a, m):
-    """Expanded: the weight has as many classes as the logits, and its memory has one."""
-    return of_rows(F.linear(h, w[:1].expand(V, -1)), y) + of_rows(h @ w[0].expand(V, H).t(), y)
-
-
-@expect(FUSED, thunder=True)
-def losses_times_ones(h, w, y, a, m):
-    """Made of no tensor."""
-    losses = F.cross_entropy(F.linear(h, w).flatten(0, 1), y.flatten(), reduction="none").view(y.shape)
-    return (losses @ torch.ones(y.shape[1], 1, dtype=h.dtype)).sum()
-
-
 @expect(Reason.ANOTHER_PRODUCT, thunder=True)
 def several_codebooks(h, w, y, a, m):
     logits = torch.einsum("bth,kvh->bktv", h, torch.stack([w, w.tanh()]))
     return -logits.log_softmax(-1).gather(-1, torch.stack([y, y], 1)[..., None]).mean()
-
-
-@expect(IN_FORWARD, thunder=True)
-def products_of_log_probabilities(h, w, y, a, m):
-    """They are no hidden states, of which a matrix makes logits."""
-    x = log_probs(h, w, y)
-    return torch.einsum("bt,tk->bk", x, a.t()).sum() + (x @ m.t()).sum()
 
 
 @expect(FUSED)
