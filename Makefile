@@ -46,7 +46,7 @@ demo: $(STAMP)
 mutants targets test test-all test-fast: export OMP_NUM_THREADS := 1
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 LONGER := agreement bench examples imports integrations interpreted model_zoo modules pages patterns processes \
-	thunder thunder_ranks trace_command traces two_ranks unfused
+	thunder thunder_ranks trace_command traces two_ranks
 
 test: $(STAMP)
 	$(PYTEST) -m "not slow" $(ARGS)

@@ -4,11 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from ranks import as_threads
 from reference import PLANS, assert_as_exact_as_eager, error, make_case, ours, run_by, truth
 from thunder_flce import Options, linear_cross_entropy
 from thunder_flce.engine import engine
 from thunder_flce.engine.primitives import Primitives, Region
+from thunder_flce.options import STRATEGIES
 
 SAVING_PLANS = {name: plan for name, plan in PLANS.items() if plan.strategy != "gradients_in_forward"}
 
@@ -91,3 +94,64 @@ def test_a_step_of_which_a_part_may_not_wait(plan, reduction, captured, monkeypa
     results = (run(case, grad, reduction=reduction).gradients for run in (ours, truth))
     assert all(error(got, right) < 1e-6 for got, right in zip(*results, strict=True))
     assert counts[0] == counts[1] == (int((case.target != -100).sum()) if captured == "backward" else 40)
+
+
+# Rows that a column dominates: -log p and p - 1 keep their digits, where 1 + x and 1 - x would lose those of x.
+
+VOCAB = 100
+MARGINS = (20.0, 30.0, 60.0, -20.0, 3.0, -30.0, 5.0)
+
+
+def confident_rows(device, dtype):
+    """Logits (T, V) and targets: the target's logit is so much above the others, or another's is."""
+    logits = torch.randn(len(MARGINS), VOCAB, device=device).mul_(0.1)
+    target = torch.randint(1, VOCAB, (len(MARGINS),), device=device)
+    for row, margin in enumerate(MARGINS):
+        logits[row, target[row] if margin > 0 else 0] = abs(margin)
+    return logits.to(dtype), target
+
+
+def exact_log_probs(logits):
+    """In float64, with a sum that leaves out the maximum's own 1."""
+    shifted = logits.double() - logits.double().amax(1, keepdim=True)
+    others = shifted.exp().scatter(1, shifted.argmax(1, keepdim=True), 0)
+    return shifted - others.sum(1, keepdim=True).log1p()
+
+
+def check(logits, target, strategy, **settings):
+    """With the identity for a head, dX is the gradient of the logits. Ranks have their rows of the head."""
+    dtype, device = logits.dtype, logits.device
+    x, rows = logits.clone().requires_grad_(), settings.pop("rows", slice(None))
+    head = torch.eye(VOCAB, dtype=dtype, device=device)[rows]
+    grad = torch.linspace(0.5, 1.5, len(target), device=device)
+    names = ("log_prob", "entropy")
+    options = Options(strategy=strategy, chunk_rows=None if strategy == "save_logits" else 3)
+    settings |= {"outputs": names, "detached": names, "options": options}
+    loss, log_prob, entropy = linear_cross_entropy(x, head, target, reduction="none", **settings)
+    loss.backward(grad)
+
+    exact = exact_log_probs(logits)
+    at_target = exact.gather(1, target.view(-1, 1))[:, 0]
+    tolerance = {"rtol": 1e-5, "atol": 0}
+    torch.testing.assert_close(loss.double(), -at_target, **tolerance)
+    torch.testing.assert_close(log_prob.view(-1).double(), at_target, **tolerance)
+    torch.testing.assert_close(entropy.double(), -(exact.exp() * exact).sum(1), **tolerance)
+    gradient = x.grad.gather(1, target.view(-1, 1))[:, 0].double()
+    torch.testing.assert_close(gradient, at_target.expm1() * grad, rtol=max(1e-5, torch.finfo(dtype).eps), atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_confident_rows(strategy, dtype, device):
+    check(*confident_rows(device, dtype), strategy)
+
+
+@pytest.mark.parametrize("strategy", ["save_logits", "recompute_logits"])
+def test_confident_rows_of_a_divided_vocabulary(strategy):
+    logits, target = confident_rows("cpu", torch.float32)
+    parts = [slice(0, 40), slice(40, 40), slice(40, VOCAB)]
+
+    def run(rank):
+        check(logits, target, strategy, rows=parts[rank], vocab_parallel=dist.group.WORLD)
+
+    as_threads(len(parts), run)
