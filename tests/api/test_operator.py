@@ -70,10 +70,6 @@ def assert_right(results, case: Case, *, after_backward: bool = False, **setting
     assert_close_to_truth(got, case, grad, factor=1.5, **settings)
 
 
-def head(case: Case):
-    return case.x, case.weight, case.target
-
-
 # The operators by themselves.
 
 OF_TOKENS = torch.rand(37)
@@ -146,8 +142,8 @@ def test_options_that_change_between_calls(field):
 
     compiled, case = torch.compile(program, backend="aot_eager", fullgraph=True), make_case(tokens=37)
     for number in (1 << 20, 1 << 21, 1 << 22):
-        options = Options(**{field: number})
-        assert torch.equal(compiled(*head(case), options), program(*head(case), options))
+        given = case.x, case.weight, case.target, Options(**{field: number})
+        assert torch.equal(compiled(*given), program(*given))
 
 
 # The caches on disk know programs by their operators, and not by what these are lowered to.
@@ -224,11 +220,6 @@ def test_without_values(kind, settings):
 # Transforms of torch.func.
 
 
-@pytest.fixture(params=["mean", "none"])
-def reduction(request):
-    return request.param
-
-
 def test_grad_and_vjp(settings):
     case = make_case()
 
@@ -243,8 +234,7 @@ def test_grad_and_vjp(settings):
         return (function(x, weight) * upstream).sum()
 
     for got in (vjp(upstream), torch.func.grad(summed, argnums=(0, 1))(case.x.detach(), case.weight.detach())):
-        for gradient, exact in zip(got, right.gradients, strict=True):
-            assert error(gradient, exact) < 1e-6
+        assert all(error(*pair) < 1e-6 for pair in zip(got, right.gradients, strict=True))
     compiled = torch.compile(torch.func.grad(summed), backend="aot_eager", fullgraph=True)
     assert error(compiled(case.x.detach(), case.weight.detach()), right.gradients[0]) < 1e-6
 
@@ -262,6 +252,7 @@ def test_a_gradient_that_only_an_outer_transform_needs():
     assert error(torch.func.grad(value)(case.weight.detach()), truth(case).gradients[1]) < 1e-6
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_what_transforms_do_not_have(reduction):
     case, several = make_case(), make_case(tokens=6)
     x, weight, batch = case.x.detach(), case.weight.detach(), several.x.detach().view(3, 2, -1)
@@ -437,8 +428,7 @@ def test_reduce_overhead(name):
         gradients = [gradient.clone() for gradient in torch.autograd.grad(loss, (case.x, case.weight), grad)]
         right = truth(case, grad, reduction=settings.get("reduction", "mean"))
         assert error(loss, right.loss) < 1e-5
-        for got, exact in zip(gradients, right.gradients, strict=True):
-            assert error(got, exact) < 1e-4
+        assert all(error(*pair) < 1e-4 for pair in zip(gradients, right.gradients, strict=True))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

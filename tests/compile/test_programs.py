@@ -166,19 +166,6 @@ for name, (of_tokens, outcome, made) in (OF_TOKENS | OF_TOKENS_BY_DYNAMO).items(
 
 
 @expect(IN_FORWARD, thunder=True)
-def grpo(h, w, y, a, m):
-    """As TRL has it, with what it logs beside the loss."""
-    logits = F.linear(h, w) / 0.9
-    x = logits.gather(-1, y[..., None]).squeeze(-1) - torch.logsumexp(logits, -1)
-    divergence = torch.exp(a - x) - (a - x) - 1
-    ratio, advantages = torch.exp(x + a), a[:, 0].unsqueeze(1)
-    of_tokens = -torch.min(ratio * advantages, torch.clamp(ratio, 0.8, 1.28) * advantages) + 0.04 * divergence
-    loss = ((of_tokens * m).sum(-1) / m.sum(-1).clamp(min=1.0)).mean()
-    is_clipped = (ratio < 0.8) & (advantages < 0)
-    return loss / 4, ((divergence * m).sum() / m.sum()).detach(), (is_clipped.double() * m).sum()
-
-
-@expect(IN_FORWARD, thunder=True)
 def ignored_tokens_count(h, w, y, a, m):
     """What is made of their loss, 0, is not 0."""
     labels = torch.where(m.bool(), y, -100)
@@ -464,13 +451,6 @@ LOG_SOFTMAX = nn.LogSoftmax()
 @expect(FUSED, thunder=True)
 def of_a_module(h, w, y, a, m):
     return -LOG_SOFTMAX(F.linear(h[0], w)).gather(1, y[0][:, None])
-
-
-@expect("depend", thunder=True)
-def weighted_by_its_own_predictions(h, w, y, a, m):
-    logits = F.linear(h, w)
-    of_tokens = F.cross_entropy(logits.transpose(1, 2), y, reduction="none")
-    return (of_tokens.sum(-1) * (logits.argmax(-1) == y).double().sum(-1)).sum()
 
 
 # Heads: sums of linears, other products, and changes in place.
@@ -935,14 +915,8 @@ def of_two_heads(h, w, y):
 
 
 @expect(FUSED, thunder=True)
-def one_head_weighs_the_other(h, w, y, a, m):
-    """A token loss of the second would have no gradient for the first."""
-    first, second = of_two_heads(h, w, y)
-    return -(first * second.detach() + second).sum()
-
-
-@expect(FUSED)
 def each_head_weighs_the_other(h, w, y, a, m):
+    """A token loss of one would have no gradient for the other."""
     first, second = of_two_heads(h, w, y)
     return -(torch.where(m > 0, first, second.detach()) + second * first.detach()).mean()
 
@@ -1024,12 +998,6 @@ def _straight_through(z, of_rows):
     return z - of_rows(z, -1, True) + of_rows(z.detach(), -1, True)
 
 
-def _labels_filled(z, y):
-    x = z.log_softmax(-1).gather(-1, y[:, None])
-    y.masked_fill_(y == 7, 0)
-    return x.squeeze(-1)
-
-
 def _labels_in_one_buffer(z, y):
     buffer, found = torch.empty(2, 3, dtype=torch.int64), []
     for number, part in enumerate(z.view(2, 3, -1)):
@@ -1037,17 +1005,6 @@ def _labels_in_one_buffer(z, y):
         found.append(part.log_softmax(-1).gather(-1, buffer[number][:, None])[:, 0])
         buffer[number] = 0
     return torch.stack(found)
-
-
-def _labels_changed_before_the_sum(z, y):
-    of_tokens = F.cross_entropy(z, y, reduction="none")
-    y.mul_(0)
-    return of_tokens
-
-
-def _labels_masked_before(z, y):
-    y.masked_fill_(y == 7, 0)
-    return _of_labels(z, y)
 
 
 COLUMNS = torch.arange(V, dtype=torch.float64)
@@ -1119,10 +1076,13 @@ LOOKALIKES = {
 # A region takes the place of the last operation, and would read the labels there. A cross-entropy is where they are
 # read, and its sum may follow.
 LABELS_CHANGED = {
-    _labels_filled: False,
-    _labels_in_one_buffer: False,
-    _labels_changed_before_the_sum: True,
-    _labels_masked_before: True,
+    "filled": (
+        lambda z, y: (x := z.log_softmax(-1).gather(-1, y[:, None]), y.masked_fill_(y == 7, 0), x[:, 0])[2],
+        False,
+    ),
+    "in one buffer": (_labels_in_one_buffer, False),
+    "before the sum": (lambda z, y: (F.cross_entropy(z, y, reduction="none"), y.mul_(0))[0], True),
+    "masked before": (lambda z, y: (y.masked_fill_(y == 7, 0), _of_labels(z, y))[1], True),
 }
 
 
@@ -1239,20 +1199,17 @@ def test_random_sums(seed):
     check(program, ANY, by_dynamo(program), (6,))
 
 
-def _focal(h, w, y, m):
-    x = losses(h, w, y)
-    return (((1 - torch.exp(-x)) ** 2 * x).mean(),)
-
-
-def _masked_with_accuracy(h, w, y, m):
-    logits = F.linear(h, w)
-    x = F.cross_entropy(logits.transpose(1, 2), y, reduction="none")
-    return (x * m).sum(), (logits.argmax(-1) == y).sum()
-
-
-@pytest.mark.parametrize("program", [_focal, _masked_with_accuracy])
-def test_float16_waits_for_a_loss_scale(program):
+@pytest.mark.parametrize("of_logits", [
+    lambda x, z, y, m: (((1 - torch.exp(-x)) ** 2 * x).mean(),),
+    lambda x, z, y, m: ((x * m).sum(), (z.argmax(-1) == y).sum()),
+], ids=["token loss", "accuracy"])  # fmt: skip
+def test_float16_waits_for_a_loss_scale(of_logits):
     """Of a token loss, and of a loss with other results beside it: gradients would be computed in the forward else."""
+
+    def program(h, w, y, m):
+        z = F.linear(h, w)
+        return of_logits(F.cross_entropy(z.transpose(1, 2), y, reduction="none"), z, y, m)
+
     (h, w, y, _, m), compiled = operands(6), by_dynamo(program)
     found = compiled(*(each.detach().half().requires_grad_() for each in (h, w)), y, m.half())
     for each, right in zip(found, program(h, w, y, m), strict=True):
@@ -1264,7 +1221,8 @@ def test_float16_waits_for_a_loss_scale(program):
 def test_masked_tokens_are_left_out():
     """They are what a weight of 0 says, and a product with the mask comes last."""
     h, w, y, a, m = operands(6)
-    loss = thunder_flce.jit(lambda *given: grpo(*given)[0])(h, w, y, a.masked_fill(m == 0, torch.nan), m)
+    step = thunder_flce.jit(lambda h, w, y, a, m: ((log_probs(h, w, y) - a).exp() * m).sum() / m.sum())
+    loss = step(h, w, y, a.masked_fill(m == 0, torch.nan), m)
     assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(loss, (h, w)))
 
 
@@ -1286,7 +1244,7 @@ def test_what_looks_like_a_number_of_a_row(name):
     check(program, ANY, by_dynamo(program), (6,))
 
 
-@pytest.mark.parametrize(("function", "is_fused"), LABELS_CHANGED.items(), ids=lambda f: getattr(f, "__name__", ""))
+@pytest.mark.parametrize(("function", "is_fused"), LABELS_CHANGED.values(), ids=LABELS_CHANGED)
 @pytest.mark.filterwarnings("ignore")
 def test_labels_changed_in_place(function, is_fused):
     """Without gradients, of which eager has none there."""

@@ -6,7 +6,7 @@ import pytest
 import thunder
 import torch
 
-from front_ends import COMPILERS
+from front_ends import COMPILERS, run
 from test_pointwise import needs_dynamo
 from thunder_flce import linear_cross_entropy
 
@@ -42,8 +42,5 @@ def test_compiled_programs(compiler):
         if compiler == "thunderfx" and factor > 1:
             continue  # thunder 0.2.6 loses count of the results of two regions beside a symbolic number.
         with patch(f"{__name__}.GLOBAL", changed):
-            found = []
-            for function in (compiled, program):
-                loss = function(hidden, weight, factor)
-                found.append((loss.detach(), *torch.autograd.grad(loss, (hidden, weight))))
-        torch.testing.assert_close(*found)
+            steps = (lambda h, w, of=of: of(h, w, factor) for of in (compiled, program))  # noqa: B023
+            torch.testing.assert_close(*(run(step, (hidden, weight)) for step in steps))

@@ -69,10 +69,6 @@ CASES = {
 }  # fmt: skip
 
 
-def widths(program: printing.Program) -> int:
-    return max(map(len, program.forward + program.backward))
-
-
 @pytest.mark.parametrize("ignored_rows", ["skip", "compute"])
 @pytest.mark.parametrize(("plan", "sizes", "settings"), CASES.values(), ids=CASES)
 def test_what_runs_is_what_is_printed(plan, sizes, settings, ignored_rows, called, monkeypatch):
@@ -92,7 +88,7 @@ def test_what_runs_is_what_is_printed(plan, sizes, settings, ignored_rows, calle
     assert [name for name in program.primitives if name != "scale"] == called
     is_scaled = plan.finishes_in_forward and not frozen
     assert program.primitives.count("scale") == (len(needs_grad) if is_scaled else 0)
-    assert widths(program) <= printing.WIDTH
+    assert max(map(len, program.forward + program.backward)) <= printing.WIDTH
 
 
 @pytest.mark.parametrize(

@@ -51,10 +51,6 @@ def raising(error):
     return method
 
 
-def without_dw(inputs):
-    return F.cross_entropy(F.linear(inputs.x, inputs.weight.detach(), inputs.bias), inputs.target)
-
-
 def failing_later():
     """In its turns, after what is measured first."""
     calls = itertools.count()
@@ -73,7 +69,9 @@ BROKEN = {
     "not here": lambda: raising(Unavailable("not here")),
     "RuntimeError: broken": lambda: raising(RuntimeError("broken\nand more"))(None),
     "out of memory": lambda: raising(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate …")),
-    "RuntimeError: no dw came of the backward": lambda: without_dw,
+    "RuntimeError: no dw came of the backward": lambda: (
+        lambda inputs: F.cross_entropy(F.linear(inputs.x, inputs.weight.detach(), inputs.bias), inputs.target)
+    ),
 }
 """Makes methods, by what a row says of them."""
 
