@@ -24,7 +24,7 @@ from thunder.core import interpreter, symbol
 from torch._dynamo import guards, trace_rules
 from torch._dynamo.backends import registry
 
-from poison import poison_memory
+from reference import poison_memory
 from thunder_flce.backend import compile_graph
 from thunder_flce.engine.kernels import dispatch
 

@@ -26,6 +26,7 @@ def prepare_row_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     NumPy's for the end of a loop.
     """
     import triton.language as tl
+    from triton.runtime import interpreter
 
     from thunder_flce.engine.kernels import triton_rows, triton_tokens
 
@@ -45,13 +46,6 @@ def prepare_row_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (triton_rows, triton_tokens):
         monkeypatch.setattr(module, "libdevice", stand_in)
     monkeypatch.setattr(triton_rows, "_LARGEST_ROW_BYTES", 2**30)
-    take_loop_ends(monkeypatch)
-
-
-def take_loop_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets the interpreter take a tensor for the end of a loop, which it does not where that is one of NumPy's."""
-    from triton.runtime import interpreter
-
     patch = interpreter._patch_lang_tensor
 
     def patch_too(tensor, *scope):

@@ -24,8 +24,7 @@ from torch import Tensor
 
 import thunder_flce
 from divided import BOTH, divided, on_a_mesh
-from poison import poison_memory
-from reference import Case, Result, assert_close_to_truth, differentiate, ours
+from reference import Case, Result, assert_close_to_truth, differentiate, ours, poison_memory
 from thunder_flce import LinearCrossEntropyLoss, Options, linear_cross_entropy
 from thunder_flce.engine.kernels import dispatch, torch_rows
 from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS, OUTPUTS

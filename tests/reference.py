@@ -321,6 +321,23 @@ def run_by(monkeypatch, plan: Plan) -> None:
     monkeypatch.setattr(calls, "_known", {})
 
 
+def poison_memory(replace: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Fills uninitialised floating-point memory with NaN, so that what is never written shows in the result."""
+
+    def poisoned(allocate):
+        def wrapper(*args, **kwargs):
+            tensor = allocate(*args, **kwargs)
+            if tensor.is_floating_point() and not tensor.is_meta:
+                with torch.no_grad():
+                    tensor.fill_(float("nan"))
+            return tensor
+
+        return wrapper
+
+    for name in ("empty", "empty_like"):
+        replace(torch, name, poisoned(getattr(torch, name)))
+
+
 def captured(step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
     """A CUDA graph of a step, which has run before, and what the step gives in it."""
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()

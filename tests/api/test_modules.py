@@ -33,19 +33,6 @@ def test_compiled(way):
     assert_close_to_truth(result, case, softcap=5.0)
 
 
-class Tied(nn.Module):
-    """A model whose head shares its embedding's weight."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(V, H)
-        self.lm_head = LinearCrossEntropyLoss(H, V)
-        self.lm_head.linear.weight = self.embedding.weight
-
-    def forward(self, tokens, labels):
-        return self.lm_head(self.embedding(tokens), labels)
-
-
 def test_state_dict():
     """The names are those of `torch.nn.LinearCrossEntropyLoss`, and those of a linear are taken, too."""
     class_weights = torch.rand(V)
@@ -66,7 +53,8 @@ def test_state_dict():
         ["x"],
     )
     assert torch.equal(loss.linear.weight, linear.weight) and torch.equal(loss.weight, class_weights)
-    model = Tied()
+    model = nn.ModuleDict({"embedding": nn.Embedding(V, H), "lm_head": LinearCrossEntropyLoss(H, V)})
+    model.lm_head.linear.weight = model.embedding.weight
     tied = torch.randn(V, H)
     model.load_state_dict({"embedding.weight": tied, "lm_head.weight": tied})
     assert torch.equal(model.lm_head.linear.weight, tied) and model.lm_head.linear.weight is model.embedding.weight

@@ -23,6 +23,10 @@ from thunder_flce.options import STRATEGIES
 ROW_METHODS = ("statistics", "moments", "gradient_", "both_")
 
 
+def _tensors_in(value):
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
 class LiveBytes(TorchDispatchMode):
     """The most bytes that tensors made meanwhile hold at a time."""
 
@@ -40,21 +44,17 @@ class LiveBytes(TorchDispatchMode):
         self._is_paused = False
 
     def __torch_dispatch__(self, function, types, arguments=(), settings=None):
-        known = {tensor.untyped_storage()._cdata for tensor in tree_leaves((arguments, settings)) if _is_tensor(tensor)}
+        known = {tensor.untyped_storage()._cdata for tensor in _tensors_in((arguments, settings))}
         result = run_inside(self, function, arguments, settings)
         if self._is_paused:
             return result
-        for tensor in filter(_is_tensor, tree_leaves(result)):
+        for tensor in _tensors_in(result):
             storage = tensor.untyped_storage()
             if storage._cdata not in known:
                 self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self._live = {key: live for key, live in self._live.items() if not live[0].expired()}
         self.peak = max(self.peak, sum(nbytes for _, nbytes in self._live.values()))
         return result
-
-
-def _is_tensor(value) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 def _called_within(context, function):

@@ -130,18 +130,6 @@ def test_strategies(changes, options, strategy):
     assert plan_of(options=options, **changes).strategy == strategy_of(call(**changes), options) == strategy
 
 
-def test_strategies_that_cannot_be():
-    in_forward = Options(strategy="gradients_in_forward")
-    for check in (strategy_of, lambda *asked: choose(*asked, ABSENT_DEVICE)):
-        with pytest.raises(ValueError, match='strategy "gradients_in_forward" needs reduction "mean" or "sum"'):
-            check(call(loss=EACH_ROW), in_forward)
-        rest = call(loss=Loss(target_rest=True), targets=4)
-        with pytest.raises(ValueError, match="target_rest needs its gradients computed in the forward"):
-            check(rest, Options(strategy="save_logits"))
-        with pytest.raises(ValueError, match='row_kernels="triton"'):
-            check(call(device="cpu"), Options(row_kernels="triton"))
-
-
 # Saved logits.
 
 
