@@ -248,11 +248,6 @@ def laid_out(tensor: Tensor, layout: str) -> Tensor:
     return tensor
 
 
-def gradients_can_come_first(dtype: torch.dtype, reduction: str, outputs: tuple[str, ...]) -> bool:
-    """Whether the strategy "gradients_in_forward" is one; those of float16 have to know the loss scale."""
-    return dtype is not torch.float16 and reduction != "none" and not set(outputs) & set(DIFFERENTIABLE_OUTPUTS)
-
-
 def row_kernels(dtype: torch.dtype, device: str) -> list[str]:
     """Every choice of row kernels that can run."""
     runs_on = ["torch"] if device == "cpu" or dtype is torch.float64 else dispatch.BACKENDS
@@ -270,7 +265,8 @@ def plain_call(one_of: Callable, device: str, vocabularies: tuple[int, ...] = ()
     reduction = one_of("mean", "sum", "none")
     outputs = one_of((), some_of(*OUTPUTS, most=4))
     vocab_size = one_of(None, vocab, max(vocab - 2, 1), 1 + vocab // 2)
-    in_forward = gradients_can_come_first(dtype, reduction, outputs)
+    # Those of float16 have to know the loss scale.
+    in_forward = dtype is not torch.float16 and reduction != "none" and not {*outputs} & {*DIFFERENTIABLE_OUTPUTS}
     strategy = one_of(None, *(s for s in STRATEGIES if s != "gradients_in_forward" or in_forward))
     ranks = [(one_of(2, 1, 8), one_of(False, True), one_of(False, True)) for _ in range(one_of(1, 2, 3))]
     return Call(

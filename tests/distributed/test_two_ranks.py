@@ -44,18 +44,12 @@ from thunder_flce.backend import compile_graph
 CASES = {}
 
 
-def on_two_ranks(case):
-    """Makes a function of the rank a test."""
-    CASES[case.__name__] = case
-    return case
-
-
-def with_each(**values):
-    """The same for each value of its other argument, by name."""
+def on_two_ranks(**values):
+    """Makes a function of the rank a test, or one for each value of its other argument, by name."""
 
     def mark(case):
-        for name, value in values.items():
-            CASES[f"{case.__name__}[{name}]"] = functools.partial(case, of=value)
+        each = {f"{case.__name__}[{name}]": functools.partial(case, of=value) for name, value in values.items()}
+        CASES.update(each or {case.__name__: case})
         return case
 
     return mark
@@ -122,7 +116,7 @@ def padded_part(rank: int, gradient: torch.Tensor, ranks: int = 2) -> torch.Tens
     return torch.cat([gradient, gradient.new_zeros(ranks, *gradient.shape[1:])])[rank * rows :][:rows]
 
 
-@with_each(zero2_tied=(FSDPType.ZERO2, True), zero3=(FSDPType.ZERO3, False))
+@on_two_ranks(zero2_tied=(FSDPType.ZERO2, True), zero3=(FSDPType.ZERO3, False))
 def thunder_fsdp(rank, of):
     sharding, tied = of
     model = Model(97, tied=tied)
@@ -137,7 +131,7 @@ def thunder_fsdp(rank, of):
     check(step, exact, part=functools.partial(padded_part, rank))
 
 
-@with_each(ddp=(True, False), fsdp_tied=(False, True))
+@on_two_ranks(ddp=(True, False), fsdp_tied=(False, True))
 def thunder_distributes_before_it_fuses(rank, of):
     """The other order of transforms."""
     is_ddp, tied = of
@@ -158,7 +152,7 @@ def thunder_distributes_before_it_fuses(rank, of):
     check(step, exact, part=(lambda gradient: gradient) if is_ddp else functools.partial(padded_part, rank))
 
 
-@with_each(plain=False, tied=True)
+@on_two_ranks(plain=False, tied=True)
 def thunder_ddp_accumulates(rank, of):
     model = Model(tied=of)
     exact = exact_gradients(model, (0, 1, 2, 3))
@@ -175,14 +169,14 @@ def thunder_ddp_accumulates(rank, of):
     check(step, exact_gradients(model, (2, 3)))
 
 
-@on_two_ranks
+@on_two_ranks()
 def thunder_fsdp_without_sums_warns(rank):
     step = thunder.distributed.fsdp(thunder_flce.jit(Model()), device=torch.device("cpu"))
     with step.no_sync(), pytest.warns(UserWarning, match=r"fsdp loses gradients in no_sync\(\)"):
         step(*batch(rank))
 
 
-@on_two_ranks
+@on_two_ranks()
 def fully_shard_of_a_thunder_module_warns(rank):
     step = thunder_flce.jit(Model())
     fully_shard(step, mesh=init_device_mesh("cpu", (2,)))
@@ -193,7 +187,7 @@ def fully_shard_of_a_thunder_module_warns(rank):
 # PyTorch's own.
 
 
-@with_each(
+@on_two_ranks(
     plain={},
     tied={"tied": True},
     frozen={"frozen": True},
@@ -232,7 +226,7 @@ def divide_head(model: nn.Module, mesh) -> None:
     fully_shard(model, mesh=mesh, ignored_params=set(head.parameters()))
 
 
-@with_each(mean=False, num_items=True)
+@on_two_ranks(mean=False, num_items=True)
 def fsdp2_divides_the_vocabulary_too(rank, of):
     """The gradients are those of the mean over all tokens, of which the ranks have 24 and 20; over two batches."""
     model, mesh = ModelWithLoss(97), init_device_mesh("cpu", (2,))
@@ -251,7 +245,7 @@ def fsdp2_divides_the_vocabulary_too(rank, of):
     assert error(norm.full_tensor(), sum(gradient.square().sum() for gradient in right.values()).sqrt()) < 1e-5
 
 
-@on_two_ranks
+@on_two_ranks()
 def fsdp2_divides_the_vocabulary_of_a_model_in_bfloat16(rank):
     """Whose parameters are those of a state dict."""
     model, mesh = ModelWithLoss(97), init_device_mesh("cpu", (2,))
@@ -270,7 +264,7 @@ def fsdp2_divides_the_vocabulary_of_a_model_in_bfloat16(rank):
         model(*batch(rank, 97))
 
 
-@on_two_ranks
+@on_two_ranks()
 def fsdp2_of_a_tied_weight(rank):
     """Embedding and head have one weight while they are in one unit, such as the root. Divided, no embedding has it."""
     model, mesh = ModelWithLoss(97, tied=True), init_device_mesh("cpu", (2,))
@@ -291,7 +285,7 @@ def fsdp2_of_a_tied_weight(rank):
 # DTensors.
 
 
-@on_two_ranks
+@on_two_ranks()
 def module_with_a_divided_weight(rank):
     mesh = init_device_mesh("cpu", (2,))
     loss, part = (LinearCrossEntropyLoss(H, 97, bias=True, dtype=torch.float64) for _ in range(2))
@@ -310,7 +304,7 @@ def module_with_a_divided_weight(rank):
     assert x.grad.placements == (Shard(0),) and error(x.grad.full_tensor(), hidden.grad) < 1e-12
 
 
-@with_each(ddp=(True, False), ddp_tied=(True, True), fsdp2=(False, False), fsdp2_tied=(False, True))
+@on_two_ranks(ddp=(True, False), ddp_tied=(True, True), fsdp2=(False, False), fsdp2_tied=(False, True))
 def backend_of_torch_compile(rank, of):
     """With `aot_eager` in place of Inductor, which takes seconds for each program."""
     is_ddp, tied = of

@@ -133,14 +133,6 @@ def compiled():
     return compiled_by(torch.compile, backend=compile_graph)
 
 
-class Wrapped(nn.Module):
-    """As Fabric and accelerate wrap a module, which is a submodule of theirs."""
-
-    def __init__(self, name, module):
-        super().__init__()
-        setattr(self, name, module)
-
-
 class Forwarding:
     """No module, but with a `__getattr__` like Fabric's."""
 
@@ -151,10 +143,11 @@ class Forwarding:
         return getattr(self.__dict__["_forward_module"], name)
 
 
+# Fabric and accelerate have the module as a submodule.
 WRAPPERS = {
-    "_forward_module": lambda module: Wrapped("_forward_module", module),
-    "module": lambda module: Wrapped("module", module),
-    "both": lambda module: Wrapped("_forward_module", Wrapped("module", module)),
+    "_forward_module": lambda module: nn.ModuleDict({"_forward_module": module}),
+    "module": lambda module: nn.ModuleDict({"module": module}),
+    "both": lambda module: nn.ModuleDict({"_forward_module": nn.ModuleDict({"module": module})}),
     "an object": lambda module: SimpleNamespace(module=module),
     "an object that forwards": Forwarding,
 }

@@ -14,11 +14,7 @@ ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 PAGES = [
     *ROOT.glob("*.md"),
-    *(ROOT / "docs").glob("*.md"),
-    *(ROOT / "lab").glob("*.md"),
-    ROOT / "examples/README.md",
-    ROOT / "traces/README.md",
-    ROOT / "traces/h100/README.md",
+    *(page for name in ("docs", "examples", "lab", "traces") for page in (ROOT / name).rglob("*.md")),
 ]
 
 
