@@ -13,7 +13,8 @@ from thunder_flce import LinearCrossEntropyLoss, Options, linear_cross_entropy
 from thunder_flce.backend import compile_graph
 from thunder_flce.engine.kernels import scaling
 
-UPSTREAM = [1 / 3, 1 / 6, 0.1, 1000 / 7]
+# The last is in the middle of two numbers of bfloat16.
+UPSTREAM = [1 / 3, 1 / 6, 0.1, 1000 / 7, 1 + 2**-8]
 
 
 def a_case(device: str, dtype: torch.dtype = torch.bfloat16) -> Case:
@@ -176,19 +177,6 @@ def test_a_factor_with_a_gradient_of_its_own():
     """It is a factor all the same, and gets its gradient."""
     (found,) = check(lambda w, *a: fused(*a) / w, torch.tensor(0.3, requires_grad=True))
     assert found.startswith("t")
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("factor", [1 / 3, -0.1, 1000 / 7, 1 + 2**-8, 1 + 3 * 2**-8, 1 - 2**-12])
-def test_the_factor_of_a_16_bit_loss_is_rounded(factor, dtype):
-    """As the loss rounds its upstream gradient."""
-    case = make_case(dtype=dtype, ignored=0.0)
-    jitted = thunder_flce.jit(
-        lambda *a: F.cross_entropy(F.linear(*a[:2]), a[2]) * factor, options=Options(expected_gradient=1.0)
-    )
-    jitted(case.x, case.weight, case.target)
-    found = factors(thunder.last_traces(jitted)[-1].python())
-    assert float(found[0] if found else 1) == torch.tensor(factor, dtype=dtype).item()
 
 
 @pytest.mark.parametrize("expected", [0, float("inf"), "1", True])
