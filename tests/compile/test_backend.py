@@ -351,23 +351,6 @@ def test_mode_and_options_reach_inductor(monkeypatch):
     assert seen == [expected, {"max_autotune": True}]
 
 
-def test_decisions_are_those_of_one_model():
-    class Activated(Model):
-        """A class of its own: torch 2.8 takes one of `Model` with another `after_head` for the same program."""
-
-        def after_head(self, logits):
-            return logits.relu()
-
-    first, second = Model(), Activated()
-    steps = [compiled_with(model) for model in (first, second)]
-    arguments = batch()
-    with pytest.warns(NotFusedWarning):
-        for step in steps:
-            step(*arguments)
-    reports = [thunder_flce.explain(step) for step in steps]
-    assert [[decision.fused for decision in report.decisions] for report in reports] == [[True], [False]]
-
-
 def test_entry_point():
     """Found without an import: by the metadata, which name what is there."""
     tomllib = pytest.importorskip("tomllib", reason="from Python 3.11 on")
