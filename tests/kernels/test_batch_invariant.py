@@ -85,14 +85,14 @@ def test_layout_of_the_input(batch):
 
 
 def test_a_sum_of_linears(batch):
-    """An adapter beside the head."""
+    """An adapter beside the head, with a bias."""
     x, weight = batch.x[:, :8].contiguous(), batch.weight[:, :8].contiguous()
-    expected = batch.log_probs(terms=[(x, weight)])
-    logits = batch.x.double() @ batch.weight.double().t() + x.double() @ weight.double().t()
+    expected = batch.log_probs(terms=[(x, weight)], bias=True)
+    logits = batch.x.double() @ batch.weight.double().t() + x.double() @ weight.double().t() + batch.bias.double()
     exact = logits.log_softmax(1).gather(1, batch.target.clamp(min=0)[:, None])[:, 0]
     exact[batch.target < 0] = 0
     assert error(expected[:, 0], exact) < 4 * torch.finfo(batch.x.dtype).eps
-    assert torch.equal(batch.log_probs(slice(5, 12), terms=[(x[5:12], weight)]), expected[5:12])
+    assert torch.equal(batch.log_probs(slice(5, 12), terms=[(x[5:12], weight)], bias=True), expected[5:12])
 
 
 @pytest.mark.parametrize(

@@ -84,25 +84,6 @@ def test_gradients(dtypes, vocab, hidden, device):
         _assert_as_exact(out, exact + accumulate * before.double(), eager + before if accumulate else eager)
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-@pytest.mark.parametrize("vocab", [V, V + 3])
-def test_batch_invariant_rows(vocab, dtypes):
-    """Any rows have the bits that they have beside all others; for CUDA, test_triton_logits asks that."""
-    of, out_dtype = {"dtype": dtypes[0], "device": "cpu"}, dtypes[1]
-    x, weight, bias = _randn(200, H + 1, **of), _randn(vocab, H + 1, **of), _randn(vocab, **of)
-
-    def logits(rows):
-        out = _padded(len(x[rows]), vocab, dtype=out_dtype, device="cpu")
-        matmul.invariant_logits_(out, x[rows], weight, bias=bias)
-        matmul.invariant_logits_(out, x[rows], weight, accumulate=True)
-        return out
-
-    whole = logits(slice(None))
-    assert error(whole, 2 * x.double() @ weight.double().t() + bias.double()) < 2 * torch.finfo(out_dtype).eps
-    for rows in (slice(7, 8), slice(199, 200), slice(3, 100), slice(1, None, 2)):
-        assert torch.equal(logits(rows), whole[rows])
-
-
 def _peak(run, device):
     run()  # The first one allocates cuBLAS's workspace, which stays.
     if device == "cpu":
