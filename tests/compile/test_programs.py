@@ -347,19 +347,9 @@ def other_logits_of_losses(h, w, y, a, m):
 # Weights of tokens, which are known before the loss.
 
 
-def _another_head(h, w, y, by):
-    return losses(h, w.roll(by, 0), y)
-
-
-@expect(IN_FORWARD)
-def weighted_by_another_head(h, w, y, a, m):
-    """A region stands behind those whose results it reads, and be it by operations that it replaces."""
-    of_other = _another_head(h, w, y, 7)
-    return (losses(h, w, y) * of_other.detach()).sum() + of_other.exp().sum() + _another_head(h, w, y, 20).sum()
-
-
 @expect(IN_FORWARD)
 def labels_of_another_head(h, w, y, a, m):
+    """A region stands behind those whose results it reads."""
     logits = F.linear(h, w.roll(7, 0))
     of_other = F.cross_entropy(logits.transpose(1, 2), y, reduction="none")
     return (losses(h, w, logits.argmax(-1)) * a).sum() + of_other.exp().sum()
