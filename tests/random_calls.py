@@ -501,7 +501,7 @@ def drawn_call(one_of: Callable, device: str, way: str = "eager") -> Call:
     elif way == "DTensors":
         call = replace(call, shape=one_of((4, 8), (3, 6), (1, 2)))
     kind = one_of("cross-entropy", "cross-entropy", "token loss", "several targets", "one pass", "special")
-    call = replace(call, expected=one_of(None, None, 0.5, "2", "0", "inf", "nan"))
+    call = replace(call, expected=one_of(None, None, 0.5, "2", "0", "inf", "-inf", "nan"))
     if kind == "one pass" or (kind == "special" and one_of(False, True)):
         call = one_pass(call, one_of)
     loss = dict(call.loss)

@@ -11,7 +11,6 @@ import thunder_flce
 from reference import Case, error, make_case, truth
 from thunder_flce import LinearCrossEntropyLoss, Options, linear_cross_entropy
 from thunder_flce.backend import compile_graph
-from thunder_flce.engine.kernels import scaling
 
 # The last is in the middle of two numbers of bfloat16.
 UPSTREAM = [1 / 3, 1 / 6, 0.1, 1000 / 7, 1 + 2**-8]
@@ -183,11 +182,3 @@ def test_a_factor_with_a_gradient_of_its_own():
 def test_bad_option(expected):
     with pytest.raises(ValueError, match="expected_gradient must be None or a finite number other than 0, but got"):
         Options(expected_gradient=expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_what_gradients_may_be_expected_to_be(dtype):
-    inf, small = float("inf"), torch.finfo(dtype).smallest_normal
-    for expected, right in [(0, 1), (-0.0, 1), (inf, 1), (-inf, 1), (float("nan"), 1), (small, small), (-3, -3)]:
-        usable = scaling.usable(torch.tensor(expected, dtype=dtype))
-        assert usable == right and usable.dtype == dtype
