@@ -86,11 +86,12 @@ class Options(PlainValues):
     loss which is fused are found by themselves; those behind a call of `linear_cross_entropy` are not."""
 
     tune_products: bool | None = None
-    """Whether, on an NVIDIA GPU, the logits' matmul, where it is large and in 16 bits, tries the algorithms that cuBLAS
-    proposes, and then runs with the fastest of those that give the same bits. That waits for the device, and takes up
-    to a third of a second, once a process: for the first two numbers of tokens in a chunk at once, for others when they
-    come the thousandth time. None: on Hopper with hidden sizes up to 2048, where it gains. Without it, and while
-    `torch.use_deterministic_algorithms` is on, PyTorch's runs."""
+    """Whether, on an NVIDIA GPU, large matmuls of 16-bit operands try the algorithms that cuBLAS proposes, and then run
+    with the fastest of those that give the same bits: the logits' with hidden sizes up to 2048, and what chunks of up
+    to 2048 tokens add to dW. That waits for the device, and takes up to a third of a second for each, once a process:
+    for the first two numbers of tokens in a chunk at once, for others when they come the thousandth time. None: on
+    Hopper, where it was measured what that gains. Without it, and while `torch.use_deterministic_algorithms` is on,
+    PyTorch's run."""
 
     batch_invariant: bool = False
     """Whether a token's log-probability and loss have the same bits in any batch, alone, in any chunk, with gradients

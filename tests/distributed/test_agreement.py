@@ -48,7 +48,7 @@ def test_heads_of_which_a_rank_has_as_many_rows(run):
 
 @pytest.mark.parametrize("others", [("H100", "L40S"), ("H200", "A100"), ("A100", "3090"), ("H200", "H200")], ids=str)
 def test_ranks_with_different_gpus_make_one_plan(others, monkeypatch):
-    """Or they would run another number of chunks, and wait for each other. Logits are tuned if all are Hopper's.
+    """Or they would run another number of chunks, and wait for each other. Products are tuned if all are Hopper's.
 
     They tell each other which GPUs they have once.
     """
@@ -63,14 +63,14 @@ def test_ranks_with_different_gpus_make_one_plan(others, monkeypatch):
         parallel = VocabParallel(group=dist.group.WORLD)
         found, again = (agree(parallel, named_tensors(arguments), loss=Loss(), options=Options()) for _ in range(2))
         assert found == again
-        region = call(hidden=2048, shard=replace(shard_of(2), rank=rank))
+        region = call(shard=replace(shard_of(2), rank=rank))
         return found.device, [choose(region, Options(tune_products=tune), found.device) for tune in (None, True)]
 
     (first, plans), (second, others_plans) = as_threads(2, run)
     assert plans == others_plans and first.memory == min(device.memory for device in devices)
     assert first.is_hopper == second.is_hopper == all(device.is_hopper for device in devices)
     # What each would plan on its own.
-    alone = {choose(call(hidden=2048, shard=shard_of(2)), Options(), device) for device in devices}
+    alone = {choose(call(shard=shard_of(2)), Options(), device) for device in devices}
     assert (len(alone) > 1) == (others != ("H200", "H200")) and len(told) == (0 if len(alone) == 1 else 2)
 
 

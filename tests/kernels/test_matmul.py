@@ -133,11 +133,12 @@ class StandIn:
     def __init__(self, signature):
         self.signature = signature
 
-    def run(self, matmul, algorithm):
+    def run(self, matmul, algorithm, *, alpha=1.0):
         if algorithm == "impossible" or self.signature.b.row_stride == 72:
             return False
         self.ran.append(algorithm)
-        matmul.out.copy_(matmul.a.double() @ matmul.b.double() + (0 if matmul.bias is None else matmul.bias))
+        result = alpha * (matmul.a.double() @ matmul.b.double()) + (0 if matmul.bias is None else matmul.bias)
+        matmul.out.copy_(result + matmul.out if matmul.accumulate else result)
         return True
 
 
@@ -188,27 +189,33 @@ def test_the_fastest_runs_from_then_on(stand_in, monkeypatch):
     assert {**plain, "seconds": found.seconds} == found.to_dict() and found.algorithm == "fast"
 
 
-def test_a_further_term_is_not_tuned(stand_in):
-    """It is added to the first one."""
-    x, weight, bias = torch.randn(24, 16), torch.randn(32, 16), torch.randn(32)
+def test_what_may_gain_is_tuned(stand_in, monkeypatch):
+    """Logits of small hidden sizes, but not further terms, and sums of dW; and gives what it gives untuned."""
+    monkeypatch.setattr(algorithms, "TUNED_DEPTH", 32)
 
-    def compute(tune):
-        out = torch.zeros(24, 32)
-        matmul.logits_(out, x, weight, bias=bias, tune=tune)
-        ran = len(stand_in)
-        matmul.logits_(out, x[:, :4].contiguous(), weight[:, :4].contiguous(), accumulate=True, tune=tune)
-        assert len(stand_in) == ran and (ran > 0) == tune
-        return out
+    def gradients(hidden, tokens, *, tune):
+        x, weight, dlogits = torch.ones(tokens, hidden), torch.ones(48, hidden), torch.ones(tokens, 48)
+        logits, dw = torch.zeros(tokens, 48), torch.zeros(48, hidden)
+        matmul.logits_(logits, x, weight, bias=torch.ones(48), tune=tune)
+        matmul.logits_(logits, x, weight, accumulate=True, tune=tune)
+        matmul.weight_gradient_(dw, dlogits, x, accumulate=False, tune=tune)
+        matmul.weight_gradient_(dw, dlogits, x, accumulate=True, tune=tune)
+        return logits, dw
 
-    torch.testing.assert_close(compute(tune=False), compute(tune=True))
+    for hidden, tokens, number in ((40, 40, 0), (16, 40, 1), (40, 24, 1), (16, 24, 2)):
+        monkeypatch.setattr(algorithms, "_tunings", {})
+        untuned = gradients(hidden, tokens, tune=False)
+        assert algorithms.tunings() == []
+        torch.testing.assert_close(gradients(hidden, tokens, tune=True), untuned)
+        assert len(algorithms.tunings()) == number
 
 
 def test_algorithms_that_give_other_bits_are_left_out(stand_in, monkeypatch):
     """However fast they are, and in whichever row of the first ones it shows."""
     sums, run = [], StandIn.run
 
-    def another_order(self, matmul, algorithm):
-        has_run = run(self, matmul, algorithm)
+    def another_order(self, matmul, algorithm, *, alpha=1.0):
+        has_run = run(self, matmul, algorithm, alpha=alpha)
         if algorithm == "fast":
             matmul.out[-1, -1] = torch.nextafter(matmul.out[-1, -1], torch.tensor(math.inf))
             sums.append(matmul.out.shape[0])
@@ -284,6 +291,25 @@ def test_each_algorithm_gives_the_same_bits(c, v, h, strides, transposed, is_wid
     exact, of_pytorch = x.double() @ weight.double().t(), torch.mm(x, weight.t(), out_dtype=out.dtype)
     # In float32 the error is that of a long sum in a tensor core, which PyTorch may split.
     assert error(results[0], exact) <= 1.01 * error(of_pytorch, exact) + (1e-5 if is_wide else 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("out_dtype", [B16, torch.float16, F32], ids=str)
+def test_measuring_does_not_disturb_a_sum(out_dtype, fresh):
+    """Whatever it holds: nothing is added but, in float32, to what is next to 0."""
+    dtype = B16 if out_dtype is F32 else out_dtype
+    a, b = 10 * _matrix(512, 256, dtype, transposed=True), 10 * _matrix(256, 1024, dtype)
+    before, smallest = _matrix(512, 1024, out_dtype), torch.finfo(out_dtype).smallest_normal
+    for row, number in enumerate((0.0, -0.0, smallest, smallest / 2, 1e4, -1e4, math.inf, math.nan)):
+        before[row] = number
+    out = before.clone()
+    call = Matmul(out, a, b, accumulate=True)
+    algorithms._measure(call, Signature.of(call))
+    # Not even zeros change, but for their sign.
+    torch.testing.assert_close(out, before, rtol=0, atol=1e-37 if out_dtype is F32 else 0, equal_nan=True)
+    assert algorithms.run_fastest(call)
+    exact = before.double() + a.double() @ b.double()
+    assert error(out[8:], exact[8:]) < torch.finfo(dtype).eps
 
 
 @pytest.mark.gpu

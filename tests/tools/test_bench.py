@@ -261,7 +261,7 @@ def test_rates(tmp_path, capsys, monkeypatch):
     rows = bench(tmp_path / "rows", "--rates", "--shapes", "tokens=64,vocab=256,hidden=32,dtype=float32")
     printed = capsys.readouterr().out
     assert all(f"\n- {name}: " in printed for name in ("device", "rates", "plan", "better"))
-    assert "\n- logits by another algorithm of cuBLAS: 1.250 times as fast\n" in printed
+    assert "\n- 256 × 32 × 64 by another algorithm of cuBLAS: 1.250 times as fast\n" in printed
     assert list(rows) == ["function", "function, chunk_rows=32", "function, batch_invariant=True"]
     for row in rows.values():
         assert row["subset"] == "rates" and row["time_ms"] > 0

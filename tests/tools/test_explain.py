@@ -199,10 +199,10 @@ def test_each_decision_is_printed_where_the_environment_says_so(value, monkeypat
 
 
 def test_tuned_products(monkeypatch):
-    """What was measured about logits, and how long that took."""
+    """What was measured about products, and how long that took."""
     report = _explained(programs.litgpt)
     assert report.to_dict()["tuned_products"] == []
-    assert "tuned in" not in str(report)
+    assert "products tuned in" not in str(report)
     found = Tuning(sizes=(2048, 128256, 768), algorithm=None, gain=1.0789, milliseconds=2.5, seconds=0.25)
     other = replace(found, gain=1.0)
     monkeypatch.setattr(algorithms, "_tunings", {"one": {"": found}, "other": {"": other}})

@@ -55,7 +55,8 @@ def measure(shape: Shape, methods: list[str], run: Run) -> None:
     run.report()
     of_defaults: dict[str, Any] = next((row for row in run.rows if row["method"] == names[0]), {})
     for tuned in of_defaults.get("tuned_products", []):
-        print(f"- logits by another algorithm of cuBLAS: {tuned['gain']:.3f} times as fast")
+        sizes = " × ".join(map(str, tuned["sizes"]))
+        print(f"- {sizes} by another algorithm of cuBLAS: {tuned['gain']:.3f} times as fast")
     print(f"- better: {better(run.rows, names[0]) or 'nothing that was tried is better than the defaults'}\n")
 
 

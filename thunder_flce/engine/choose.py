@@ -76,8 +76,6 @@ SMALLEST_SAVED_PART = 1 / 8
 DIVISION_SECONDS = 0.85e-3
 # How much of the traffic of a sum over chunks shows beside the matmul that adds to it.
 SUM_PART = 1 / 3
-# Up to this hidden size, another of cuBLAS's algorithms for the logits takes 2% to 9% off a step (H100): `algorithms`.
-TUNED_HIDDEN = 2048
 # float32 and float64 matmuls take so many times as long as 16-bit ones, roughly.
 SLOWER_MATMULS = {4: 8.0, 8: 16.0}
 # To leave ignored rows out, the host waits for their number: worth it where the matmuls take this long. The wait takes
@@ -301,8 +299,7 @@ class _Choice:
         self.limit = budget
         # On a CPU, the memory belongs to everybody.
         self.most_by_default = 0 if self.is_on_cpu else inf if device.memory is None else PART_OF_MEMORY * device.memory
-        gains = device.is_hopper and call.hidden <= TUNED_HIDDEN
-        is_tuned = gains if options.tune_products is None else options.tune_products and device.is_nvidia
+        is_tuned = device.is_hopper if options.tune_products is None else options.tune_products and device.is_nvidia
         ignored_rows = options.ignored_rows
         if ignored_rows == "auto":
             # Whether leaving ignored rows out can save more than the wait for their number costs.

@@ -55,7 +55,8 @@ class Plan(PlainValues):
     row_kernels: str = "auto"
     """Which softmax kernels run: see `Options.row_kernels`."""
     tune_products: bool = False
-    """Whether many logits are computed by the fastest of cuBLAS's algorithms, measured when the first of them are."""
+    """Whether logits and sums of dW that may gain by it run by the fastest of cuBLAS's algorithms, measured when the
+    first of them runs."""
     batch_invariant: bool = False
     """Whether a row's log-probability has the same bits in any batch: see `Options.batch_invariant`."""
 
@@ -109,7 +110,7 @@ class Plan(PlainValues):
             "float32 logits": self.float32_logits,
             "ignored rows computed": self.ignored_rows != "skip",
             f"row kernels by {self.row_kernels}": self.row_kernels != "auto",
-            "logits' matmul tuned": self.tune_products,
+            "products tuned": self.tune_products,
             "batch invariant": self.batch_invariant,
         }
         return ", ".join([words[self.strategy], *(text for text, holds in others.items() if holds)])

@@ -401,7 +401,7 @@ class Primitives:
     ) -> None:
         """out (V, H) = dlogits (C, V)ᵀ @ x (C, H), added to what out holds if `accumulate`."""
         if out.shape[0]:
-            matmul.weight_gradient_(out, dlogits, x, accumulate=accumulate)
+            matmul.weight_gradient_(out, dlogits, x, accumulate=accumulate, tune=self.plan.tune_products)
 
     # The row work.
 

@@ -122,8 +122,8 @@ class Report(Sequence):
                 yield _heading(f"compilation {number}, by {compilation.compiled_by}")
             yield from compilation.lines()
         if tuned := tunings():
-            yield "matmuls of logits tuned in this process:"
-            columns = ("tokens × V × H", "time", "times as fast as cuBLAS's first choice", "measured in")
+            yield "products tuned in this process:"
+            columns = ("M × N × K", "time", "times as fast as cuBLAS's first choice", "measured in")
             sizes = [" × ".join(map(str, found.sizes)) for found in tuned]
             rows = [
                 (size, f"{found.milliseconds:.3f} ms", f"{found.gain:.3f}", f"{found.seconds:.2f} s")

@@ -6,7 +6,7 @@
 #         logits = F.linear(hidden, weight)
 #         return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1), reduction="none")
 #
-# fused, recompute logits, chunks of 2048 tokens, 192 rows of dW summed in float32; its gradients wait for the backward, because its result, or what is made of it, is returned, or read after a graph break, and not detached
+# fused, recompute logits, chunks of 2048 tokens, 192 rows of dW summed in float32, products tuned; its gradients wait for the backward, because its result, or what is made of it, is returned, or read after a graph break, and not detached
 # Saved for backward, beside the arguments and views of them:
 #     t1: f32[8192], 32,768 bytes
 #     t2: f32[8192], 32,768 bytes
@@ -28,7 +28,7 @@ def computation(hidden, weight, labels):
   (t0, t1, t2, t3, t4) = flce_linear_cross_entropy_fwd(
     (hidden, weight, labels), names=("input", "linear_weight", "target"),
     loss={'reduction': "none", 'ignore_index': -100}, needs_grad=("input", "linear_weight"),
-    plan={'strategy': "recompute_logits", 'chunk_rows': 2048, 'float32_rows': 192})
+    plan={'strategy': "recompute_logits", 'chunk_rows': 2048, 'float32_rows': 192, 'tune_products': True})
     # x = hidden, W = weight, y = labels
     # loss = t0: f32[2, 4096], row_max = t1: f32[8192], row_log_sum = t2: f32[8192], valid_count = t3: i64[],
     # computed_rows = t4: i64[]
@@ -81,7 +81,7 @@ def backward_fn(saved_for_backward, cotangents):
   (t10, t11) = flce_linear_cross_entropy_bwd(
     (t8,), (t1, t2, t3, t4), (hidden, weight, labels), names=("input", "linear_weight", "target"),
     loss={'reduction': "none", 'ignore_index': -100}, needs_grad=("input", "linear_weight"),
-    plan={'strategy': "recompute_logits", 'chunk_rows': 2048, 'float32_rows': 192})
+    plan={'strategy': "recompute_logits", 'chunk_rows': 2048, 'float32_rows': 192, 'tune_products': True})
     # x = hidden, W = weight, y = labels, grad = t8, row_max = t1, row_log_sum = t2, valid_count = t3,
     # computed_rows = t4
     # dX = t10: bf16[2, 4096, 4096], dW = t11: bf16[128256, 4096]

@@ -1,8 +1,8 @@
-"""Which of cuBLASLt's algorithms computes the logits: the fastest one, by measurement.
+"""Which of cuBLASLt's algorithms runs a matmul: the fastest one, by measurement.
 
 cuBLAS's first candidate, the one that PyTorch runs, is not the fastest where the output is large for the operations
-that it takes, as logits of small hidden sizes are: on an H100 another takes 8% to 20% less time with hidden sizes of
-768 to 2048 in bfloat16, which is 2% to 9% of forward and backward. Larger hidden sizes, dX and dW do not gain in whole
+that it takes: the logits of small hidden sizes, and what chunks of few tokens add to dW. On an H100 in bfloat16, 2% to
+9% of forward and backward with hidden sizes of 768 to 2048, 6% with chunks of 512 tokens. Others do not gain in whole
 steps what they gain alone (lab/experiments.md). On GPUs other than Hopper nobody has looked what it gains: there it is
 done where it is asked for. Candidates that do not give the bits of the first one are left out.
 """
@@ -27,6 +27,8 @@ from thunder_flce.engine.matmul.cublaslt import Algorithm, Matmul, MatmulDescrip
 # Matmuls of so many operations, half a millisecond on an H200, are worth measuring, which takes about 0.15 s. Of 27
 # with 2e11 or more, but fewer, 24 gained 2% or less, the others 3% to 5% (H200).
 TUNED_OPERATIONS = 4e11
+# And where each element sums so many products at most, over the hidden size or the tokens of a chunk.
+TUNED_DEPTH = 2048
 
 # All candidates run in turns, then those that take up to this much longer than the fastest of them: under load a GPU
 # lowers its clock, from one run to the next, and for the others as well. A candidate takes the place of the first one
@@ -38,14 +40,18 @@ _TURNS, _TURNS_SECONDS = (3, 20), 0.06
 _WORTH = 1.02
 # Of so many rows, results of candidates are compared: each row adds as all others do.
 _COMPARED_ROWS = 256
-# For one V and H, and of these.
+# What a matmul is multiplied by while it is measured, the smallest number above 0. Added to a sum, it changes nothing
+# but the sign of a 0 and, in 32 bits, a sum near 0. (cuBLAS need not compute what is multiplied by 0.)
+_MEASURED_FACTOR = 2.0**-149
+
+# Of logits, or of sums of dW, for one V and H; and of these.
 _MOST_TUNINGS, _MOST_KINDS = 64, 256
 
 # The fastest for one number of tokens may be the slowest for another: on an H100, 1680 × 128256 × 2048 took 5.2 ms by
 # what was chosen for 1536 tokens, where cuBLAS's first took 4.2. So each number is measured for itself: the first one,
 # in most trainings the only one, at once, and others when they have come so often that measuring takes a tenth of the
-# time that they took. What it gains, 3% or so, pays for it later. Those that are computed early, while the host waits,
-# have a number of their own.
+# time that they took. What it gains, 3% or so, pays for it later. Logits that are computed early, while the host
+# waits, have a number of their own.
 _AT_ONCE = 2
 _OFTEN = 1000
 _MOST_MET = 4096
@@ -77,7 +83,7 @@ class Tuning:
 
 
 _tunings: dict[tuple[Any, ...], dict[Signature, Tuning]] = {}
-"""By what logits of any number of tokens have in common"""
+"""By what matmuls of any number of tokens have in common"""
 _met: Counter[tuple[Any, Signature]] = Counter()
 """How often others were met"""
 
@@ -98,8 +104,13 @@ def alone(own: dict[Any, Any]) -> Iterator[None]:
         _tunings, _met = others
 
 
+def may_gain(m: int, n: int, k: int) -> bool:
+    """Whether a matmul (M, K) @ (K, N) is worth measuring."""
+    return k <= TUNED_DEPTH and 2 * m * n * k >= TUNED_OPERATIONS
+
+
 def run_fastest(matmul: Matmul) -> bool:
-    """Runs a large matmul by the algorithm that is the fastest for it, if it was measured or is to be measured now.
+    """Runs a matmul by the algorithm that is the fastest for it, if it was measured or is to be measured now.
 
     Measuring runs it some dozens of times into `out` and waits for the device. False where the matmul has not run: if
     it lies in memory in a way that cuBLASLt cannot read or was not measured, without cuBLASLt, and while PyTorch is
@@ -119,7 +130,9 @@ def run_fastest(matmul: Matmul) -> bool:
 
 def _tuning(matmul: Matmul, signature: Signature) -> Tuning | None:
     """What is known about such a matmul, or measured now; None where it is neither."""
-    kind = (*matmul.b.shape, *signature[:3])
+    # Of logits, V and H are the sizes of b, of sums of dW those of out.
+    sizes = matmul.out.shape if matmul.accumulate else matmul.b.shape
+    kind = (*sizes, matmul.accumulate, *signature[:3])
     known = _tunings.get(kind, {})
     tuning = known.get(signature)
     if tuning is not None or torch.cuda.is_current_stream_capturing():
@@ -142,7 +155,7 @@ def _measure(matmul: Matmul, signature: Signature) -> Tuning:
     try:
         descriptor = _descriptor(signature)
         same = _with_the_bits_of_the_first(matmul, descriptor.candidates)
-        tries = [partial(descriptor.run, matmul, each) for each in same]
+        tries = [partial(descriptor.run, matmul, each, alpha=_MEASURED_FACTOR) for each in same]
         runs = [run for run in tries if run()]
     except RuntimeError as error:
         warnings.warn(f"cuBLASLt cannot be asked for algorithms, PyTorch runs all matmuls: {error}", stacklevel=2)
@@ -157,7 +170,7 @@ def _measure(matmul: Matmul, signature: Signature) -> Tuning:
 
 def _with_the_bits_of_the_first(matmul: Matmul, candidates: Sequence[Algorithm]) -> list[Algorithm]:
     """The algorithms with which the first rows of a matmul have the bits that they have with the first of them."""
-    part = matmul._replace(a=matmul.a[:_COMPARED_ROWS])
+    part = matmul._replace(a=matmul.a[:_COMPARED_ROWS], accumulate=False)
     signature, found, first = None, [], None
     for algorithm in candidates:
         # Poisoned, so that nothing is the same that was not written.

@@ -36,13 +36,14 @@ _running = threading.Lock()
 class Matmul(NamedTuple):
     """out (M, N) = a (M, K) @ b (K, N) + bias (N,), summed in float32 and rounded to out's dtype.
 
-    Operands have one dtype, out and bias that or float32.
+    Operands have one dtype, out and bias that or float32. Without a bias, it may be added to what out holds.
     """
 
     out: Tensor
     a: Tensor
     b: Tensor
     bias: Tensor | None = None
+    accumulate: bool = False
 
 
 class StoredMatrix(NamedTuple):
@@ -67,7 +68,7 @@ class StoredMatrix(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """What a matmul is, but for the addresses: out (M, N) = a (M, K) @ b (K, N) [+ bias (N,)]."""
+    """What a matmul is, but for the addresses: out (M, N) = a (M, K) @ b (K, N) [+ bias (N,)] [+ out]."""
 
     device_index: int
     operand_dtype: torch.dtype
@@ -80,7 +81,7 @@ class Signature(NamedTuple):
     @classmethod
     def of(cls, matmul: Matmul) -> "Signature | None":
         """That of a matmul; None for dtypes and memory layouts that are left to PyTorch, and without cuBLASLt."""
-        out, a, b, bias = matmul
+        out, a, b, bias, _ = matmul
         addresses = out.data_ptr() | a.data_ptr() | b.data_ptr()
         if bias is not None:
             if bias.dtype != out.dtype or not bias.is_contiguous():
@@ -159,14 +160,14 @@ class MatmulDescriptor:
         results = [] if status else found[: count.value]
         return [r.algorithm for r in results if r.status == 0 and _split_k(r.algorithm) == 1][:_MOST_CANDIDATES]
 
-    def run(self, matmul: Matmul, algorithm: Algorithm) -> bool:
-        """Computes a matmul of the signature on the current stream.
+    def run(self, matmul: Matmul, algorithm: Algorithm, *, alpha: float = 1.0) -> bool:
+        """Computes alpha times a matmul of the signature on the current stream.
 
         False where cuBLAS has refused, as for an algorithm found for another matmul; `out` is left as it is.
         """
         out, a, b = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (matmul.out, matmul.a, matmul.b))
-        alpha, beta = ctypes.byref(ctypes.c_float(1)), ctypes.byref(ctypes.c_float(0))
-        operands = alpha, b, self._b, a, self._a, beta, out, self._out, out, self._out
+        factor, beta = ctypes.byref(ctypes.c_float(alpha)), ctypes.byref(ctypes.c_float(matmul.accumulate))
+        operands = factor, b, self._b, a, self._a, beta, out, self._out, out, self._out
         stream = ctypes.c_void_p(torch.cuda.current_stream(matmul.out.device).cuda_stream)
         how = ctypes.byref(algorithm), ctypes.c_void_p(), ctypes.c_size_t(0), stream  # Without a workspace
         # The bias is a part of the descriptor, and handles are not meant to be shared at the same time.

@@ -7,8 +7,8 @@
 
 Legend: C tokens in a chunk, H hidden size (of a further term, its rank), V vocabulary.
 
-Out has the operands' dtype; of 16-bit operands it may also be float32. With `tune`, cuBLAS computes many logits by the
-algorithm that `algorithms` measures to be the fastest.
+Out has the operands' dtype; of 16-bit operands it may also be float32. With `tune`, cuBLAS runs large logits and
+sums of dW by the algorithm that `algorithms` measures to be the fastest.
 """
 
 from itertools import repeat
@@ -51,7 +51,7 @@ def logits_(
                 logits_(of_out, x, of_weight, bias=of_bias, accumulate=accumulate, tune=tune)
             return
     inner_bias = None if is_wider else bias
-    _multiply(out, x, weight.t(), bias=inner_bias, accumulate=accumulate, tune=tune)
+    _multiply(out, x, weight.t(), bias=inner_bias, accumulate=accumulate, tune=tune and not accumulate)
     if is_wider and bias is not None:
         out.add_(bias)
 
@@ -95,7 +95,7 @@ def input_gradient_(out: Tensor, dlogits: Tensor, weight: Tensor) -> None:
         out.copy_(total)
 
 
-def weight_gradient_(out: Tensor, dlogits: Tensor, x: Tensor, *, accumulate: bool) -> None:
+def weight_gradient_(out: Tensor, dlogits: Tensor, x: Tensor, *, accumulate: bool, tune: bool = False) -> None:
     """out (V, H) = dlogits (C, V)ᵀ @ x (C, H), added to what out holds if `accumulate`.
 
     A sum in 16 bits rounds twice a chunk: what is added is rounded before.
@@ -103,11 +103,11 @@ def weight_gradient_(out: Tensor, dlogits: Tensor, x: Tensor, *, accumulate: boo
     columns = dlogits.shape[1]
     tail = columns % ROW_MULTIPLE and _tail(columns, dtype=x.dtype, is_cuda=x.is_cuda)
     if not tail:
-        _multiply(out, dlogits.t(), x, accumulate=accumulate)
+        _multiply(out, dlogits.t(), x, accumulate=accumulate, tune=tune and accumulate)
         return
     main = columns - tail
     for of_out, of_dlogits in zip(out.split(main), dlogits.split(main, 1), strict=True):
-        _multiply(of_out, of_dlogits.t(), x, accumulate=accumulate)
+        _multiply(of_out, of_dlogits.t(), x, accumulate=accumulate, tune=tune and accumulate)
 
 
 def library(device_type: str) -> str:
@@ -136,7 +136,7 @@ def scratch_bytes(
         total += elements[kind] * out_dtype.itemsize
     elif kind == "logits" and has_bias and pads_rows and is_cuda and out_dtype.itemsize == 2:
         main = columns - tail
-        is_tuned = tune and dtype.itemsize == 2 and 2 * rows * main * hidden >= algorithms.TUNED_OPERATIONS
+        is_tuned = tune and dtype.itemsize == 2 and algorithms.may_gain(rows, main, hidden)
         total += rows * max(0 if is_tuned else min(main, _FLOAT32_COLUMNS), tail) * torch.float32.itemsize
     return total
 
@@ -164,8 +164,8 @@ def _multiply(
     out: Tensor, a: Tensor, b: Tensor, *, bias: Tensor | None = None, accumulate: bool = False, tune: bool = False
 ) -> None:  # fmt: skip
     """out (M, N) = a (M, K) @ b (K, N) + bias (N,), or added to what out holds."""
-    if tune and not accumulate and 2 * out.numel() * a.shape[1] >= algorithms.TUNED_OPERATIONS:
-        if algorithms.run_fastest(Matmul(out, a, b, bias)):
+    if tune and algorithms.may_gain(out.shape[0], out.shape[1], a.shape[1]):
+        if algorithms.run_fastest(Matmul(out, a, b, bias, accumulate)):
             return
     if not out.is_cuda:
         # On a CPU, PyTorch takes the elements of 16-bit matrices of one row or one column as if they lay side by side
