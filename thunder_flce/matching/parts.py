@@ -25,6 +25,8 @@ class TokenInput:
     """Where it is labels: the loss reads whether they are not this one"""
     slices: tuple[Op, ...] = ()
     """Where it is for some tokens alone: what has picked these"""
+    is_mask: bool = False
+    """Whether it is no tensor of the program, but says which tokens these are"""
 
 
 @dataclass(eq=False)

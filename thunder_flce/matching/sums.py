@@ -154,6 +154,8 @@ class _Search:
         """What is computed token by token: of which rows, and what it is in their recorder"""
         self._slices: dict[Tensor, tuple[Op, ...]] = {}
         """The slices of tokens, one after another, that it is computed for, where not for all"""
+        self._whole: dict[Handle, Handle] = {}
+        """What is nothing but a slice of it"""
         self._problems: dict[Tensor, NotASum] = {}
         """Why other tensors are not"""
         self._dependent = set(self._sources)
@@ -196,9 +198,8 @@ class _Search:
             self._problems[outs[0]] = NotASum(f"{op.name}{_line(op)} reads several tokens at once")
             return
         if is_slice(op) and not keeps_elements(op):
-            handle = self._tokens[operands[0]][1]
-            self._tokens[outs[0]] = part, handle if outs[0].needs_grad else part.recorder.detached(handle)
             self._slices[outs[0]] = (*slices, op)
+            self._tokens[outs[0]] = part, self._picked(op, part)
             return
         if op.name in ("sum", "mean") or not same(outs[0].numel, operands[0].numel):
             return
@@ -210,6 +211,22 @@ class _Search:
             self._problems[outs[0]] = NotASum(f"{problem}{_line(op)} is no operation on single tokens")
         except NotASum as problem:
             self._problems[outs[0]] = problem
+
+    def _picked(self, op: Op, part: Part) -> Handle:
+        """The result of a slice: other tokens are 0, and whatever is made of them, their gradients are, too."""
+        handle, slices, recorder = self._tokens[op.operands[0]][1], self._slices[op.output], part.recorder
+        known = (each for each, of in part.inputs.items() if of.is_mask and _text(of.slices) == _text(slices))
+        if (mask := next(known, None)) is None:
+            mask = recorder.add_input(torch.bool)
+            tensor = part.logits.terms[0].input
+            part.inputs[mask] = TokenInput(tensor, op.output.shape, op.position, slices=slices, is_mask=True)
+        picked = recorder.write("where", (mask, handle, 0.0), {})
+        self._whole[picked] = handle = self._whole.get(handle, handle)
+        if op.output.needs_grad:
+            return picked
+        detached = recorder.detached(picked)
+        self._whole[detached] = recorder.detached(handle)
+        return detached
 
     def scalars(self) -> Iterator[Tensor]:
         """The scalars through which alone gradients come to the sources, in order."""
@@ -262,6 +279,7 @@ class _Search:
 
     def _summand(self, tensor: Tensor) -> Summand:
         part, handle = self._tokens.get(tensor) or (self._sources[tensor], self._sources[tensor].own[tensor])
+        handle = self._whole.get(handle, handle)
         try:
             text, read = numbered(part.recorder.copy().finish(handle))
         except NotOfTokens:
@@ -340,7 +358,7 @@ class _Search:
         for handle, known in part.inputs.items():
             is_same = self._program.value_number(known.tensor) == self._program.value_number(tensor)
             is_same = is_same and same_shape(known.shape, shape) and _text(known.slices) == _text(slices)
-            if known.ignored is None and is_same:
+            if known.ignored is None and not known.is_mask and is_same:
                 return handle
         handle = part.recorder.add_input(tensor.dtype)
         part.inputs[handle] = TokenInput(tensor, shape, op.position, slices=slices)

@@ -284,6 +284,9 @@ class _Writing:
             if isinstance(factor, Tensor):
                 inputs.append(self._full(factor, part))
                 factor_handle: Any = recorder.add_input(torch.float32)
+                if summand.slices:
+                    # The others may be infinite.
+                    handle = recorder.write("where", (recorder.write("ne", (factor_handle, 0.0), {}), handle, 0.0), {})
                 handle = recorder.write("mul", (handle, factor_handle), {})
             else:
                 handle = scaled(handle, factor, recording(recorder))
@@ -296,17 +299,18 @@ class _Writing:
         if isinstance(given, Tensor):
             return given
         tensor = given.tensor
-        if given.ignored is not None:
+        if given.is_mask:
+            tensor = self._call(torch.full, given.shape, True, dtype=torch.bool, device=tensor.device)
+        elif given.ignored is not None:
             tensor = self._call(torch.ne, tensor, given.ignored)
         else:
             tensor = self._call(torch.detach, tensor)
         if not same_shape(tensor.shape, given.shape):
             tensor = self._call(torch.Tensor.expand, tensor, given.shape)
-        # Tokens that are not among these weigh nothing, whatever they read: 1 has a logarithm and a reciprocal.
-        return self._in_rows(self._of_all_tokens(tensor, given.slices, 1))
+        return self._in_rows(self._of_all_tokens(tensor, given.slices))
 
-    def _of_all_tokens(self, tensor: Tensor, slices: Sequence[Op], other: int) -> Tensor:
-        """One number of each token: slices have picked those that a tensor is for, and all others have another one."""
+    def _of_all_tokens(self, tensor: Tensor, slices: Sequence[Op]) -> Tensor:
+        """One number of each token: slices have picked those that a tensor is for, and all others have 0."""
         if not slices:
             return tensor
         count = slices[0].operands[0].numel
@@ -314,7 +318,7 @@ class _Writing:
         for op in slices:
             numbers = self._call(torch.reshape, numbers, op.operands[0].shape)
             numbers = self._call(operator.getitem, numbers, op.args[1])
-        found = self._call(torch.full, (count,), other, dtype=tensor.dtype, device=tensor.device)
+        found = self._call(torch.zeros, (count,), dtype=tensor.dtype, device=tensor.device)
         return self._call(torch.scatter, found, 0, *(self._call(torch.flatten, each) for each in (numbers, tensor)))
 
     def _of_rows_of(self, summand: Summand, weight: Tensor | float) -> Tensor | float:
@@ -324,7 +328,7 @@ class _Writing:
             if not isinstance(weight, Tensor):
                 device = part.logits.terms[0].input.device
                 weight = self._call(torch.full, summand.tensor.shape, weight, dtype=self._rows_dtype, device=device)
-            return self._of_all_tokens(weight, summand.slices, 0)
+            return self._of_all_tokens(weight, summand.slices)
         if result is None or result.row.reduction == "none":
             return weight
         if result.row.ignore_index is None:
