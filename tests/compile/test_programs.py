@@ -842,6 +842,12 @@ def value_loss_before_terms(h, w, y, a, m):
     return loss
 
 
+@expect(IN_FORWARD)
+def value_loss_added_twice(h, w, y, a, m):
+    value = h.square().mean()
+    return ((log_probs(h, w, y) * a).sum() + value) * 2 - value - entropies(h, w).mean()
+
+
 @expect("another loss is added to it and multiplied with it")
 def sum_plus_a_factor(h, w, y, a, m):
     factor = m.mean()
@@ -1120,6 +1126,21 @@ def test_entered_without_gradients(program):
     torch.testing.assert_close(found, right)
     assert all(each.fused for each in decisions(compiled))
     assert ("gradients_in_forward" in {each.plan.strategy for each in decisions(compiled)}) == bool(right[1])
+
+
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+def test_number_of_a_loss(monkeypatch):
+    """It is read of the region's, and nothing keeps the logits."""
+    graphs = []
+    inductor = lambda self, graph, inputs: graphs.append(graph) or graph  # noqa: E731
+    monkeypatch.setattr(torch._TorchCompileInductorWrapper, "__call__", inductor)
+
+    def program(h, w, y, a, m):
+        loss = (clipped(log_probs(h, w, y), a) * m).sum()
+        return loss + h.square().sum() * loss.item()
+
+    check(program, IN_FORWARD, by_dynamo(program), (6,))
+    assert not graphs[0].graph.find_nodes(op="call_function", target=F.linear)
 
 
 def test_regions_share_a_cast_of_autocast():

@@ -147,7 +147,7 @@ class _Graph:
         """Has everything that uses the program's tensors use new ones, but for sizes, which may be read before."""
         for tensor, new in results.items():
             self._replaced[tensor] = new
-            sizes = _readers_of_parts(tensor.handle)
+            sizes = [each for each in _readers_of_parts(tensor.handle) if name_of(each) != "item"]
             tensor.handle.replace_all_uses_with(self._node(new), lambda user, sizes=sizes: user not in sizes)
 
     def erase(self, ops: Sequence[Op]) -> None:

@@ -267,8 +267,7 @@ class _Search:
                 linear[op] = None
                 waiting += self._operands(op)
         order = sorted(linear, key=lambda op: op.position)
-        read = [each for op in order for each in op.operands]
-        if any(read.count(each) > 1 for each in others or ()):
+        if any(each in op.operands for op in order if op.name not in ("add", "sub") for each in others or ()):
             raise NotASum("another loss is added to it and multiplied with it")
         in_order = [each for op in order for each in op.operands if each in starts] or [place]
         summands = [self._summand(each) for each in dict.fromkeys(in_order)]
