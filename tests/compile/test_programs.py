@@ -581,6 +581,11 @@ def some_classes_normalised(h, w, y, a, m):
     return -(x * a[..., None]).sum()
 
 
+@expect(Reason.TRANSFORMED_LOGITS, thunder=True)
+def cumulated_logits_of_a_head_without_gradients(h, w, y, a, m):
+    return -F.linear(h, w.detach()).cumsum(-1).log_softmax(-1).gather(-1, y[..., None]).mean()
+
+
 @expect(Reason.NOT_A_LOG_PROBABILITY, thunder=True)
 def greedy_choice(h, w, y, a, m):
     x = F.linear(h, w).log_softmax(-1)

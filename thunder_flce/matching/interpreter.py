@@ -372,7 +372,8 @@ def _may_be_head(product: Op) -> bool:
 
 def _stored(weight: Tensor) -> Tensor:
     """A weight, or the first of several, as it was before copies and changes of its shape."""
-    while weight.op is not None and weight.op.name in {*COPIES, *PERMUTATIONS, *RESHAPES, "expand", "stack", "cat"}:
+    names = {*COPIES, *PERMUTATIONS, *RESHAPES, "detach", "expand", "stack", "cat"}
+    while weight.op is not None and weight.op.name in names:
         weight = weight.op.operands[0]
     return weight
 
