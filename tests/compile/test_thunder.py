@@ -196,7 +196,12 @@ def weighted_loss(logits, labels):
     return (losses * labels[:, 1:].flatten().remainder(3)).sum() / losses.numel()
 
 
-@pytest.mark.parametrize("loss", [flattened_loss, weighted_loss])
+def losses_of_slices(logits, labels):
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+    return (losses[:, 1:] * labels[:, :-1].remainder(3)).sum() + losses[:, -3:].exp().mean() + losses[1:, 0].sum()
+
+
+@pytest.mark.parametrize("loss", [flattened_loss, weighted_loss, losses_of_slices])
 def test_new_shapes(loss):
     """Dynamo makes the first dimension that changes a dynamic one; thunder still gets a trace for each of its sizes.
 

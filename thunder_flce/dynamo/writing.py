@@ -13,6 +13,7 @@ from typing import Any
 
 import sympy
 import torch
+import torch.nn.functional as F
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import tracing
 from torch._subclasses.fake_tensor import FakeTensor
@@ -255,7 +256,7 @@ class _Graph:
         given = [each.detach() if isinstance(each, torch.Tensor) else each for each in map(value_of, others)]
         wide = [each.float() if each.dtype.itemsize < 4 else each for each in rows]
         with tracing(None), self._fake_mode, enable_python_dispatcher(), torch.autocast("cpu", enabled=False):
-            traced = make_fx(derivative)(wide, given)
+            traced = make_fx(derivative, decomposition_table=_AS_PADDING)(wide, given)
         placeholders = traced.graph.find_nodes(op="placeholder")
         inlined: dict[Node, Any] = dict(zip(placeholders[len(starts) :], others, strict=True))
         (output,) = traced.graph.find_nodes(op="output")
@@ -328,6 +329,29 @@ class _Graph:
             # The operator raises where an operand requires a gradient that needs_grad does not name.
             return self.call(torch.detach, given).handle
         return node
+
+
+def _slice_backward(grad: torch.Tensor, sizes: Sequence[Any], dim: int, start: Any, end: Any, step: int) -> Any:
+    if step != 1:
+        return NotImplemented
+    size = sizes[dim]
+    before = max(start + size if start < 0 else min(start, size), 0)
+    return _padded(grad, dim, before, size - before - grad.shape[dim])
+
+
+def _select_backward(grad: torch.Tensor, sizes: Sequence[Any], dim: int, index: Any) -> torch.Tensor:
+    before = index % sizes[dim]
+    return _padded(grad.unsqueeze(dim), dim, before, sizes[dim] - before - 1)
+
+
+def _padded(grad: torch.Tensor, dim: int, before: Any, behind: Any) -> torch.Tensor:
+    return F.pad(grad, [*(0, 0) * (grad.ndim - dim % grad.ndim - 1), before, behind])
+
+
+_AS_PADDING: dict[Any, Callable] = {
+    torch.ops.aten.slice_backward.default: _slice_backward, torch.ops.aten.select_backward.default: _select_backward,
+}  # fmt: skip
+"""Derivatives that thunder does not have"""
 
 
 def _note_value(node: Node) -> None:

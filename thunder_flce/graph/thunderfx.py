@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from thunder.core.transform_common import Transform
 from thunder.extend import Executor
 
@@ -95,6 +96,8 @@ def _as_thunder_knows_them(gm: torch.fx.GraphModule) -> None:
     for node in gm.graph.nodes:
         if node.target is torch.sym_sum:
             node.target = sum
+        elif node.target is torch.ops.aten.constant_pad_nd.default:
+            node.target, node.args = F.pad, (*node.args[:2], "constant", *node.args[2:])
         elif isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten":
             named = [getattr(place, node.target._opname, None) for place in (torch, torch.Tensor)]
             if known := [each for each in named if each in torch_to_thunder_functions]:
