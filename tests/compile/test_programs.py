@@ -1148,6 +1148,22 @@ def test_number_of_a_loss(monkeypatch):
     assert not graphs[0].graph.find_nodes(op="call_function", target=F.linear)
 
 
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+@pytest.mark.parametrize(
+    ("outcome", "made"),
+    [
+        (IN_FORWARD, lambda x, m, n: (x.exp() * m).sum() / (n + 1)),
+        ("depends on values", lambda x, m, n: (x[:, :n].exp() * m[:, :n]).sum()),
+    ],
+    ids=["divided", "sliced"],
+)
+def test_numbers_of_tensors(outcome, made):
+    def program(h, w, y, a, m):
+        return made(log_probs(h, w, y), m, (m[0] > 0).sum().item())
+
+    check(program, outcome, by_dynamo(program), (6, 4, 9))
+
+
 def test_regions_share_a_cast_of_autocast():
     """The first of them has no gradient, and the second has one through the cast of the weight."""
 

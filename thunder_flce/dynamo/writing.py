@@ -219,6 +219,8 @@ class _Graph:
         """A node for a size that no input has, such as that of `hidden[mask]`."""
         for node in self._graph.nodes:
             value = value_of(node)
+            if isinstance(value, torch.SymInt) and value.node.expr == symbol:
+                return node
             for at, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
                 if isinstance(size, torch.SymInt) and size.node.expr == symbol:
                     found = self._graph.call_method("size", (node, at))

@@ -197,7 +197,7 @@ class _Search:
         if others or other_slices:
             self._problems[outs[0]] = NotASum(f"{op.name}{_line(op)} reads several tokens at once")
             return
-        if is_slice(op) and not keeps_elements(op):
+        if is_slice(op) and not keeps_elements(op) and not any(map(depends_on_values, outs[0].shape)):
             self._slices[outs[0]] = (*slices, op)
             self._tokens[outs[0]] = part, self._picked(op, part)
             return
