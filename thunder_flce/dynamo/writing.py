@@ -353,7 +353,7 @@ def _padded(grad: torch.Tensor, dim: int, before: Any, behind: Any) -> torch.Ten
 _AS_PADDING: dict[Any, Callable] = {
     torch.ops.aten.slice_backward.default: _slice_backward, torch.ops.aten.select_backward.default: _select_backward,
 }  # fmt: skip
-"""Derivatives that thunder does not have"""
+"""Derivatives that thunder does not have, by an operation that it has"""
 
 
 def _note_value(node: Node) -> None:

@@ -29,7 +29,7 @@ from thunder_flce.matching.rules import LINEARS, RULES, Unknown
 
 LOSSES = ("cross_entropy", "nll_loss")
 NORMALISERS = ("log_softmax", "logsumexp", "softmax")
-_SLICES = ("getitem", "narrow", "select", "index_select", "split", "chunk", "gather", "take_along_dim", "topk")
+_SELECTIONS = ("getitem", "narrow", "select", "index_select", "split", "chunk", "gather", "take_along_dim", "topk")
 
 
 @dataclass(eq=False)
@@ -259,7 +259,7 @@ class Interpreter:
                 problem = NotFused(reason, f"by {op.name}{detail}")
                 columns = (
                     found.columns
-                    if op.name not in _SLICES or not op.outs or not op.outs[0].shape
+                    if op.name not in _SELECTIONS or not op.outs or not op.outs[0].shape
                     else op.outs[0].shape[-1]
                 )
                 lost = _Lost(problem, columns, is_head(found))
