@@ -86,10 +86,13 @@ def input_gradient_(out: Tensor, dlogits: Tensor, weight: Tensor) -> None:
     if not tail:
         _multiply(out, dlogits, weight)
         return
+    # Adding the tail's share to a sum already rounded would round twice.
+    total = torch.empty_like(out, dtype=torch.float32) if out.dtype.itemsize == 2 else out
     main = columns - tail
-    # First the small share: its rounding shows in rows only whose target is in the tail. The sum is rounded once.
-    _multiply(out, dlogits[:, main:], weight[main:])
-    _multiply(out, dlogits[:, :main], weight[:main], accumulate=True)
+    for number, (of_dlogits, of_weight) in enumerate(zip(dlogits.split(main, 1), weight.split(main), strict=True)):
+        _multiply(total, of_dlogits, of_weight, accumulate=number > 0)
+    if total is not out:
+        out.copy_(total)
 
 
 def weight_gradient_(out: Tensor, dlogits: Tensor, x: Tensor, *, accumulate: bool, tune: bool = False) -> None:
@@ -124,15 +127,18 @@ def scratch_bytes(
     """
     is_cuda = device.kind == "cuda"
     tail = _tail(columns, dtype=dtype, is_cuda=is_cuda)
+    total = 0
+    if kind == "dX" and tail and out_dtype.itemsize == 2:
+        total, out_dtype = rows * hidden * torch.float32.itemsize, torch.float32
     if dtype != out_dtype and not device.multiplies_into_float32(dtype):
         block = min(columns, _FLOAT32_COLUMNS) if kind == "logits" else columns
         elements = {"logits": (rows + block) * hidden, "dX": (rows + hidden) * block, "dW": (block + hidden) * rows}
-        return elements[kind] * out_dtype.itemsize
-    if kind == "logits" and has_bias and pads_rows and is_cuda and out_dtype.itemsize == 2:
+        total += elements[kind] * out_dtype.itemsize
+    elif kind == "logits" and has_bias and pads_rows and is_cuda and out_dtype.itemsize == 2:
         main = columns - tail
         is_tuned = tune and dtype.itemsize == 2 and algorithms.may_gain(rows, main, hidden)
-        return rows * max(0 if is_tuned else min(main, _FLOAT32_COLUMNS), tail) * torch.float32.itemsize
-    return 0
+        total += rows * max(0 if is_tuned else min(main, _FLOAT32_COLUMNS), tail) * torch.float32.itemsize
+    return total
 
 
 def _tail(columns: int, *, dtype: torch.dtype, is_cuda: bool) -> int:
