@@ -156,8 +156,11 @@ def test_as_many_logits_are_saved_as_the_budget_allows():
         ((32768, 128256, 768), {"bias": True}, 4096),
         # One chunk spares 5%.
         (S4, {}, 4096),
-        # Small calls, and those whose dW would otherwise err too much.
+        # Small calls, by their gradients or alone.
         ((1000, 32000, 768), {}, 1000),
+        ((8192, 32000, 2048), {}, 8192),
+        ((8192, 49152, 576), {}, 2816),
+        # And those whose dW would otherwise err too much.
         ((8192, 32000, 4096), {}, 8192),
         # What is asked for.
         (S1, {"options": Options(chunk_rows=300)}, 300),
