@@ -21,23 +21,25 @@ _LARGE = 2**23
 """Elements from which a launch of its own costs less than reading and writing them."""
 
 
-def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
-    return scaled_gradients([gradient], factor, may_overwrite=False)[0]
+def _scaled(gradient: Tensor, factor: Tensor, valid_count: Tensor) -> Tensor:
+    return scaled_gradients([gradient], factor, valid_count=valid_count, may_overwrite=False)[0]
 
 
-def _scaled_fake(gradient: Tensor, factor: Tensor) -> Tensor:
+def _scaled_fake(gradient: Tensor, factor: Tensor, valid_count: Tensor) -> Tensor:
     # Each program with the operator runs this before Inductor sees it.
     if "torch._inductor.graph" in sys.modules:
         _register_lowering()
     return torch.empty_like(gradient, memory_format=torch.contiguous_format)
 
 
-def _scale(gradient: Tensor, factor: Tensor) -> None:
-    scaled_gradients([gradient], factor, may_overwrite=True)
+def _scale(gradient: Tensor, factor: Tensor, valid_count: Tensor) -> None:
+    scaled_gradients([gradient], factor, valid_count=valid_count, may_overwrite=True)
 
 
-define("scale_gradient", "(Tensor gradient, Tensor factor) -> Tensor", _scaled, _scaled_fake)
-define("scale_gradient_", "(Tensor(a!) gradient, Tensor factor) -> ()", _scale, lambda gradient, factor: None)
+define("scale_gradient", "(Tensor gradient, Tensor factor, Tensor valid_count) -> Tensor", _scaled, _scaled_fake)
+define(
+    "scale_gradient_", "(Tensor(a!) gradient, Tensor factor, Tensor valid_count) -> ()", _scale, lambda *operands: None
+)
 
 
 def scaled(
@@ -51,23 +53,24 @@ def scaled(
         gradients: those that the forward has finished.
         expected: () the upstream gradient that they are finished for; None for 1.
     """
-    factor = factor_of(grad, valid_count, expected)
-    return [torch.ops.thunder_flce.scale_gradient(gradient, factor) for gradient in gradients]
+    factor = factor_of(grad, None, expected)
+    return [torch.ops.thunder_flce.scale_gradient(gradient, factor, valid_count) for gradient in gradients]
 
 
 @cache
 def _register_lowering() -> None:
     """Not at the import of this module: that of Inductor takes seconds."""
     from torch._inductor import ir
-    from torch._inductor.lowering import mul, register_lowering, to_dtype
+    from torch._inductor.lowering import mul, register_lowering, to_dtype, where
 
     @register_lowering(torch.ops.thunder_flce.scale_gradient.default, type_promotion_kind=None)
-    def lower(gradient: Any, factor: Any) -> Any:
+    def lower(gradient: Any, factor: Any, valid_count: Any) -> Any:
         size = gradient.get_numel()
         is_large = size.is_number and size >= _LARGE
         if is_large and isinstance(gradient.data, ir.StorageBox) and isinstance(gradient.data.data, ir.DonatedBuffer):
-            ir.FallbackKernel.create(torch.ops.thunder_flce.scale_gradient_.default, gradient, factor)
+            ir.FallbackKernel.create(torch.ops.thunder_flce.scale_gradient_.default, gradient, factor, valid_count)
             return gradient
         dtype = gradient.get_dtype()
         wide = torch.promote_types(dtype, torch.float32)
-        return to_dtype(mul(to_dtype(gradient, wide), to_dtype(factor, wide)), dtype)
+        share = where(to_dtype(valid_count, torch.bool), to_dtype(factor, wide), 0.0)
+        return to_dtype(mul(to_dtype(gradient, wide), share), dtype)

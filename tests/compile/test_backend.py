@@ -254,7 +254,7 @@ def on_gpu(monkeypatch):
             return is_small(region)
 
     monkeypatch.setattr(fusion, "is_small", is_small_on_gpu)
-    monkeypatch.setattr(lengths, "_SMALL_BYTES", 2**20)
+    monkeypatch.setattr(lengths, "ONE_CHUNK_BYTES", 2**20)
     monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", lambda gm, inputs, **others: gm.forward)
 
 

@@ -7,24 +7,23 @@ from functools import lru_cache
 import torch
 
 from thunder_flce.device import TILE_ROWS, Device
-from thunder_flce.engine.choose import choose, matmul_seconds
+from thunder_flce.engine.choose import ONE_CHUNK_BYTES, choose, matmul_seconds
 from thunder_flce.engine.plan import SAVE_LOGITS
 from thunder_flce.matching.program import depends_on_values
 from thunder_flce.matching.regions import Region
 from thunder_flce.operation.call import Call
 from thunder_flce.options import Options
 
-# Up to which a step waits for the host, and little memory could be gained: the time of matmuls, and the size of logits.
-# With four layers, on an H100: the matmuls of pythia-160m's head take 0.6 ms for 2048 tokens, and a step took 10.2 ms
-# with ours where it took 9.1 with Inductor's, with 1536 to 2560 tokens 6.5 and 5.3; those of Qwen 2.5 0.5B take 2.1 ms
-# for 2048, and a step 8.1 ms where it took 8.5.
+# Up to which a step waits for the host: the time of matmuls. With four layers, on an H100: the matmuls of pythia-160m's
+# head take 0.6 ms for 2048 tokens, and a step took 10.2 ms with ours where it took 9.1 with Inductor's, with 1536 to
+# 2560 tokens 6.5 and 5.3; those of SmolLM2-135M 1.0 ms for 4096, and a step 8.2 and 7.5 ms; those of Qwen 2.5 0.5B 2.1
+# ms for 2048, and a step 8.1 ms where it took 8.5.
 _SMALL_SECONDS = 1.5e-3
-_SMALL_BYTES = 2**28
 _MOST_TOKENS = 2**31
 
 
 def is_small(region: Region) -> bool:
-    """Whether, on a GPU, no time and little memory could be gained: the host's time counts.
+    """Whether, on a GPU, no time and no memory could be gained: logits are one chunk, and the host's time counts.
 
     By what a mean of the same sizes would take.
     """
@@ -39,7 +38,7 @@ def is_small(region: Region) -> bool:
     seconds = matmul_seconds(a_tile, Device.of(device))
     if not seconds:
         return False
-    most = min(_SMALL_SECONDS * TILE_ROWS // seconds, _SMALL_BYTES // (vocab * dtype.itemsize))
+    most = min(_SMALL_SECONDS * TILE_ROWS // seconds, ONE_CHUNK_BYTES // (vocab * dtype.itemsize))
     return _is_at_most(math.prod(term.rows_shape), int(most))
 
 
