@@ -157,6 +157,11 @@ def softcapped_in_one_line(hidden, weight, labels):
     return _loss(2 * (torch.tanh(F.linear(hidden, weight) * 1.5 / 4.9) * 4.9), labels)
 
 
+def softcapped_by_a_sigmoid(hidden, weight, labels):
+    """As modded-nanogpt has it."""
+    return _loss(30 * torch.sigmoid(F.linear(hidden, weight).float() / 7.5), labels)
+
+
 def softcapped_and_shifted(hidden, weight, bias, labels):
     logits = 3 * (F.linear(hidden, weight, bias).float() / 3).tanh()
     return F.cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="sum")
@@ -636,6 +641,7 @@ FUSED: tuple[Callable, ...] = (
     temperature_of_each_sequence,
     softcapped,
     softcapped_in_one_line,
+    softcapped_by_a_sigmoid,
     softcapped_and_shifted,
     matmul_operator,
     torch_matmul,

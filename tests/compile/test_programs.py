@@ -678,6 +678,39 @@ def factors_of_rows(h, w, y, a, m):
     return of_rows(first, y[:, 1:]) + of_rows(second, y.t())
 
 
+@expect(IN_FORWARD, thunder=True)
+def capped_by_a_sigmoid(h, w, y, a, m):
+    """As modded-nanogpt has it: a cap by tanh, and a constant, which is in the log-sum-exp."""
+    logits = F.linear(h, w)
+    first, second = 30 * torch.sigmoid(logits / 7.5), torch.sigmoid(h.tanh() @ w.t()) * 5
+    z_loss = (first.logsumexp(-1).square() * m).sum()
+    return of_rows(first, y) + 1e-2 * z_loss + of_rows(second, y)
+
+
+@expect(IN_FORWARD, thunder=True)
+def capped_by_a_sigmoid_by_hand(h, w, y, a, m):
+    capped = 3 * torch.sigmoid(F.linear(h, w))
+    shifted = capped - capped.amax(-1, keepdim=True)
+    x = shifted - shifted.exp().sum(-1, keepdim=True).log()
+    entropy = capped.logsumexp(-1) - (capped.softmax(-1) * capped).sum(-1)
+    right = (capped.argmax(-1) == y).sum()
+    of_label, log_prob = (each.gather(-1, y[..., None])[..., 0] for each in (capped, x))
+    return -((log_prob - of_label.square()) * m).sum() - (0.1 * entropy + 0.01 * capped.mean(-1)).mean(), right
+
+
+@expect(Reason.NOT_A_LOG_PROBABILITY)
+def sigmoids_of_labels(h, w, y, a, m):
+    return torch.sigmoid(F.linear(h, w)).gather(-1, y[..., None]).mean()
+
+
+@expect(NONE, thunder=True)
+def gate_of_sigmoids(h, w, y, a, m):
+    scores = torch.sigmoid(F.linear(h, w[:4]))
+    weights, experts = scores.topk(2, -1)
+    weights = weights / scores.sum(-1, keepdim=True) + scores.gather(-1, experts) * scores.mean(-1, keepdim=True)
+    return (weights * a[..., None]).sum() + (h * torch.sigmoid(h @ w[:H])).mean()
+
+
 @expect(Reason.TRANSFORMED_LOGITS, thunder=True)
 def factors_of_rows_after_a_bias(h, w, y, a, m):
     return of_rows(F.linear(h, w, w[:, 0]) * a[..., None], y)

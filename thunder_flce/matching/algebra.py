@@ -5,13 +5,14 @@ For a row of logits u with label y, with M = max u, L = log Σ exp u and p = exp
     of each class    a u + r,  c exp(a u + r)  or  p (a u + r)            `Class`
     of each row      r  or  c exp(r)                                      `Row`
 
-where r is a sum of u_y, L, M, E = Σ p u and U, the mean of u, each with a factor. So log_softmax(u) is u - L, its entry
-at the label u_y - L, its mean U - L, an entropy L - E, a cross-entropy L - u_y, or 0 in rows whose label is ignored.
-An operation is a rule for such sums, and ways to write a loss need not be known one by one.
+where r is a sum of u_y, L, M, E = Σ p u, U, the mean of u, and 1, each with a factor. So log_softmax(u) is u - L, its
+entry at the label u_y - L, its mean U - L, an entropy L - E, a cross-entropy L - u_y, or 0 in rows whose label is
+ignored. An operation is a rule for such sums, and ways to write a loss need not be known one by one.
 
 Each of these comes with its gradient or without: from `detach` on, and in what is computed under `torch.no_grad`.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -26,7 +27,7 @@ class Atom(NamedTuple):
     """One of the numbers that sums are made of."""
 
     name: str
-    """"u" (only of each class), "y", "L", "M", "E" or "U"."""
+    """"u" (only of each class), "y", "L", "M", "E", "U" or "1"."""
     has_grad: bool = True
 
 
@@ -73,6 +74,7 @@ def parted(sum_: Poly, name: str) -> tuple[Fraction, Fraction, Poly]:
     return of_both[0], of_both[1], tuple(sorted(factors.items()))
 
 
+ONE: Poly = ((Atom("1", has_grad=False), Fraction(1)),)
 LOG_PROBABILITY = {"u": Fraction(1), "L": Fraction(-1)}
 """The `value` of a log_softmax."""
 
@@ -321,14 +323,15 @@ class Row:
         """
         found: dict[str, list[Fraction]] = {}
         for atom, factor in self.sum:
-            for name, sign in _PARTS[atom.name].items():
+            for name, sign in _PARTS.get(atom.name, {}).items():
                 found.setdefault(name, [Fraction(0), Fraction(0)])[not atom.has_grad] += sign * factor
         return {name: (a, b) for name, (a, b) in found.items() if a or b}
 
     @property
     def constant(self) -> float:
         """Its value where it has no `variables`."""
-        return float(self.factor) if self.is_exp else 0.0
+        constant = float(value(self.sum).get("1", 0))
+        return float(self.factor) * math.exp(constant) if self.is_exp else constant
 
     def made_of(self, known: Mapping[str, Any], call: Callable[..., Any]) -> Any:
         """Its value from those of the `variables`, which there are, by functions that `call` calls."""
@@ -338,6 +341,8 @@ class Row:
                 if each:
                     part = scaled(call(torch.detach, known[name]) if is_cut else known[name], each, call)
                     total = part if total is None else call(torch.add, total, part)
+        if constant := value(self.sum).get("1"):
+            total = call(torch.add, total, float(constant))
         return scaled(call(torch.exp, total), self.factor, call) if self.is_exp else total
 
     @property

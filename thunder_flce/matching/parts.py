@@ -72,7 +72,7 @@ class Part:
     @property
     def is_mean_of_logits(self) -> bool:
         """Whether it has nothing but means of logits, which any layer may be asked for."""
-        return all(set(value(each.row.sum)) == {"U"} for each in self.rows)
+        return all(set(value(each.row.sum)) - {"1"} == {"U"} for each in self.rows)
 
     @property
     def has_grad(self) -> bool:

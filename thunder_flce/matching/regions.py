@@ -126,7 +126,7 @@ def _problem(part: Part, known: Interpreter) -> NotFused | None:
     escapes = [each for each in known.escapes if not part.logits.linears.isdisjoint(each.value.logits.linears)]
     if escapes:
         return min(escapes, key=lambda each: each.user is not None).problem
-    if all({atom.name for atom, _ in each.row.sum} == {"y"} for each in part.rows):
+    if all({atom.name for atom, _ in each.row.sum} - {"1"} == {"y"} for each in part.rows):
         return NotFused(Reason.NOT_A_LOG_PROBABILITY, "by gather alone")
     if part.has_grad and not any(each.row.variables for each in part.rows):
         # A region gives them no gradient, which is 0.

@@ -18,6 +18,7 @@ import torch
 
 from thunder_flce.matching.algebra import (
     LOG_PROBABILITY,
+    ONE,
     Argmax,
     Atom,
     Class,
@@ -442,10 +443,11 @@ def _scaled(of: _Scaled, factor: Fraction) -> _Scaled:
     if of.form == "exp":
         return replace(of, factor=of.factor * factor)
     _, _, rest = parted(of.sum, "u")
-    is_u_alone = of.is_shifted_logits and set(value(rest)) <= {"M"}
+    is_u_alone = of.is_shifted_logits and set(value(rest)) <= {"M", "1"}
     if not is_u_alone or (factor < 0 and (rest or of.logits.softcap is not None)):
         return replace(of, sum=added((factor, of.sum)))
-    return replace(of, logits=_scaled_logits(of.logits, factor))
+    constant = value(rest).get("1", 0)
+    return replace(of, logits=_scaled_logits(of.logits, factor), sum=added((1, of.sum), ((factor - 1) * constant, ONE)))
 
 
 def _scaled_logits(logits: Logits, factor: Fraction) -> Logits:
@@ -616,11 +618,17 @@ def _sum_of_linears(known: "Interpreter", a: Class, b: Class, op: Op) -> Class:
     return replace(a, logits=logits, sum=poly(u=1))
 
 
-@rule("tanh")
-def _tanh(known: "Interpreter", op: Op, input: Class) -> Class:
-    if not input.is_logits or input.logits.softcap is not None:
+@rule("tanh", "sigmoid")
+def _capped(known: "Interpreter", op: Op, input: Class) -> Class:
+    """sigmoid(u) is (1 + tanh(u / 2)) / 2."""
+    logits = input.logits
+    if not input.is_logits or logits.softcap is not None:
         raise Unknown("after their maximum was subtracted" if "M" in value(input.sum) else "")
-    return replace(input, logits=replace(input.logits, softcap=Fraction(1)))
+    if op.name == "tanh":
+        return replace(input, logits=replace(logits, softcap=Fraction(1)))
+    half = Fraction(1, 2)
+    logits = replace(logits, scale=half * logits.scale, softcap=half)
+    return replace(input, logits=logits, sum=added((1, input.sum), (half, ONE)))
 
 
 @rule("exp")
