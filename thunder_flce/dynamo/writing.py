@@ -228,10 +228,8 @@ class _Graph:
                     return found
         raise KeyError(symbol)
 
-    def weights(self, ops: Sequence[Op], operands: Sequence[Tensor], result: Tensor) -> list[Tensor | float]:
+    def weights(self, ops: Sequence[Op], operands: Sequence[Tensor], result: Tensor) -> list[Tensor]:
         """See `Writer`: autograd's derivative of the nodes, as operations of ATen."""
-        if not ops:
-            return [1.0 for _ in operands]
         starts, nodes = [operand.handle for operand in operands], [op.handle for op in ops]
         known = {*starts, *nodes, *(each for node in (*starts, *nodes) for each in _readers_of_parts(node))}
         others: dict[Node, None] = {}

@@ -132,10 +132,8 @@ class _Writer:
     def _proxy(self, tensor: Tensor) -> TensorProxy:
         return self._swapped.get(variableify(tensor.handle), tensor.handle)
 
-    def weights(self, ops: Sequence[Op], operands: Sequence[Tensor], result: Tensor) -> list[Tensor | float]:
+    def weights(self, ops: Sequence[Op], operands: Sequence[Tensor], result: Tensor) -> list[Tensor]:
         """thunder's derivative of the operations."""
-        if not ops:
-            return [1.0 for _ in operands]
         made = {out.name for op in ops for out in op.outs}
         starts = [operand.handle for operand in operands]
         names = {proxy.name for proxy in starts}

@@ -7,7 +7,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, Protocol
 
 import torch
@@ -29,7 +29,7 @@ from thunder_flce.matching.program import (
     same_shape,
 )
 from thunder_flce.matching.regions import Region, is_compared_with_labels
-from thunder_flce.matching.sums import Summand, recording
+from thunder_flce.matching.sums import Summand
 from thunder_flce.operation.call import Call, named_tensors, operand_names
 from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS, NOTHING_IGNORED, Loss
 from thunder_flce.operation.pointwise import VARIABLES, Handle, numbered
@@ -42,7 +42,7 @@ class Writer(Protocol):
     def call(self, function: Callable, *args: Any, **kwargs: Any) -> Tensor:
         """The result of a function of PyTorch's, of tensors and sizes of the program."""
 
-    def weights(self, ops: Sequence[Op], operands: Sequence[Tensor], result: Tensor) -> list[Tensor | float]:
+    def weights(self, ops: Sequence[Op], operands: Sequence[Tensor], result: Tensor) -> list[Tensor]:
         """The derivative of a scalar with respect to some tensors that it is linear in, by way of some operations."""
 
     def region(self, call: Call, group: Any) -> tuple[list[Tensor], PlannedRegion]:
@@ -70,7 +70,7 @@ class _Writing:
         """Whether rows whose label is ignored are computed, too"""
         self._reciprocals: list[Tensor] = []
         """Of the number of valid labels of each mean that is in the sum"""
-        self._others: list[tuple[Tensor, Tensor | float]] = []
+        self._others: list[tuple[Tensor, Tensor]] = []
         """The other losses that are added between the terms of the sum, and their factors"""
 
     def write(self) -> tuple[dict[Tensor, Tensor], Decision]:
@@ -223,7 +223,7 @@ class _Writing:
         region, total = self._region, self._region.total
         assert total is not None
         starts = [*(each.tensor for each in total.summands), *total.others]
-        found = self._writer.weights(total.ops, starts, total.place)
+        found = self._writer.weights(total.ops, starts, total.place) if total.ops else [self._number(1.0)]
         count = len(total.summands)
         found, self._others = found[:count], list(zip(total.others, found[count:], strict=True))
         weights = [self._of_rows_of(summand, weight) for summand, weight in zip(total.summands, found, strict=True)]
@@ -237,12 +237,9 @@ class _Writing:
             for part, sign in zip(region.parts, signs, strict=True):
                 own = [w for w, summand in zip(weights, total.summands, strict=True) if summand.part is part]
                 # Each has the shape that the program gave its tokens.
-                own = [self._in_rows(each) if isinstance(each, Tensor) and each.ndim else each for each in own]
-                weight = reduce(self._added, own)
-                of_parts.append(weight if sign == 1 else self._negated(weight))
-            if self._is_joined or isinstance(of_parts[0], Tensor) or of_parts[0] != 1.0:
-                full = [self._full(weight, part) for weight, part in zip(of_parts, region.parts, strict=True)]
-                arguments["token_weights"] = self._of_all_parts(full)
+                weight = reduce(partial(self._call, torch.add), (self._in_rows(w) if w.ndim else w for w in own))
+                of_parts.append(self._full(scaled(weight, sign, self._call), part))
+            arguments["token_weights"] = self._of_all_parts(of_parts)
             return settings
         texts, inputs, token_weights = zip(
             *(self._token_loss(part, weights, is_alone) for part in region.parts), strict=True
@@ -258,38 +255,31 @@ class _Writing:
         return self._call(torch.cat, tensors) if self._is_joined else tensors[0]
 
     def _token_loss(
-        self, part: Part, weights: Sequence[Tensor | float], is_alone: bool
+        self, part: Part, weights: Sequence[Tensor], is_alone: bool
     ) -> tuple[str, tuple[Tensor, ...], Tensor | None]:
         """What a token of one part adds to the sum, the tensors that this reads, and the weights of the tokens."""
         total = self._region.total
         assert total is not None
         recorder = part.recorder.copy()
         inputs: list[Any] = list(part.inputs.values())
-        own = [(s, w) for s, w in zip(total.summands, weights, strict=True) if s.part is part]
-        factors: list[Tensor | float] = [weight for _, weight in own]
+        own = {s: self._full(w, part) for s, w in zip(total.summands, weights, strict=True) if s.part is part}
         token_weights: Tensor | None = None
-        if is_alone and all(isinstance(weight, Tensor) for weight in factors):
-            full = [self._full(each, part) for each in factors]
-            if len(full) == 1:
-                token_weights, factors = full[0], [1.0]
-            else:
-                counts, *others = (self._call(torch.ne, each, 0.0) for each in full)
-                for each in others:
-                    counts = self._call(torch.logical_or, counts, each)
-                factors = [*full]
-                token_weights = self._call(torch.Tensor.to, counts, self._rows_dtype)
+        if is_alone:
+            token_weights, *others = own.values()
+            if others:
+                counts = (self._call(torch.ne, each, 0.0) for each in own.values())
+                either = reduce(partial(self._call, torch.logical_or), counts)
+                token_weights = self._call(torch.Tensor.to, either, self._rows_dtype)
         result: Handle | None = None
-        for (summand, _), factor in zip(own, factors, strict=True):
+        for summand, factor in own.items():
             handle = summand.handle
-            if isinstance(factor, Tensor):
-                inputs.append(self._full(factor, part))
+            if factor is not token_weights:
+                inputs.append(factor)
                 factor_handle: Any = recorder.add_input(torch.float32)
                 if summand.slices:
                     # The others may be infinite.
                     handle = recorder.write("where", (recorder.write("ne", (factor_handle, 0.0), {}), handle, 0.0), {})
                 handle = recorder.write("mul", (handle, factor_handle), {})
-            else:
-                handle = scaled(handle, factor, recording(recorder))
             result = handle if result is None else recorder.write("add", (result, handle), {})
         text, read = numbered(recorder.finish(result))
         given = tuple(self._token_input(inputs[each]) for each in read)
@@ -321,24 +311,15 @@ class _Writing:
         found = self._call(torch.zeros, (count,), dtype=tensor.dtype, device=tensor.device)
         return self._call(torch.scatter, found, 0, *(self._call(torch.flatten, each) for each in (numbers, tensor)))
 
-    def _of_rows_of(self, summand: Summand, weight: Tensor | float) -> Tensor | float:
+    def _of_rows_of(self, summand: Summand, weight: Tensor) -> Tensor:
         """The weights of the tokens of a summand, from its own."""
         part, result = summand.part, self._known.results.get(summand.tensor)
         if summand.slices:
-            if not isinstance(weight, Tensor):
-                device = part.logits.terms[0].input.device
-                weight = self._call(torch.full, summand.tensor.shape, weight, dtype=self._rows_dtype, device=device)
             return self._of_all_tokens(weight, summand.slices)
         if result is None or result.row.reduction == "none":
             return weight
         if result.row.ignore_index is None:
-            if result.row.reduction == "sum":
-                return weight
-            count = part.count
-            if isinstance(weight, float) and not isinstance(count, int):
-                device = part.logits.terms[0].input.device
-                weight = self._call(torch.full, (), weight, dtype=self._rows_dtype, device=device)
-            return self._call(torch.div, weight, count) if isinstance(weight, Tensor) else weight / count
+            return weight if result.row.reduction == "sum" else self._call(torch.div, weight, part.count)
         is_valid = self._is_valid(part)
         if result.row.reduction == "mean":
             count = self._call(torch.Tensor.to, self._call(torch.sum, is_valid), self._rows_dtype)
@@ -347,29 +328,21 @@ class _Writing:
             of_tokens = self._call(torch.where, is_valid, self._reciprocals[-1], 0.0)
         else:
             of_tokens = self._call(torch.Tensor.to, is_valid, self._rows_dtype)
-        return of_tokens if weight == 1.0 else self._call(torch.mul, of_tokens, weight)
+        return self._call(torch.mul, of_tokens, weight)
 
     def _is_valid(self, part: Part) -> Tensor:
         """Whether a row's label is not ignored."""
         assert part.labels is not None
         return self._call(torch.ne, part.labels.tensors[0], part.ignore_index)
 
-    def _added(self, a: Tensor | float, b: Tensor | float) -> Tensor | float:
-        if isinstance(a, Tensor) or isinstance(b, Tensor):
-            return self._call(torch.add, *((a, b) if isinstance(a, Tensor) else (b, a)))
-        return a + b
+    def _number(self, value: float, shape: Sequence[Any] = ()) -> Tensor:
+        device = self._logits.terms[0].input.device
+        return self._call(torch.full, tuple(shape), value, dtype=self._rows_dtype, device=device)
 
-    def _negated(self, weight: Tensor | float) -> Tensor | float:
-        return self._call(torch.neg, weight) if isinstance(weight, Tensor) else -weight
-
-    def _full(self, weight: Tensor | float, part: Part) -> Tensor:
+    def _full(self, weight: Tensor, part: Part) -> Tensor:
         """A weight of each token, where it may be one number for all."""
-        rows = part.logits.rows_shape
-        if not isinstance(weight, Tensor):
-            device = part.logits.terms[0].input.device
-            return self._in_rows(self._call(torch.full, rows, weight, dtype=self._rows_dtype, device=device))
         if weight.ndim == 0:
-            weight = self._call(torch.Tensor.expand, weight, rows)
+            weight = self._call(torch.Tensor.expand, weight, part.logits.rows_shape)
         return self._in_rows(self._in_rows_dtype(weight))
 
     def _in_rows_dtype(self, tensor: Tensor) -> Tensor:
@@ -412,7 +385,7 @@ class _Writing:
                 # NaN where there is no valid label, as the mean is.
                 loss = self._call(torch.add, loss, self._call(torch.mul, reciprocal, 0.0))
             for other, factor in self._others:
-                loss = self._call(torch.add, loss, other if factor == 1 else self._call(torch.mul, other, factor))
+                loss = self._call(torch.add, loss, self._call(torch.mul, other, factor))
             results[total.place] = self._like(total.place, loss)
         start: Any = 0
         for part in region.parts:
@@ -453,8 +426,7 @@ class _Writing:
         if loss is not None and self._smoothing is not None and not is_sum:
             return scaled(found["loss"], loss[0], self._call)
         if not row.variables:  # All has cancelled, as in the sum of a softmax.
-            device = self._logits.terms[0].input.device
-            return self._call(torch.full, row.shape, row.constant, dtype=self._rows_dtype, device=device)
+            return self._number(row.constant, row.shape)
         if not is_sum and "log_prob" in row.variables:
             found = {"log_prob": self._call(torch.neg, found["loss"]), **found}
         return row.made_of(found, self._call)
