@@ -6,7 +6,6 @@ Everything is written in PyTorch's functions, which a `Writer` adds to its graph
 import math
 import operator
 from collections.abc import Callable, Sequence
-from fractions import Fraction
 from functools import partial, reduce
 from typing import Any, Protocol
 
@@ -65,7 +64,6 @@ class _Writing:
         self._is_joined = len(region.parts) > 1
         self._loss = region.loss if region.total is None else None
         """What the region's loss is; None where that is a sum, or numbers of which the program's are made"""
-        self._smoothing = self._common_smoothing()
         self._keeps_ignored = any(map(self._needs_ignored, region.parts))
         """Whether rows whose label is ignored are computed, too"""
         self._reciprocals: list[Tensor] = []
@@ -207,16 +205,14 @@ class _Writing:
 
     def _of_rows(self) -> dict[str, Any]:
         """The loss where results are given one by one."""
-        reduction, ignore_index = "none", NOTHING_IGNORED
-        if self._loss is not None:
-            reduction, ignore_index = self._loss.row.reduction, self._region.parts[0].ignore_index
-        return {"reduction": reduction, "ignore_index": ignore_index, "label_smoothing": float(self._smoothing or 0)}
-
-    def _common_smoothing(self) -> Fraction | None:
-        """The label smoothing, where all rows that are given are cross-entropies of one, or their negatives."""
-        losses = {result.as_loss for part in self._region.parts for result in part.rows}
-        found = {None if loss is None else loss[1] for loss in losses}
-        return found.pop() if len(found) == 1 else None
+        if self._loss is None:
+            return {"reduction": "none", "ignore_index": NOTHING_IGNORED}
+        assert self._loss.as_loss is not None
+        return {
+            "reduction": self._loss.row.reduction,
+            "ignore_index": self._region.parts[0].ignore_index,
+            "label_smoothing": float(self._loss.as_loss[1]),
+        }
 
     def _of_total(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """The loss of a sum over tokens; adds its weights, and what it reads, to the arguments."""
@@ -363,7 +359,7 @@ class _Writing:
         for part in self._region.parts:
             for result in part.rows if total is None else [each for each in part.rows if each.tensor in total.kept]:
                 for name, (factor, _) in result.row.variables.items():
-                    if total is None and (name == "log_prob" or self._smoothing is not None):
+                    if total is None and (name == "log_prob" or self._loss is not None):
                         continue  # The loss says it.
                     found[name] = found.get(name, False) or (factor != 0 and result.tensor.needs_grad and total is None)
             for name in dict.fromkeys(self._argmax_output(part) for _ in part.argmaxes):
@@ -422,12 +418,10 @@ class _Writing:
 
     def _row(self, result: Result, found: dict[str, Tensor]) -> Tensor:
         """A number of each row, from what the region returns."""
-        row, loss, is_sum = result.row, result.as_loss, self._region.total is not None
-        if loss is not None and self._smoothing is not None and not is_sum:
-            return scaled(found["loss"], loss[0], self._call)
+        row = result.row
         if not row.variables:  # All has cancelled, as in the sum of a softmax.
             return self._number(row.constant, row.shape)
-        if not is_sum and "log_prob" in row.variables:
+        if self._region.total is None and "log_prob" in row.variables:
             found = {"log_prob": self._call(torch.neg, found["loss"]), **found}
         return row.made_of(found, self._call)
 
