@@ -78,12 +78,8 @@ class Escape:
         if self.user is None:
             return NotFused(Reason.LOGITS_RETURNED)
         if self.user.writes or self.user.name == CHANGED:
-            return NotFused(Reason.OPERAND_MODIFIED, f"by {self.user.name}{_at(self.user)}")
-        return NotFused(Reason.LOGITS_USED, f"by {self.user.name}{_at(self.user)}")
-
-
-def _at(op: Op) -> str:
-    return f" in line {op.source.line}" if op.source.line else ""
+            return NotFused(Reason.OPERAND_MODIFIED, f"by {self.user}")
+        return NotFused(Reason.LOGITS_USED, f"by {self.user}")
 
 
 @dataclass(frozen=True)
@@ -262,7 +258,7 @@ class Interpreter:
                     if op.name not in _SELECTIONS or not op.outs or not op.outs[0].shape
                     else op.outs[0].shape[-1]
                 )
-                lost = _Lost(problem, columns, is_head(found))
+                lost = _Lost(problem, columns, is_head(found.logits))
             if lost is not None:
                 for out in op.outs:
                     if out not in self.values and any(same(size, lost.columns) for size in out.shape):
@@ -288,7 +284,7 @@ class Interpreter:
         if op is None and origin.needs_grad:
             return NotFused(Reason.ARGUMENT)
         if op is not None and op.name in LINEARS and (is_loss or _may_be_head(op)):
-            return NotFused(Reason.ANOTHER_PRODUCT, f"by {op.name}{_at(op)}")
+            return NotFused(Reason.ANOTHER_PRODUCT, f"by {op}")
         return NotFused(Reason.NO_LINEAR)
 
     def is_written(self, tensor: Tensor) -> bool:
@@ -353,14 +349,14 @@ class Interpreter:
         return same(start, 0) and same(given.get("step", 1), 1) and agree(end, count)
 
 
-def is_head(of: Class) -> bool:
+def is_head(logits: Logits) -> bool:
     """Whether it may be of a language model's head, and not of a gate: more columns than the input has features.
 
     And a parameter's, not activations times activations.
     """
-    head = of.logits.terms[0]
+    head = logits.terms[0]
     weight = _stored(head.weight)
-    return hint(of.columns) > hint(head.features) and weight.op is None and weight is not head.input
+    return hint(head.columns) > hint(head.features) and weight.op is None and weight is not head.input
 
 
 def _may_be_head(product: Op) -> bool:

@@ -40,7 +40,7 @@ class Source(NamedTuple):
         return f"{self.file}:{self.line}" if self.line else self.file
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, repr=False)
 class Tensor:
     """A tensor of a program. Two are equal only if they are the same."""
 
@@ -77,11 +77,8 @@ class Tensor:
             return self is other
         return bool(self.storage == other.storage)
 
-    def __repr__(self) -> str:
-        return self.name
 
-
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, repr=False)
 class Op:
     """An operation."""
 
@@ -118,8 +115,13 @@ class Op:
         """Whether it changes a tensor in place that keeps its gradient, as gradients are not recorded."""
         return not self.grad_mode and any(each.needs_grad for each in self.writes)
 
-    def __repr__(self) -> str:
-        return f"{self.output} = {self.name}{self.args}"
+    @property
+    def where(self) -> str:
+        """Such as " in line 12", where that is known."""
+        return f" in line {self.source.line}" if self.source.line else ""
+
+    def __str__(self) -> str:
+        return f"{self.name}{self.where}"
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -179,11 +181,7 @@ class Program:
             return
         if op.is_random or op.writes:
             return
-        given = tree_map_only(Tensor, self.value_number, (op.args, op.kwargs))
-        try:
-            key = (op.name, repr(given))
-        except Exception:  # noqa: BLE001 (an argument of the program's own, which need not print)
-            return
+        key = op.name, repr(tree_map_only(Tensor, self.value_number, (op.args, op.kwargs)))
         for at, out in enumerate(outs):
             of_out = (*key, at, str(out.dtype))
             if of_out not in self._numbers:

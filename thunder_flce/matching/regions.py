@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from thunder_flce.engine.plan import GRADIENTS_IN_FORWARD
-from thunder_flce.matching.algebra import Argmax, Logits, Row
+from thunder_flce.matching.algebra import Argmax, Row
 from thunder_flce.matching.decisions import Decision, NotFused, Reason
 from thunder_flce.matching.interpreter import Interpreter, Result, is_head
 from thunder_flce.matching.parts import Part, parts_of
-from thunder_flce.matching.program import Op, Program, Tensor, hint, keeps_elements, live, same_shape
+from thunder_flce.matching.program import Op, Program, Tensor, keeps_elements, live, same_shape
 from thunder_flce.matching.rules import has_float_factors
 from thunder_flce.matching.sums import NotASum, TokenSum, find_sum
 from thunder_flce.options import Options
@@ -109,12 +109,7 @@ def match(known: Interpreter, options: Options) -> tuple[list[Region], list[Deci
 
 def _is_reported(part: Part) -> bool:
     # The log-sum-exp of a gate's scores is for its own loss.
-    return not part.is_mean_of_logits and (part.kind != "log-sum-exp" or _is_of_head(part.logits))
-
-
-def _is_of_head(logits: Logits) -> bool:
-    head = logits.terms[0]
-    return hint(head.columns) > hint(head.features)
+    return not part.is_mean_of_logits and (part.kind != "log-sum-exp" or is_head(part.logits))
 
 
 # Parts.
@@ -184,7 +179,7 @@ def _escaped(known: Interpreter, parts: Sequence[Part]) -> list[Decision]:
     found = []
     for escape in known.escapes:
         of, linears = escape.value, escape.value.logits.linears
-        if escape.user is None or not told.isdisjoint(linears) or isinstance(of, Row) or not is_head(of):
+        if escape.user is None or not told.isdisjoint(linears) or isinstance(of, Row) or not is_head(of.logits):
             continue
         names = {atom.name for atom, _ in of.sum}
         is_normalised = "L" in names and (of.has_one_u or of.form == "p" or not of.form)
@@ -355,8 +350,7 @@ def _moves_across_a_write(
     reads_again = waits and region.has_grad
     for tensor, position in region.read_at.items():
         for op in program.writers(position + 1, len(program.ops)):
-            is_between = op in before or op.position < region.place.position or reads_again
-            if op not in dropped and is_between and any(_may_share(w, tensor) for w in op.writes):
+            if op not in dropped and (op in before or reads_again) and any(_may_share(w, tensor) for w in op.writes):
                 return op
     # What moves behind the region must not read, or write, what is written meanwhile.
     moved = [item for item in order[place:] if isinstance(item, Op) and item.position < region.place.position]

@@ -663,9 +663,9 @@ def _clamp(known: "Interpreter", op: Op, input: Class, min: Any = None, max: Any
 # From logits to log-probabilities, and to one number of each row.
 
 
-def _with_own_grad(of: Class, name: str, factor: Any = 1) -> Poly:
+def _with_own_grad(of: Class, name: str) -> Poly:
     """An atom that has a gradient where u has one."""
-    return ((Atom(name, has_grad=parted(of.sum, "u")[0] != 0), Fraction(factor)),)
+    return ((Atom(name, has_grad=parted(of.sum, "u")[0] != 0), Fraction(1)),)
 
 
 @rule("log_softmax")
@@ -752,9 +752,7 @@ def _summed(of: Class, shape: tuple[Any, ...]) -> Row:
 
 @rule("entr")
 def _entr(known: "Interpreter", op: Op, input: Class) -> Class:
-    if not input.is_probability:
-        raise Unknown
-    return _weighted(input, replace(input, form="", sum=added((-1, input.sum))))
+    return _scaled(_xlogy(known, op, input, input), Fraction(-1))
 
 
 @rule("xlogy")

@@ -195,7 +195,7 @@ class _Search:
         of_slices = {_text(slices): slices for slices in (self._slices.get(each, ()) for each in operands)}
         slices, *other_slices = of_slices.values()
         if others or other_slices:
-            self._problems[outs[0]] = NotASum(f"{op.name}{_line(op)} reads several tokens at once")
+            self._problems[outs[0]] = NotASum(f"{op} reads several tokens at once")
             return
         if is_slice(op) and not keeps_elements(op) and not any(map(depends_on_values, outs[0].shape)):
             self._slices[outs[0]] = (*slices, op)
@@ -208,7 +208,7 @@ class _Search:
             # Not only one that comes back to the sources: one of another head's must not be lost.
             self._tokens[outs[0]] = part, self._written(op, part, outs[0].needs_grad)
         except NotOfTokens as problem:
-            self._problems[outs[0]] = NotASum(f"{problem}{_line(op)} is no operation on single tokens")
+            self._problems[outs[0]] = NotASum(f"{problem}{op.where} is no operation on single tokens")
         except NotASum as problem:
             self._problems[outs[0]] = problem
 
@@ -242,7 +242,7 @@ class _Search:
             if reached.isdisjoint(op.operands):
                 continue
             if not op.outs:
-                return f"{op.name}{_line(op)} changes a tensor in place"
+                return f"{op} changes a tensor in place"
             reached.update(out for out in op.outs if out.needs_grad and out is not place)
         is_returned = not reached.isdisjoint(self._program.results)
         if not is_returned:
@@ -296,7 +296,6 @@ class _Search:
         if tensor in self._tokens:
             is_product = is_linear and len(operands) == 1 and operands[0] in self._with_grad and not op.writes
             return is_product and tensor in self._with_grad and tensor.dtype == operands[0].dtype
-        where = f"{op.name}{_line(op)}"
         added = [each for each in op.operands if each not in self._dependent]
         if others is not None and op.name in ("add", "sub") and len(operands) == len(added) == 1 and tensor.ndim == 0:
             # Its factor is its derivative. What another region gives may need this one's.
@@ -306,17 +305,17 @@ class _Search:
             others.update(dict.fromkeys(added if is_linear else ()))
         if not is_linear:
             if any(each not in self._tokens and each not in self._with_grad for each in operands):
-                raise NotASum(f"{where} mixes tokens")
+                raise NotASum(f"{op} mixes tokens")
             if op.name in ("add", "sub") and len(operands) == 1 and tensor.ndim == 0:
-                raise NotASum(f"{where} adds another loss before all terms of this one: add that last")
-            raise self._problems.get(tensor) or NotASum(f"{where} is neither linear nor of single tokens")
+                raise NotASum(f"{op} adds another loss before all terms of this one: add that last")
+            raise self._problems.get(tensor) or NotASum(f"{op} is neither linear nor of single tokens")
         if tensor not in self._with_grad:
-            raise NotASum(f"{where} mixes tokens")
+            raise NotASum(f"{op} mixes tokens")
         if any(each.handle is None for each in operands):
-            raise NotASum(f"autocast casts what {where} reads")
+            raise NotASum(f"autocast casts what {op} reads")
         if any(depends_on_values(size) for out in op.outs for size in out.shape):
             # Its derivative, traced, would have another size of that kind.
-            raise NotASum(f"how many tokens {where} gives depends on values")
+            raise NotASum(f"how many tokens {op} gives depends on values")
         for other in op.operands:
             # Zeros that a loss was added to in place have its gradient, as far as Dynamo says.
             if other not in operands and other not in (others or ()) and not self._is_zero(other, op):
@@ -366,10 +365,10 @@ class _Search:
     def _check_known(self, tensor: Tensor, op: Op, *, has_grad: bool = True) -> None:
         """Raises for a factor that is not known when the region runs, or needs a gradient itself."""
         if has_grad and tensor.needs_grad:
-            raise NotASum(f"{_name(tensor)} in {op.name}{_line(op)} needs a gradient, too")
+            raise NotASum(f"{_name(tensor)} in {op} needs a gradient, too")
         # What other regions give is there before this one, or else the two are in a circle, which `regions` finds.
         if tensor in self._dependent or isinstance(self._known.get(tensor), Class):
-            raise NotASum(f"{_name(tensor)} in {op.name}{_line(op)} depends on the logits")
+            raise NotASum(f"{_name(tensor)} in {op} depends on the logits")
 
     def _check_writes(self, op: Op) -> None:
         """Raises for a change in place that somebody else sees: then it is not the same as a new tensor."""
@@ -377,7 +376,7 @@ class _Search:
             is_own = written in self._dependent or (self._is_zero(written, op) and len(written.users) == 1)
             is_followed = is_own and not op.leaves_gradient and op.name not in PERMUTATIONS
             if not is_followed or self._is_read_after(written, op):
-                raise NotASum(f"{op.name}{_line(op)} changes a tensor in place")
+                raise NotASum(f"{op} changes a tensor in place")
             self._writes.add(op)
 
     def _is_read_after(self, written: Tensor, op: Op) -> bool:
@@ -490,8 +489,4 @@ def _name(tensor: Tensor) -> str:
     """A tensor for a user to read, who does not know a compiler's names."""
     if tensor.op is None:
         return f"the argument {tensor.name.removeprefix('l_').strip('_')}"
-    return f"the result of {tensor.op.name}{_line(tensor.op)}"
-
-
-def _line(op: Op) -> str:
-    return f" in line {op.source.line}" if op.source.line else ""
+    return f"the result of {tensor.op}"
