@@ -123,6 +123,14 @@ def test_labels_of_fewer_tokens():
         torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
 
 
+def test_graphs_of_two_functions():
+    """Each has its own, though both have the same options."""
+    compiled = [compiled_with(lambda h, w, y, factor=factor: factor * _log_probs(h, w, y).sum()) for factor in (2, 3)]
+    for each in compiled:
+        each(torch.randn(4, 5, 16), torch.randn(53, 16), torch.randint(53, (4, 5)))
+    assert [len(thunder_flce.explain(each)) for each in compiled] == [1, 1]
+
+
 def test_an_ignore_index_that_changes():
     """Dynamo has it as a symbol; each value is compiled. Without a linear there is nothing to report."""
 

@@ -698,6 +698,37 @@ def capped_by_a_sigmoid_by_hand(h, w, y, a, m):
     return -((log_prob - of_label.square()) * m).sum() - (0.1 * entropy + 0.01 * capped.mean(-1)).mean(), right
 
 
+@expect(IN_FORWARD)
+def losses_that_ignore_other_labels(h, w, y, a, m):
+    """Of one head: rows that one of them ignores, the other one has."""
+    first, second = (F.linear(x, w).flatten(0, 1) for x in (h, h.tanh()))
+    y = y % 3
+    return F.cross_entropy(first, y.flatten(), ignore_index=0) + F.cross_entropy(second, y.flatten(), ignore_index=1)
+
+
+@expect("its weights depend on what needs its results")
+def weighted_by_what_reads_its_predictions(h, w, y, a, m):
+    """The first of the two in the circle has no sum that could be left to the program."""
+    logits = F.linear(h, w)
+    x, chosen = logits.log_softmax(-1).gather(-1, y[..., None]).squeeze(-1), logits.argmax(-1)
+    with torch.no_grad():
+        reward = log_probs(F.embedding(chosen, w) + h, w.tanh(), y)
+    return (x * reward).mean()
+
+
+@expect(IN_FORWARD)
+def logits_whose_shape_is_read_alone(h, w, y, a, m):
+    logits = F.linear(h, w)
+    return of_rows(logits, y) / torch.relu(logits).shape[0]
+
+
+@expect(IN_FORWARD)
+def labels_of_eight_bits(h, w, y, a, m):
+    """They are others before the cast, which is behind a reshape."""
+    labels = (y + 512).flatten().to(torch.uint8).long()
+    return F.cross_entropy(F.linear(h, w).flatten(0, 1), labels)
+
+
 @expect(Reason.NOT_A_LOG_PROBABILITY)
 def sigmoids_of_labels(h, w, y, a, m):
     return torch.sigmoid(F.linear(h, w)).gather(-1, y[..., None]).mean()
@@ -1282,6 +1313,21 @@ def test_float16_waits_for_a_loss_scale(of_logits):
         torch.testing.assert_close(each.double(), right.double(), rtol=1e-2, atol=1e-2)
     (decision,) = decisions(compiled)
     assert decision.fused and "float16" in decision.note
+
+
+@pytest.mark.parametrize("compiler", [by_dynamo, thunder_flce.jit])
+def test_weights_are_wider_than_losses_of_16_bits(compiler):
+    """bfloat16 has 1, and not the factor."""
+
+    def program(h, w, y):
+        return (F.cross_entropy(F.linear(h, w).transpose(1, 2), y, reduction="none") * (1 + 2**-8)).sum()
+
+    h, w, y, *_ = operands(6)
+    given = [each.detach().bfloat16().requires_grad_() for each in (h, w)]
+    _, found = run(compiler(program), (*given, y))
+    _, right = run(program, (*(each.detach().double().requires_grad_() for each in given), y))
+    for got, exact in zip(found, right, strict=True):
+        assert abs((got.double() * exact).sum() / exact.square().sum() - 1) < 1e-3
 
 
 def test_masked_tokens_are_left_out():
