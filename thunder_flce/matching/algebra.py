@@ -74,6 +74,11 @@ def parted(sum_: Poly, name: str) -> tuple[Fraction, Fraction, Poly]:
     return of_both[0], of_both[1], tuple(sorted(factors.items()))
 
 
+def with_u_as(name: str, sum_: Poly) -> Poly:
+    """With a number of each row in place of u."""
+    return added((1, tuple((atom._replace(name=name) if atom.name == "u" else atom, each) for atom, each in sum_)))
+
+
 ONE: Poly = ((Atom("1", has_grad=False), Fraction(1)),)
 LOG_PROBABILITY = {"u": Fraction(1), "L": Fraction(-1)}
 """The `value` of a log_softmax."""
@@ -233,6 +238,11 @@ class Class:
     def of_u(self) -> Fraction:
         """The factor a."""
         return value(self.sum).get("u", Fraction(0))
+
+    @property
+    def u(self) -> Poly:
+        """The summand a u."""
+        return tuple((atom, factor) for atom, factor in self.sum if atom.name == "u")
 
     @property
     def is_logits(self) -> bool:

@@ -20,11 +20,9 @@ from thunder_flce.matching.algebra import (
     LOG_PROBABILITY,
     ONE,
     Argmax,
-    Atom,
     Class,
     Labels,
     Logits,
-    Poly,
     Row,
     RowStep,
     Term,
@@ -34,6 +32,7 @@ from thunder_flce.matching.algebra import (
     parted,
     poly,
     value,
+    with_u_as,
     without_grad,
 )
 from thunder_flce.matching.decisions import NotFused, Reason
@@ -663,11 +662,6 @@ def _clamp(known: "Interpreter", op: Op, input: Class, min: Any = None, max: Any
 # From logits to log-probabilities, and to one number of each row.
 
 
-def _with_own_grad(of: Class, name: str) -> Poly:
-    """An atom that has a gradient where u has one."""
-    return ((Atom(name, has_grad=parted(of.sum, "u")[0] != 0), Fraction(1)),)
-
-
 @rule("log_softmax")
 def _log_softmax(
     known: "Interpreter", op: Op, input: Class, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None
@@ -678,7 +672,7 @@ def _log_softmax(
     _copied(known, op, input)
     if not input.is_shifted_logits:
         raise Unknown(f"after {'softmax' if input.form else 'a factor'}")
-    return replace(input, sum=added((1, _with_own_grad(input, "u")), (-1, _with_own_grad(input, "L"))))
+    return replace(input, sum=added((1, input.u), (-1, with_u_as("L", input.u))))
 
 
 @rule("softmax")
@@ -691,8 +685,7 @@ def _logsumexp(known: "Interpreter", op: Op, input: Class, dim: Any, keepdim: bo
     _over_classes(input, dim)
     if not input.is_shifted_logits:
         raise Unknown
-    _, _, rest = parted(input.sum, "u")
-    return Row(input.logits, op.output.shape, added((1, rest), (1, _with_own_grad(input, "L"))))
+    return Row(input.logits, op.output.shape, with_u_as("L", input.sum))
 
 
 @rule("sum")
@@ -727,27 +720,18 @@ def _columns(of: Class) -> int:
 
 def _summed(of: Class, shape: tuple[Any, ...]) -> Row:
     """Σ exp(u + r), Σ p (a u + r), or Σ (a u + r)."""
-    u, cut, rest = parted(of.sum, "u")
     if not of.form:
-        mean = added((u, poly(U=1)), (cut, without_grad(poly(U=1))), (1, rest))
-        return Row(of.logits, shape, added((_columns(of), mean)))
+        return Row(of.logits, shape, added((_columns(of), with_u_as("U", of.sum))))
     if of.form == "exp" and of.has_one_u:
-        return Row(of.logits, shape, added((1, rest), (1, _with_own_grad(of, "L"))), is_exp=True, factor=of.factor)
+        return Row(of.logits, shape, with_u_as("L", of.sum), is_exp=True, factor=of.factor)
     if of.form != "p":
         raise Unknown
     # Σ p u = E. Without p's gradient, that of Σ p u is p, which is L's; without u's, it is what is left of E's.
-    expected, log_sum = poly(E=1), poly(L=1)
-    parts: list[tuple[Fraction, Poly]] = [(Fraction(1), rest)]
-    for factor, has_u in ((u, True), (cut, False)):
-        if of.p_has_grad:
-            parts.append((factor, expected))
-            if not has_u:
-                parts += [(-factor, log_sum), (factor, without_grad(log_sum))]
-        else:
-            parts.append((factor, without_grad(expected)))
-            if has_u:
-                parts += [(factor, log_sum), (-factor, without_grad(log_sum))]
-    return Row(of.logits, shape, added(*parts))
+    u, cut, rest = parted(of.sum, "u")
+    expected = poly(E=1) if of.p_has_grad else without_grad(poly(E=1))
+    of_p = u * (not of.p_has_grad) - cut * of.p_has_grad
+    own = added((of_p, poly(L=1)), (-of_p, without_grad(poly(L=1))))
+    return Row(of.logits, shape, added((1, rest), (u + cut, expected), (1, own)))
 
 
 @rule("entr")
@@ -765,10 +749,9 @@ def _xlogy(known: "Interpreter", op: Op, input: Class, other: Class) -> Class:
 @rule("amax")
 def _amax(known: "Interpreter", op: Op, input: Class, dim: Any = (), keepdim: bool = False) -> Row:
     _over_classes(input, dim)
-    u, cut, rest = parted(input.sum, "u")
-    if input.form == "p" or u + cut <= 0 or (u and cut) or input.factor <= 0:
+    if input.form == "p" or input.of_u <= 0 or len(input.u) > 1 or input.factor <= 0:
         raise Unknown
-    maximum = added((1, rest), (u + cut, _with_own_grad(input, "M")))
+    maximum = with_u_as("M", input.sum)
     return Row(input.logits, op.outs[0].shape, maximum, is_exp=input.form == "exp", factor=input.factor)
 
 
@@ -820,10 +803,8 @@ def _at_labels(known: "Interpreter", op: Op, of: Class, index: Tensor, *, wraps:
     if known.hangs_on(index, of.logits):
         # Such as a gate's experts, or a sampled token.
         raise Unknown("at a choice that depends on the logits")
-    u, cut, rest = parted(of.sum, "u")
-    at_label = added((u, poly(y=1)), (cut, without_grad(poly(y=1))))
     return Row(
-        of.logits, op.output.shape, added((1, rest), (1, at_label)), is_exp=of.form == "exp", factor=of.factor,
+        of.logits, op.output.shape, with_u_as("y", of.sum), is_exp=of.form == "exp", factor=of.factor,
         labels=Labels((index,), (known.program.value_number(index),), op.position, wraps),
     )  # fmt: skip
 
@@ -877,7 +858,7 @@ def _loss(
     labels = Labels((target,), (known.program.value_number(target),), op.position, ignore_index=ignore_index)
     smoothing = Fraction(label_smoothing)
     of_row = added(
-        *((factor, _with_own_grad(of, name)) for name, factor in (("L", 1), ("y", smoothing - 1), ("U", -smoothing)))
+        *((factor, with_u_as(name, of.u)) for name, factor in (("L", 1), ("y", smoothing - 1), ("U", -smoothing)))
     )
     return Row(of.logits, target.shape, of_row, labels=labels, class_weight=weight, reduction=reduction)
 
