@@ -17,14 +17,6 @@ def litgpt(hidden, weight, labels):
     return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
 
 
-def transformers_llama(hidden, weight, labels):
-    """The loss of transformers' causal language models, with the labels shifted after the linear."""
-    logits = F.linear(hidden, weight).float()
-    labels = F.pad(labels, (0, 1), value=-100)
-    labels = labels[..., 1:].contiguous()
-    return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1), ignore_index=-100)
-
-
 def reduction_none(hidden, weight, labels):
     """One loss a token: the upstream gradient is a vector, so the gradients have to wait for the backward."""
     logits = F.linear(hidden, weight)
@@ -37,25 +29,12 @@ def logits_returned(hidden, weight, labels):
     return F.cross_entropy(logits.view(-1, logits.shape[-1]).float(), labels.view(-1)), logits
 
 
-def bias_and_sum(hidden, weight, bias, labels):
-    """A linear with bias, and the sum over tokens."""
-    logits = F.linear(hidden, weight, bias)
-    return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1), reduction="sum")
-
-
 def functional(hidden, weight, labels):
     """The operation called by name."""
     return thunder_flce.linear_cross_entropy(hidden, weight, labels)
 
 
-PROGRAMS: tuple[Callable, ...] = (
-    litgpt,
-    transformers_llama,
-    reduction_none,
-    logits_returned,
-    bias_and_sum,
-    functional,
-)
+PROGRAMS: tuple[Callable, ...] = (litgpt, reduction_none, logits_returned, functional)
 
 
 @dataclass(frozen=True, kw_only=True)
