@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -117,6 +118,8 @@ class _Reader:
         name = name_of(node)
         is_in_place = bool(written) and name.endswith("_") and not name.endswith("__")
         name = name.removesuffix("_") if is_in_place or name == "detach_" else name
+        if name in _CAST_BY_AUTOCAST and isinstance(value, torch.Tensor):
+            self._write_casts(node, value.dtype, inside)
         args, kwargs = map_arg((tuple(node.args), dict(node.kwargs)), self._of)
         if node.target is getattr:
             args = args[:1]
@@ -128,8 +131,6 @@ class _Reader:
         if not self._grad_mode:
             for tensor, out in zip(tensors_in(output), outs, strict=True):
                 tensor.needs_grad = out.requires_grad and _has_grad_fn(out)
-        if name in _CAST_BY_AUTOCAST and isinstance(output, Tensor):
-            args, kwargs = self._cast((args, kwargs), output.dtype, node)
         writes = tuple(dict.fromkeys(self._of(each) for each in written))
         self.ops.append(
             Op(
@@ -147,17 +148,17 @@ class _Reader:
         )
         self._values[node] = output
 
-    def _cast(self, arguments: Any, dtype: torch.dtype, node: Node) -> Any:
-        """The arguments as autocast casts them: nothing else has a result of another dtype than these."""
-
-        def cast(each: Any) -> Any:
-            if not isinstance(each, Tensor) or not each.dtype.is_floating_point or each.dtype == dtype:
-                return each
-            out = Tensor(f"{each.name}_cast", each.shape, dtype, each.device, each.needs_grad)
-            self.ops.append(Op("to", (each, dtype), {}, out, source_of(node)))
-            return out
-
-        return tree_map(cast, arguments)
+    def _write_casts(self, node: Node, dtype: torch.dtype, inside: Node | None) -> None:
+        """Writes what autocast casts to the dtype of the result: nothing else has one of another dtype."""
+        for operand in node.all_input_nodes:
+            given = value_of(operand)
+            if isinstance(given, FakeTensor) and given.is_floating_point() and given.dtype != dtype:
+                with node.graph.inserting_before(node):
+                    cast = node.graph.call_method("to", (operand, dtype))
+                with given.fake_mode, torch.set_grad_enabled(self._grad_mode):
+                    cast.meta = {**node.meta, "example_value": given.to(dtype)}
+                node.replace_input_with(operand, cast)
+                self._add(cast, inside)
 
 
 def _has_grad_fn(out: torch.Tensor) -> bool:

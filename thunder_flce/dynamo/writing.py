@@ -8,7 +8,6 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 import sympy
@@ -71,9 +70,7 @@ class _Graph:
         self._gm, self._graph, self._options = gm, graph, options
         nodes = self._nodes = list(graph.nodes)
         self._positions = {node: position for position, node in enumerate(nodes)}
-        grad_modes = list(accumulate(nodes, _grad_mode_after, initial=torch.is_grad_enabled()))
-        self._has_grad = dict(zip(nodes, grad_modes[1:], strict=True))
-        self._autocast = _autocast_after_each(nodes)
+        self._modes_after = _modes_after_each(nodes)
         self._last: Node | None = None
         """The last of the nodes that are done"""
         self._at = -1
@@ -82,20 +79,14 @@ class _Graph:
         values = [value_of(node) for node in nodes]
         # Not that of the tracing context, which is another one, for AOTAutograd.
         self._fake_mode = next(each.fake_mode for each in tree_flatten(values)[0] if isinstance(each, FakeTensor))
-        self._symbols: dict[sympy.Expr, Node] = {}
-        for node in graph.find_nodes(op="placeholder"):
-            if isinstance(value_of(node), torch.SymInt):
-                self._symbols.setdefault(value_of(node).node.expr, node)
 
     # Order.
 
     def keep(self, op: Op) -> None:
         """Leaves the node of an operation where it is, or moves it behind what it reads."""
         node = op.handle if op.inside is None else op.inside
-        if node is None:
-            return
         if self._positions[node] < self._at:
-            with self._modes(self._has_grad[node], self._autocast[node]):
+            with self._modes(*self._modes_after[node]):
                 for each in [node, *_readers_of_parts(node)]:
                     assert self._last is not None
                     self._last.append(each)
@@ -113,9 +104,9 @@ class _Graph:
             self._at, self._last = self._positions[op.handle], op.handle
         assert self._last is not None
         node = self._last
-        is_on = has_grad or self._has_grad[self._nodes[self._at]]
+        is_on, autocast = self._modes_after[self._nodes[self._at]]
         # Dtypes are as they are written.
-        with self._modes(is_on, {device: _NO_AUTOCAST for device in self._autocast[op.handle]}):
+        with self._modes(has_grad or is_on, dict.fromkeys(autocast, _NO_AUTOCAST)):
             self._end = self._last.next
             yield
             self._last = self._end.prev
@@ -126,11 +117,11 @@ class _Graph:
     @contextmanager
     def _modes(self, has_grad: bool, autocast: "_Autocast") -> Iterator[None]:
         """The modes that hold for what is put behind the last node meanwhile."""
-        place = self._nodes[self._at]
-        is_other = self._has_grad[place] != has_grad
+        has_grad_here, autocast_here = self._modes_after[self._nodes[self._at]]
+        is_other = has_grad_here != has_grad
         if is_other:
             self._put(torch._C._set_grad_enabled, has_grad)
-        others = [(device, *of) for device, of in autocast.items() if of != self._autocast[place][device]]
+        others = [(device, *of) for device, of in autocast.items() if of != autocast_here[device]]
         entered = [self._put(_enter_autocast, *each, None) for each in others]
         yield
         for each in reversed(entered):
@@ -155,7 +146,7 @@ class _Graph:
         """Erases operations that nothing needs any more; sizes that are read of them are read elsewhere."""
         for op in reversed(ops):
             node = op.handle
-            if op.inside is not None or node is None or node.op in ("placeholder", "get_attr"):
+            if op.inside is not None or node.op in ("placeholder", "get_attr"):
                 continue
             for user in _readers_of_parts(node)[::-1]:
                 if isinstance(value_of(user), torch.SymInt) and user.users:
@@ -194,29 +185,21 @@ class _Graph:
         return given
 
     def _node(self, tensor: Tensor) -> Node:
-        tensor = self._replaced.get(tensor, tensor)
-        if tensor.handle is None:
-            # A cast of autocast's, which the graph does not spell out.
-            assert tensor.op is not None
-            tensor.handle = self.call(torch.Tensor.to, tensor.op.operands[0], tensor.dtype).handle
-        return tensor.handle
+        return self._replaced.get(tensor, tensor).handle
 
     def _size(self, size: torch.SymInt) -> Any:
         """A symbolic size as a node, which is added where the graph's cursor is; a number where it is one."""
         if size.node.expr.is_Integer:
             return int(size.node.expr)
-        symbols = {
-            symbol: Proxy(self._symbols.get(symbol) or self._size_of_input(symbol))
-            for symbol in size.node.expr.free_symbols
-        }
+        symbols = {symbol: Proxy(self._size_of_tensor(symbol)) for symbol in size.node.expr.free_symbols}
         if size.node.expr in symbols:
             return symbols[size.node.expr].node
         value: Any = sympy_interp(PythonReferenceAnalysis, symbols, size.node.expr)
         _note_value(value.node)
         return value.node
 
-    def _size_of_input(self, symbol: sympy.Expr) -> Node:
-        """A node for a size that no input has, such as that of `hidden[mask]`."""
+    def _size_of_tensor(self, symbol: sympy.Expr) -> Node:
+        """A node for a size, which is an argument, or that of a tensor, such as of `hidden[mask]`."""
         for node in self._graph.nodes:
             value = value_of(node)
             if isinstance(value, torch.SymInt) and value.node.expr == symbol:
@@ -401,29 +384,27 @@ _Autocast = dict[str, tuple[torch.dtype | None, bool]]
 _NO_AUTOCAST = (None, False)
 
 
-def _autocast_after_each(nodes: Sequence[Node]) -> dict[Node, _Autocast]:
-    """What holds after each node, of all types of devices that have autocast somewhere in a graph, or around it."""
+def _modes_after_each(nodes: Sequence[Node]) -> dict[Node, tuple[bool, _Autocast]]:
+    """Whether gradients are on after each node, and autocast, of all types of devices that may have it."""
     devices = {str(node.args[0]) for node in nodes if node.target is _enter_autocast}
     devices |= {value.device.type for value in map(value_of, nodes) if isinstance(value, torch.Tensor)}
-    around = {each: _autocast_around(each) for each in devices if torch.amp.is_autocast_available(each)}
+    around = {
+        each: (torch.get_autocast_dtype(each), True) if torch.is_autocast_enabled(each) else _NO_AUTOCAST
+        for each in devices
+        if torch.amp.is_autocast_available(each)
+    }
     entered: list[Node] = []
-    found = {}
+    found, has_grad = {}, torch.is_grad_enabled()
     for node in nodes:
-        if node.target is _enter_autocast:
+        if node.target is torch._C._set_grad_enabled:
+            has_grad = bool(node.args[0])
+        elif node.target is _enter_autocast:
             entered.append(node)
         elif node.target is _exit_autocast:
             entered.remove(node.args[0])  # type: ignore[arg-type]
-        found[node] = around.copy()
+        autocast: Any = around.copy()
         for device, dtype, is_on, *_ in (each.args for each in entered):
             of_device = (dtype or torch.get_autocast_dtype(str(device)), True) if is_on else _NO_AUTOCAST
-            found[node][str(device)] = of_device  # type: ignore[assignment]
+            autocast[device] = of_device
+        found[node] = has_grad, autocast
     return found
-
-
-def _autocast_around(device: str) -> tuple[torch.dtype | None, bool]:
-    return (torch.get_autocast_dtype(device), True) if torch.is_autocast_enabled(device) else _NO_AUTOCAST
-
-
-def _grad_mode_after(is_on: bool, node: Node) -> bool:
-    """Whether gradients are on after a node, given whether they are before it."""
-    return bool(node.args[0]) if node.target is torch._C._set_grad_enabled else is_on

@@ -231,11 +231,7 @@ class Interpreter:
         found = self.get(tensor)
         if tensor is None or found is None:
             return
-        if tensor.handle is None and tensor.op is not None:
-            # A cast of autocast's is in no graph: what it reads is asked for.
-            del self.values[tensor]
-            self._demand(tensor.op.operands[0], user, detail)
-        elif isinstance(found, Class) or (isinstance(found, Row) and not found.is_whole):
+        if isinstance(found, Class) or (isinstance(found, Row) and not found.is_whole):
             self._escape(tensor, user, detail)
         else:
             self.results.setdefault(tensor, Result(tensor, found))

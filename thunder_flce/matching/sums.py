@@ -311,8 +311,6 @@ class _Search:
             raise self._problems.get(tensor) or NotASum(f"{op} is neither linear nor of single tokens")
         if tensor not in self._with_grad:
             raise NotASum(f"{op} mixes tokens")
-        if any(each.handle is None for each in operands):
-            raise NotASum(f"autocast casts what {op} reads")
         if any(depends_on_values(size) for out in op.outs for size in out.shape):
             # Its derivative, traced, would have another size of that kind.
             raise NotASum(f"how many tokens {op} gives depends on values")
