@@ -67,13 +67,6 @@ def has_grad(sum_: Poly) -> bool:
     return any(atom.has_grad for atom, _ in sum_)
 
 
-def parted(sum_: Poly, name: str) -> tuple[Fraction, Fraction, Poly]:
-    """The factors of an atom with and without a gradient, and all the rest."""
-    factors = dict(sum_)
-    of_both = [factors.pop(Atom(name, each), Fraction(0)) for each in (True, False)]
-    return of_both[0], of_both[1], tuple(sorted(factors.items()))
-
-
 def with_u_as(name: str, sum_: Poly) -> Poly:
     """With a number of each row in place of u."""
     return added((1, tuple((atom._replace(name=name) if atom.name == "u" else atom, each) for atom, each in sum_)))
@@ -245,6 +238,11 @@ class Class:
         return tuple((atom, factor) for atom, factor in self.sum if atom.name == "u")
 
     @property
+    def rest(self) -> Poly:
+        """The summand r."""
+        return tuple((atom, factor) for atom, factor in self.sum if atom.name != "u")
+
+    @property
     def is_logits(self) -> bool:
         """Whether it is u itself."""
         # A mean less the same mean without its gradient cancels, but other logits that are made of these would lose it.
@@ -254,8 +252,7 @@ class Class:
     @property
     def has_one_u(self) -> bool:
         """Whether the sum is u plus something of each row, u with a gradient or without."""
-        u, cut, _ = parted(self.sum, "u")
-        return u + cut == 1 and u * cut == 0
+        return self.of_u == 1 and len(self.u) == 1
 
     @property
     def is_shifted_logits(self) -> bool:

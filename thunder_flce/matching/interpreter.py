@@ -28,7 +28,7 @@ from thunder_flce.matching.program import (
 from thunder_flce.matching.rules import LINEARS, RULES, Unknown
 
 LOSSES = ("cross_entropy", "nll_loss")
-NORMALISERS = ("log_softmax", "logsumexp", "softmax")
+NORMALISERS = ("log_softmax", "logsumexp")
 _SELECTIONS = ("getitem", "narrow", "select", "index_select", "split", "chunk", "gather", "take_along_dim", "topk")
 
 
@@ -124,7 +124,7 @@ class Interpreter:
             self._pass_on(op, operands)
             return
         if op.writes and not self._is_written_out_of_place(op):
-            self._demand_all(op, described, "")
+            self._demand_all(op, described)
             self._pass_on(op, operands)
             self._forget(op)
             return
@@ -223,7 +223,7 @@ class Interpreter:
         for each in (*(row.labels.tensors if row.labels else ()), row.class_weight):
             self._demand(each, op)
 
-    def _demand_all(self, op: Op, described: list[Tensor], detail: str) -> None:
+    def _demand_all(self, op: Op, described: list[Tensor], detail: str = "") -> None:
         for each in dict.fromkeys(described):
             self._demand(each, op, detail)
 
@@ -259,11 +259,11 @@ class Interpreter:
                 for out in op.outs:
                     if out not in self.values and any(same(size, lost.columns) for size in out.shape):
                         self._lost.setdefault(out, lost)
-                is_head_normalised = op.name in ("log_softmax", "logsumexp") and lost.is_head
+                is_head_normalised = op.name in NORMALISERS and lost.is_head
                 if is_head_normalised and op.operands[0] is operand and any(out.needs_grad for out in op.outs):
                     self.refusals.append(lost.problem.at(op.source, "log-probability"))
                 return
-        if op.name in NORMALISERS[:2] and operands and op.outs[0].needs_grad:
+        if op.name in NORMALISERS and operands and op.outs[0].needs_grad:
             problem = self.why_unknown(operands[0], is_loss=False)
             if problem.reason is not Reason.NO_LINEAR:
                 self.refusals.append(problem.at(op.source, "log-probability"))

@@ -29,7 +29,6 @@ from thunder_flce.matching.algebra import (
     Value,
     added,
     has_grad,
-    parted,
     poly,
     value,
     with_u_as,
@@ -441,11 +440,10 @@ def _scaled(of: _Scaled, factor: Fraction) -> _Scaled:
         return replace(of, factor=of.factor * factor) if of.is_exp else replace(of, sum=added((factor, of.sum)))
     if of.form == "exp":
         return replace(of, factor=of.factor * factor)
-    _, _, rest = parted(of.sum, "u")
-    is_u_alone = of.is_shifted_logits and set(value(rest)) <= {"M", "1"}
-    if not is_u_alone or (factor < 0 and (rest or of.logits.softcap is not None)):
+    is_u_alone = of.is_shifted_logits and set(value(of.rest)) <= {"M", "1"}
+    if not is_u_alone or (factor < 0 and (of.rest or of.logits.softcap is not None)):
         return replace(of, sum=added((factor, of.sum)))
-    constant = value(rest).get("1", 0)
+    constant = value(of.rest).get("1", 0)
     return replace(of, logits=_scaled_logits(of.logits, factor), sum=added((1, of.sum), ((factor - 1) * constant, ONE)))
 
 
@@ -727,11 +725,12 @@ def _summed(of: Class, shape: tuple[Any, ...]) -> Row:
     if of.form != "p":
         raise Unknown
     # Σ p u = E. Without p's gradient, that of Σ p u is p, which is L's; without u's, it is what is left of E's.
-    u, cut, rest = parted(of.sum, "u")
     expected = poly(E=1) if of.p_has_grad else without_grad(poly(E=1))
-    of_p = u * (not of.p_has_grad) - cut * of.p_has_grad
-    own = added((of_p, poly(L=1)), (-of_p, without_grad(poly(L=1))))
-    return Row(of.logits, shape, added((1, rest), (u + cut, expected), (1, own)))
+    parts: list[Any] = [(1, of.rest), (of.of_u, expected)]
+    for atom, factor in of.u:
+        own = factor * (atom.has_grad - of.p_has_grad)
+        parts += [(own, poly(L=1)), (-own, without_grad(poly(L=1)))]
+    return Row(of.logits, shape, added(*parts))
 
 
 @rule("entr")
