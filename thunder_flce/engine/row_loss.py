@@ -11,15 +11,7 @@ from torch import Tensor
 
 from thunder_flce.engine.kernels.interface import RowStatistics
 from thunder_flce.engine.rows import Rows
-from thunder_flce.operation.loss import (
-    OUTPUTS,
-    Rest,
-    Row,
-    RowCoefficients,
-    SoftTargets,
-    rest_coefficients,
-    row_coefficients,
-)
+from thunder_flce.operation.loss import OUTPUTS, Rest, Row, RowCoefficients, rest_coefficients, row_coefficients
 from thunder_flce.operation.pointwise import VARIABLES, evaluate, input_name, uses, value_and_derivatives
 
 if TYPE_CHECKING:
@@ -134,9 +126,9 @@ class Coefficients:
         if found.coefficients is not None:
             of_rows = found.coefficients
         if loss.target_rest:
-            targets = _soft_targets(ops, self._rows, found.row(ops), chunk)
-            assert targets.rest is not None
-            probability, one_hot = rest_coefficients(self._s[chunk], targets.weights, targets.rest)
+            weights, first = self._rows.target_weights[chunk], self._rows.first_targets[chunk]
+            rest = Rest.of(found.row(ops), weights, first)
+            probability, one_hot = rest_coefficients(self._s[chunk], weights, rest)
             of_rows = of_rows._replace(probability=probability, one_hot=one_hot)
         if self._of_z is not None:
             of_rows = of_rows._replace(probability=of_rows.probability + self._of_z[chunk] * (row_max + log_sum))
@@ -153,7 +145,7 @@ def token_loss(
     With the upstream gradient of each row's loss, `s` (C,), the coefficients of its gradient, too.
     """
     text, row, columns = ops.call.loss.token_loss, found.row(ops), ops.call.whole_vocab
-    values = {name: OUTPUTS[name].of(row, columns, torch.log) for name in VARIABLES if uses(text, name)}
+    values = {name: OUTPUTS[name].of(row, columns) for name in VARIABLES if uses(text, name)}
     values |= {input_name(number): vector for number, vector in enumerate(inputs)}
     if s is None:
         return evaluate(text, values), None
@@ -171,13 +163,6 @@ def token_loss(
     if g_e is not None:
         probability = probability + g_e * (row.log_sum - values["entropy"])
     return value, RowCoefficients(probability, one_hot, None if g_u is None else g_u / -columns, g_e)
-
-
-def _soft_targets(ops: "Primitives", rows: Rows, row: Row, chunk: slice) -> SoftTargets:
-    """The targets of the rows of `chunk`, where a row has several; `row` is what is known of these rows."""
-    assert rows.target_weights is not None
-    weights, first = rows.target_weights[chunk], rows.first_targets
-    return SoftTargets(weights, None if first is None else Rest.of(row, weights, first[chunk]))
 
 
 def joined(ops: "Primitives", rows: Rows, chunks: list[RowResults]) -> RowResults:
@@ -211,8 +196,10 @@ def loss_of(ops: "Primitives", rows: Rows, found: RowResults) -> Tensor:
 
 def cross_entropy(ops: "Primitives", rows: Rows, row: Row) -> Tensor:
     """(N,) each row's cross-entropy, with its class weights."""
-    targets = None if rows.target_weights is None else _soft_targets(ops, rows, row, slice(0, rows.count))
-    return ops.call.loss.cross_entropy(row, ops.row_weights(rows), ops.call.whole_vocab, targets=targets)
+    call, weights, first = ops.call, rows.target_weights, rows.first_targets
+    rest = None if first is None else Rest.of(row, weights, first)
+    of_classes = ops.row_weights(rows)
+    return call.loss.cross_entropy(row, of_classes, call.whole_vocab, target_weights=weights, rest=rest)
 
 
 def reduced(ops: "Primitives", rows: Rows, of_rows: Tensor, z_term: Tensor | None = None) -> Tensor:
@@ -227,7 +214,7 @@ def reduced(ops: "Primitives", rows: Rows, of_rows: Tensor, z_term: Tensor | Non
 def output(ops: "Primitives", rows: Rows, name: str, row: Row) -> Tensor:
     """One of the loss's further outputs, for each of the caller's tokens, or () for a mean."""
     description = OUTPUTS[name]
-    value = description.of(row, ops.call.whole_vocab, torch.log)
+    value = description.of(row, ops.call.whole_vocab)
     if description.is_mean:
         hits = rows.masked(value, fill=-1) == rows.target
         return hits.sum().to(ops.call.row_dtype) / rows.valid_count

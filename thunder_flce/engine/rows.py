@@ -57,9 +57,9 @@ def prepare(call: Call, *, upstream: Tensor | None, ordered: bool) -> Prepared:
 class Rows:
     """The rows that are computed, in order."""
 
-    target_weights: Tensor | None = None
+    target_weights: Any = None
     """(N, K) the weight of each of a row's targets, 0 for ignored ones"""
-    first_targets: Tensor | None = None
+    first_targets: Any = None
     """(N, K) 1 for the first of a row's targets in a column, 0 for further and ignored ones; with `Loss.target_rest`"""
 
     def __init__(self, found: Prepared, count: int, *, index: Any = None, order: Tensor | None = None):

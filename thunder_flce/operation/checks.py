@@ -14,7 +14,7 @@ import torch
 from thunder_flce.operation import pointwise
 from thunder_flce.operation.call import CLASS, HIDDEN, SCALAR, TOKEN, argument, is_tensor, named_tensors
 from thunder_flce.operation.divergence import KINDS, Divergence
-from thunder_flce.operation.loss import OUTPUTS, Loss
+from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS, OUTPUTS, Loss
 from thunder_flce.operation.pointwise import VARIABLES
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -160,7 +160,7 @@ def check_loss(loss: Loss, vocab: int) -> None:
         raise ValueError(f"outputs must be a tuple of names among {tuple(OUTPUTS)}, but got {loss.outputs!r}")
     if len(set(loss.outputs)) < len(loss.outputs):
         raise ValueError(f"outputs must name each output once, but got {loss.outputs!r}")
-    could_have_grad = [name for name in loss.outputs if OUTPUTS[name].is_differentiable]
+    could_have_grad = [name for name in loss.outputs if name in DIFFERENTIABLE_OUTPUTS]
     if not isinstance(loss.detached, tuple) or any(name not in could_have_grad for name in loss.detached):
         what = f"a tuple of outputs that could have a gradient, here {could_have_grad}"
         raise ValueError(f"detached must be {what}, but got {loss.detached!r}")

@@ -45,8 +45,7 @@ Everything is relative to m, so that the loss keeps its digits when all logits s
 as log1p of the sum without m's own 1, and p_y A − B as (p_y − 1) A + (A − B) with expm1, so that loss and gradient keep
 them where one column dominates.
 
-The functions below are these formulas. They take whatever has arithmetic: PyTorch's tensors when a region runs,
-thunder's proxies in a trace. Legend: N rows, V vocabulary.
+The functions below are these formulas. Legend: N rows, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -69,10 +68,10 @@ class LogitMap:
     softcap: float | None = None
     """None: u = scale · z"""
 
-    def __call__(self, z: Any, tanh: Callable[[Any], Any] = torch.tanh) -> Any:
+    def __call__(self, z: torch.Tensor) -> torch.Tensor:
         """u; z itself where nothing changes it."""
         if self.softcap is not None:
-            return tanh(z * (self.scale / self.softcap)) * self.softcap
+            return torch.tanh(z * (self.scale / self.softcap)) * self.softcap
         return z if self.scale == 1 else z * self.scale
 
     def slope(self, z: torch.Tensor) -> torch.Tensor | None:
@@ -111,11 +110,10 @@ class RowWeights(NamedTuple):
 class Output:
     """Something of each row that can be returned beside the loss; 0 in ignored rows unless it says otherwise."""
 
-    of: Callable[[Row, int, Any], Any]
-    """From the row, the number of columns and a function for the logarithm."""
+    of: Callable[[Row, int], Any]
+    """From the row and the number of columns."""
     moments: tuple[str, ...] = ()
     """Which sums over the row it needs, by their names in `moments.MOMENTS`."""
-    is_differentiable: bool = False
     is_index: bool = False
     """Whether it is a column of the vocabulary, int64."""
     is_mean: bool = False
@@ -126,28 +124,19 @@ class Output:
 
 OUTPUTS: MappingProxyType[str, Output] = MappingProxyType(
     {
-        "log_prob": Output(lambda row, columns, log: row.target_logit - row.max - row.log_sum, is_differentiable=True),
-        "entropy": Output(
-            lambda row, columns, log: row.log_sum - row.moments["expected"],
-            moments=("expected",),
-            is_differentiable=True,
-        ),
-        "log_sum_exp": Output(lambda row, columns, log: row.max + row.log_sum, is_differentiable=True),
-        "argmax": Output(lambda row, columns, log: row.argmax, is_index=True, ignored=None),
-        "valid_argmax": Output(lambda row, columns, log: row.argmax, is_index=True, ignored=-1),
-        "accuracy": Output(lambda row, columns, log: row.argmax, is_mean=True),
-        "mean_logit": Output(
-            lambda row, columns, log: row.max + row.moments["shifted_sum"] / columns,
-            moments=("shifted_sum",),
-            is_differentiable=True,
-        ),
-        "log_sum_sq_probs": Output(lambda row, columns, log: log(row.moments["sum_sq"]), moments=("sum_sq",)),
+        "log_prob": Output(lambda row, columns: row.target_logit - row.max - row.log_sum),
+        "entropy": Output(lambda row, columns: row.log_sum - row.moments["expected"], ("expected",)),
+        "log_sum_exp": Output(lambda row, columns: row.max + row.log_sum),
+        "argmax": Output(lambda row, columns: row.argmax, is_index=True, ignored=None),
+        "valid_argmax": Output(lambda row, columns: row.argmax, is_index=True, ignored=-1),
+        "accuracy": Output(lambda row, columns: row.argmax, is_mean=True),
+        "mean_logit": Output(lambda row, columns: row.max + row.moments["shifted_sum"] / columns, ("shifted_sum",)),
+        "log_sum_sq_probs": Output(lambda row, columns: torch.log(row.moments["sum_sq"]), ("sum_sq",)),
     }
 )
+DIFFERENTIABLE_OUTPUTS = VARIABLES
 NOTHING_IGNORED = -(2**62) - 1
 """The `ignore_index` of losses that ignore nothing: a number of 64 bits that no program has for its own."""
-
-DIFFERENTIABLE_OUTPUTS = tuple(name for name, output in OUTPUTS.items() if output.is_differentiable)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,19 +229,17 @@ class Loss(PlainValues):
         weights: RowWeights | None,
         columns: int,
         *,
-        targets: "SoftTargets | None" = None,
-        exact: bool = False,
-        log: Callable[[Any], Any] = torch.log,
+        target_weights: Any = None,
+        rest: "Rest | None" = None,
     ) -> Any:
-        """(N,) each row's cross-entropy over so many columns; `exact` where u_y and m are of the same logits."""
-        if targets is not None:
+        """(N,) each row's cross-entropy over so many columns; (N, K) the weights of K targets, 0 for ignored ones."""
+        if target_weights is not None:
             of_targets = Row(row.max.unsqueeze(-1), row.log_sum.unsqueeze(-1), row.target_logit, {})
-            value = (targets.weights * self.cross_entropy(of_targets, None, columns, exact=exact)).sum(-1)
-            return value if targets.rest is None else value - targets.rest.weight * log(targets.rest.probability)
+            value = (target_weights * self.cross_entropy(of_targets, None, columns)).sum(-1)
+            return value if rest is None else value - rest.weight * torch.log(rest.probability)
         # In this order the loss keeps its digits when all logits share a large offset. A kernel's softcap may differ
         # from PyTorch's in its last digit, which must not make a loss negative.
-        shifted = row.target_logit - row.max
-        value = row.log_sum - (shifted if exact else shifted.clamp(max=0))
+        value = row.log_sum - (row.target_logit - row.max).clamp(max=0)
         if weights is not None:
             value = weights.at_target * value
         if self.label_smoothing:
@@ -283,7 +270,7 @@ _LARGEST_SUM = 1 - 2.0**-24
 
 
 class Rest(NamedTuple):
-    """All columns of a row but its targets."""
+    """All columns of a row but its targets, with `Loss.target_rest`."""
 
     probability: Any
     """(N,) r"""
@@ -293,25 +280,13 @@ class Rest(NamedTuple):
     """(N, K) p at each target, 0 for ignored ones and for further ones in the same column"""
 
     @classmethod
-    def of(cls, row: Row, weights: Any, first: Any, *, library: Any = torch) -> "Rest":
-        """From the row, with u at its targets, their weights, and 1 for the first target in each column, (N, K).
-
-        `library` is what has exp and where, `torch` or thunder's.
-        """
+    def of(cls, row: Row, weights: Any, first: Any) -> "Rest":
+        """From the row, with u at its targets, their weights, and 1 for the first target in each column, (N, K)."""
         log_probability = row.target_logit - row.max.unsqueeze(-1) - row.log_sum.unsqueeze(-1)
-        of_targets = first * library.exp(log_probability)
+        of_targets = first * torch.exp(log_probability)
         total, weight = of_targets.sum(-1), weights.sum(-1)
-        probability = library.where(total < _LARGEST_SUM, 1 - total, 1 - _LARGEST_SUM)
-        return cls(probability, library.where(weight < 1, 1 - weight, 0.0), of_targets)
-
-
-class SoftTargets(NamedTuple):
-    """Several targets of each row."""
-
-    weights: Any
-    """(N, K) q; 0 for ignored ones"""
-    rest: Rest | None = None
-    """Only with `Loss.target_rest`"""
+        probability = torch.where(total < _LARGEST_SUM, 1 - total, 1 - _LARGEST_SUM)
+        return cls(probability, torch.where(weight < 1, 1 - weight, 0.0), of_targets)
 
 
 class RowCoefficients(NamedTuple):
