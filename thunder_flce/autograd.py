@@ -50,13 +50,13 @@ def _run(settings: Settings, is_direct: bool, tensors: Sequence[Tensor]) -> Sequ
 def _save(ctx: Any, settings: Settings, tensors: Sequence[Tensor], results: Sequence[Tensor], *, returned: int) -> None:
     """Notes what the backward reads, and which of the `returned` first results have no gradient."""
     # Dynamo, which compiles the backward with compiled autograd, cannot fill a cached property.
-    ctx.settings, ctx.grad_positions = settings, settings.grad_positions
-    ctx.upstream_positions = settings.upstream_positions
+    ctx.settings, ctx.grad_positions, upstream_names = settings, settings.grad_positions, settings.upstream_names
     ctx.set_materialize_grads(False)
-    if constant := [results[at] for at in settings.constant_positions if at < returned]:
+    found = dict(zip(settings.result_names, results, strict=True))
+    if constant := [found[name] for name in settings.result_names[:returned] if name not in upstream_names]:
         ctx.mark_non_differentiable(*constant)
     if settings.plan.strategy != "loss_only":
-        ctx.save_for_backward(*[results[at] for at in settings.saved_positions], *tensors)
+        ctx.save_for_backward(*[found[name] for name in settings.saved_names], *tensors)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -116,7 +116,8 @@ def _gradients(ctx: Any, grads: Sequence[Tensor | None], run: Callable[..., Any]
     gradients: list[Tensor | None] = [None] * len(settings.names)
     if all([grad is None for grad in grads]):
         return gradients
-    found = run(settings, *[grads[at] for at in ctx.upstream_positions], *ctx.saved_tensors)
+    of_results = dict(zip(settings.result_names, grads, strict=False))
+    found = run(settings, *[of_results[name] for name in settings.upstream_names], *ctx.saved_tensors)
     for position, gradient in zip(ctx.grad_positions, found, strict=True):
         gradients[position] = gradient
     return gradients

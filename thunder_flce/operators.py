@@ -125,21 +125,6 @@ class Settings:
         return ("loss", *self.loss.differentiable_outputs)
 
     @cached_property
-    def upstream_positions(self) -> tuple[int, ...]:
-        """Where these are among the results."""
-        return tuple(map(self.result_names.index, self.upstream_names))
-
-    @cached_property
-    def constant_positions(self) -> tuple[int, ...]:
-        """Where the others are."""
-        return tuple(at for at in range(len(self.result_names)) if at not in self.upstream_positions)
-
-    @cached_property
-    def saved_positions(self) -> tuple[int, ...]:
-        """Where among the results those are that the backward reads."""
-        return tuple(map(self.result_names.index, self.saved_names))
-
-    @cached_property
     def saved_names(self) -> tuple[str, ...]:
         """The results that the backward reads."""
         names = self.result_names[1 + len(self.loss.outputs) :]

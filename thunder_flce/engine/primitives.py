@@ -314,7 +314,7 @@ class Primitives:
     @cached_property
     def class_weight(self) -> Tensor | None:
         """(V,) of the columns that are computed here, in the row dtype."""
-        if self.call.get("weight") is None:
+        if "weight" not in self.call.tensors:
             return None
         shard, found = self.call.shard, self._all_class_weights
         return found if shard is None else found[shard.start : shard.start + shard.columns]
@@ -397,7 +397,7 @@ class Primitives:
         return finish
 
     def weight_gradient_(
-        self, out: Tensor, dlogits: Tensor, x: Tensor, *, linear: Linear, accumulate: bool, name: str = "dW"
+        self, out: Tensor, dlogits: Tensor, x: Tensor, *, linear: Linear, accumulate: bool, frequent: bool = False
     ) -> None:
         """out (V, H) = dlogits (C, V)ᵀ @ x (C, H), added to what out holds if `accumulate`."""
         if out.shape[0]:

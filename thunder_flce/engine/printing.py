@@ -27,7 +27,7 @@ from thunder_flce.engine.plan import LOSS_ONLY, Plan
 from thunder_flce.engine.primitives import Primitives, Region
 from thunder_flce.engine.row_loss import RowResults, UpstreamGradients
 from thunder_flce.engine.rows import Rows
-from thunder_flce.operation.call import TOKEN, Call, Linear, Spec, argument
+from thunder_flce.operation.call import TOKEN, Call, Linear, Spec, argument, gradient_name
 from thunder_flce.operation.loss import RowCoefficients
 
 WIDTH = 112
@@ -200,7 +200,7 @@ class _Writer(Primitives):
 
     def start_input_gradient(self, dlogits: Tensor, linear: Linear) -> Callable[[Tensor], None]:
         def finish(out: Tensor) -> None:
-            name, shard, part = f"dX{linear.number}", self.call.shard, out
+            name, shard, part = gradient_name(linear.x), self.call.shard, out
             if is_summed := shard is not None and shard.reduces_input_grad:
                 part = out.to(self.call.row_dtype if shard.float32_input_grad else self.call.dtype)
             words = f"{self._of_rows(name, part)} = dlogits @ {letter(linear.weight)}"
@@ -211,11 +211,12 @@ class _Writer(Primitives):
         return finish
 
     def weight_gradient_(
-        self, out: Tensor, dlogits: Tensor, x: Tensor, *, linear: Linear, accumulate: bool, name: str = "dW"
+        self, out: Tensor, dlogits: Tensor, x: Tensor, *, linear: Linear, accumulate: bool, frequent: bool = False
     ) -> None:
         # The first chunk adds nothing to what the others add to.
-        sign, of = "+=" if self._rows == "C" else "=", "dlogits" if name == "dW" else "dlogits[:, frequent]"
-        words = f"{self._named(f'{name}{linear.number}', out)} {sign} {of}.t() @ {letter(linear.x)}"
+        sign, of = "+=" if self._rows == "C" else "=", "dlogits[:, frequent]" if frequent else "dlogits"
+        name = "frequent rows of " * frequent + gradient_name(linear.weight)
+        words = f"{self._named(name, out)} {sign} {of}.t() @ {letter(linear.x)}"
         self._write("weight_gradient_", (words, self._matmul_library))
 
     def rounded(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -23,7 +23,7 @@ _MOVED_ROWS = 2048
 def prepare(call: Call, *, upstream: Tensor | None, ordered: bool) -> Prepared:
     """`Prepared` by PyTorch's operations, for a flat call and an upstream gradient, () or (T,), or None for 1."""
     loss, target, row_dtype = call.loss, call.tensors["target"].long(), call.row_dtype
-    weights = call.get("token_weights")
+    weights = call.tensors.get("token_weights")
     # As long: V and ignore_index would wrap around in a narrow dtype before they are compared with.
     is_label, column = target != loss.ignore_index, target.clamp(0, call.whole_vocab - 1)
     is_wrong = is_label & (target != column)
@@ -34,10 +34,10 @@ def prepare(call: Call, *, upstream: Tensor | None, ordered: bool) -> Prepared:
     target = torch.where(is_label if target.ndim > 1 else valid, column, 0)
     weight = valid.to(row_dtype) if weights is None else torch.where(valid, weights, 0)
     at_target, divisors = None, None
-    if (of_class := call.get("weight")) is not None:
+    if (of_class := call.tensors.get("weight")) is not None:
         at_target = of_class.detach().to(row_dtype)[target]
     if loss.reduction == "mean":
-        items = call.get("num_items")
+        items = call.tensors.get("num_items")
         if items is not None:
             items = torch.where(items == 0, float("inf"), items)
             divisors = (items, items)

@@ -142,7 +142,7 @@ class FrequentRows:
         if is_first:
             self._sums[linear] = self._ops.empty((self._count, x.shape[1]), torch.float32)
         self._ops.weight_gradient_(
-            self._sums[linear], columns, x, linear=linear, accumulate=not is_first, name="frequent rows of dW"
+            self._sums[linear], columns, x, linear=linear, accumulate=not is_first, frequent=True
         )
 
     def write(self, linear: Linear, weight_grad: Tensor) -> None:

@@ -136,27 +136,12 @@ class Spec(NamedTuple):
     device: torch.device
     requires_grad: bool = False
 
-    @property
-    def ndim(self) -> int:
-        """The number of dimensions."""
-        return len(self.shape)
-
-    @property
-    def numel(self) -> int:
-        """The number of elements."""
-        return prod(self.shape)
-
 
 class Linear(NamedTuple):
     """One of the linears that the logits are a sum of, x Wᵀ: the names of its operands."""
 
     x: str
     weight: str
-
-    @property
-    def number(self) -> str:
-        """Empty for the head, 1 for the first of the further terms, as in dX1 and dW1."""
-        return "" if self.x == "input" else str(int(self.x.removeprefix("terms[").partition("]")[0]) + 1)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -182,10 +167,6 @@ class Call:
         x, weight = Spec((tokens, hidden), dtype, device), Spec((vocab, hidden), dtype, device)
         tensors = {"input": x, "linear_weight": weight, "target": Spec((tokens,), torch.int64, device)}
         return cls(tensors=tensors, loss=Loss(), needs_grad=("input", "linear_weight"))
-
-    def get(self, name: str) -> Any:
-        """A tensor by its name; None where it is not given."""
-        return self.tensors.get(name)
 
     def map(self, function: Callable[[str, Any], Any]) -> "Call":
         """The same call with other tensors: `function` is given each one's name and the tensor."""
