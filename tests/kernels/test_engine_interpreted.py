@@ -35,9 +35,8 @@ def as_on_a_gpu(monkeypatch):
 
     prepare_row_kernels(monkeypatch)
     # Of vectors, several blocks for each program, and for gradients several programs.
-    for name, value in (("_BLOCK", 16), ("_PREPARE", {}), ("_FINISH", {}), ("_SCALE_BLOCK", 512)):
+    for name, value in (("_BLOCK", 16), ("_SCALE_BLOCK", 512)):
         monkeypatch.setattr(triton_vectors, name, value)
-    monkeypatch.setattr(triton_vectors, "_SCALE", {**triton_vectors._SCALE, "BLOCK": 512})
     monkeypatch.setattr(triton_vectors, "Device", SimpleNamespace(of=lambda device: ONE_MULTIPROCESSOR))
     row_stride = layout.row_stride
     for module in (layout, plan):

@@ -1,9 +1,13 @@
 """Launching Triton kernels, in as little of the host's time as Triton allows."""
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from thunder_flce.device import Device
@@ -12,6 +16,27 @@ from thunder_flce.device import Device
 # that the address of these is not used again. Triton finds out all of that anew at each launch.
 _compiled: dict[Any, tuple[Any, Any, Any, list[Any], dict[str, Any]]] = {}
 _MOST_COMPILED = 1024
+
+
+def kernel(aligned: int, *integers: str) -> Callable[..., Any]:
+    """`triton.jit` of what `launch` runs: parameters are tensors, these integers and constants, in this order.
+
+    It is compiled anew where the memory of one of the first `aligned` tensors, three at most, starts elsewhere than on
+    a multiple of 16 bytes, or no longer does. The others are vectors, and slices of longer ones.
+    """
+
+    def compiled(function: Callable[..., None]) -> Any:
+        parameters = inspect.signature(function).parameters.items()
+        tensors = [name for name, each in parameters if each.annotation is not tl.constexpr and name not in integers]
+        return triton.jit(function, do_not_specialize=integers, do_not_specialize_on_alignment=tensors[aligned:])
+
+    return compiled
+
+
+@lru_cache(maxsize=1024)
+def settings_of(**settings: Any) -> dict[str, Any]:
+    """These settings of a launch, as the same object each time."""
+    return settings
 
 
 def for_compiler(device: Device, *, threads: int, registers: int | None = None, **constants: Any) -> dict[str, Any]:
@@ -26,12 +51,11 @@ def contiguous(*vectors: Tensor | None) -> list[Tensor | None]:
     return [None if vector is None else vector.contiguous() for vector in vectors]
 
 
-def launch(kernel: Any, programs: int, tensors: Sequence[Any], settings: dict[str, Any], *integers: int) -> None:
+def launch(jitted: Any, programs: int, tensors: Sequence[Any], settings: dict[str, Any], *integers: int) -> None:
     """Runs a kernel on so many programs, on the device of its first tensor.
 
     Args:
-        kernel: a function of Triton's. Its parameters are tensors, integers, which are among its `do_not_specialize`,
-            and constants, in this order; tensors but the first three are among its `do_not_specialize_on_alignment`.
+        jitted: what `kernel` made.
         programs: how many.
         tensors: in the order of the parameters; None for those but the first that are not there.
         settings: constants by name, `threads` of a program and, if there is a limit, `registers` of each. The same
@@ -42,12 +66,12 @@ def launch(kernel: Any, programs: int, tensors: Sequence[Any], settings: dict[st
     # To ask takes the host less time than to set it.
     if device >= 0 and device != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
-            launch(kernel, programs, tensors, settings, *integers)
+            launch(jitted, programs, tensors, settings, *integers)
         return
     # Addresses in place of tensors, of which Triton would ask the driver whether their memory is the device's.
     addresses: list[int | None] = []
     # What Triton compiles anew for: dtypes, pointers to multiples of 16 bytes and integers of more than 32 bits.
-    kinds: list[Any] = [id(kernel), id(settings), device]
+    kinds: list[Any] = [id(jitted), id(settings), device]
     for each in tensors:
         addresses.append(None if each is None else each.data_ptr())
         kinds.append(None if each is None else each.dtype)
@@ -65,9 +89,9 @@ def launch(kernel: Any, programs: int, tensors: Sequence[Any], settings: dict[st
         # Nothing for Triton's hooks, of which there are none but while one of its own profilers runs.
         run(programs, 1, 1, stream, function, metadata, None, None, None, *addresses, *integers, *constants)
         return
-    compiled = kernel[(programs,)](*tensors, *integers, **for_compiler(Device.of(tensors[0].device), **settings))
+    compiled = jitted[(programs,)](*tensors, *integers, **for_compiler(Device.of(tensors[0].device), **settings))
     if hasattr(compiled, "packed_metadata"):  # Not so in the interpreter.
-        constants = [settings[name] for name in kernel.arg_names[len(tensors) + len(integers) :]]
+        constants = [settings[name] for name in jitted.arg_names[len(tensors) + len(integers) :]]
         if len(_compiled) >= _MOST_COMPILED:
             _compiled.clear()
         _compiled[key] = compiled.run, compiled.function, compiled.packed_metadata, constants, settings

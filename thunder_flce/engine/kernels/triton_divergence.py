@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thunder_flce.engine.kernels.launch import launch
+from thunder_flce.engine.kernels.launch import kernel, launch
 from thunder_flce.engine.kernels.triton_rows import _STATISTICS_BLOCKS, _block_for, _exp, _logits, _row_statistics
 from thunder_flce.operation.divergence import Divergence
 
@@ -40,7 +40,7 @@ def _weighted(probability, log, log_other):
     return tl.where(probability == 0.0, 0.0, probability * (log - log_other))
 
 
-@triton.jit(do_not_specialize_on_alignment=["factors", "divergence"])
+@kernel(3)
 def _divergence_kernel(
     student, teacher, out, factors, divergence,
     STUDENT_STRIDE: tl.constexpr, TEACHER_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, VOCAB: tl.constexpr,

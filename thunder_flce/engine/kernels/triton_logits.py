@@ -4,15 +4,12 @@ Libraries choose by the number of rows in which order they sum, and whether thre
 has a tile of the logits to itself and sums over H from the first element to the last, whatever rows there are.
 """
 
-from functools import lru_cache
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from thunder_flce.device import Device
-from thunder_flce.engine.kernels.launch import contiguous, launch
+from thunder_flce.engine.kernels.launch import contiguous, kernel, launch, settings_of
 
 # Rows and columns of a tile, elements of H at a time, how many of these are on their way, and threads. The large one is
 # the fastest of those that were tried on an H100: 652 TFLOPS at 2048 × 128256 × 4096, where cuBLAS has 747.
@@ -20,7 +17,7 @@ _TILE = {"ROWS": 64, "COLUMNS": 128, "FEATURES": 32, "num_stages": 4, "threads":
 _TILE_OF_HOPPER = {"ROWS": 128, "COLUMNS": 256, "FEATURES": 64, "num_stages": 4, "threads": 256}
 
 
-@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["bias"])
+@kernel(3, "rows")
 def _logits_kernel(
     x, weight, out, bias, rows,
     X_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, OF_COLUMN: tl.constexpr, OF_FEATURE: tl.constexpr,
@@ -54,17 +51,6 @@ def _logits_kernel(
     tl.store(of_out, total.to(out.dtype.element_ty), mask=is_in)
 
 
-@lru_cache(maxsize=256)
-def _settings(hidden: int, vocab: int, strides: tuple[int, ...], *, accumulate: bool, hopper: bool) -> dict[str, Any]:
-    """Constants of the kernel; the strides are those of the rows of x and of the logits, and both of the weight."""
-    return {
-        **dict(zip(("X_STRIDE", "OUT_STRIDE", "OF_COLUMN", "OF_FEATURE"), strides, strict=True)),
-        "VOCAB": vocab, "HIDDEN": hidden,
-        # A large tile that is read, too, does not fit into registers.
-        "ACCUMULATE": accumulate, **(_TILE_OF_HOPPER if hopper and not accumulate else _TILE),
-    }  # fmt: skip
-
-
 def logits_(out: Tensor, x: Tensor, weight: Tensor, *, bias: Tensor | None = None, accumulate: bool = False) -> None:
     """out (C, V) = x (C, H) @ weight (V, H)ᵀ + bias (V,), rounded once; added to what out holds if `accumulate`.
 
@@ -74,7 +60,11 @@ def logits_(out: Tensor, x: Tensor, weight: Tensor, *, bias: Tensor | None = Non
     if not rows:
         return
     x = x if x.stride(1) == 1 else x.contiguous()
-    strides, hopper = (x.stride(0), out.stride(0), *weight.stride()), Device.of(x.device).is_hopper
-    settings = _settings(hidden, vocab, strides, accumulate=accumulate, hopper=hopper)
+    # A large tile that is read, too, does not fit into registers.
+    tile = _TILE_OF_HOPPER if Device.of(x.device).is_hopper and not accumulate else _TILE
+    settings = settings_of(
+        X_STRIDE=x.stride(0), OUT_STRIDE=out.stride(0), OF_COLUMN=weight.stride(0), OF_FEATURE=weight.stride(1),
+        VOCAB=vocab, HIDDEN=hidden, ACCUMULATE=accumulate, **tile,
+    )  # fmt: skip
     programs = triton.cdiv(rows, settings["ROWS"]) * triton.cdiv(vocab, settings["COLUMNS"])
     launch(_logits_kernel, programs, [x, weight, out, *contiguous(bias)], settings, rows)

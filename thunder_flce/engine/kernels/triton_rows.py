@@ -27,7 +27,7 @@ from triton.language.extra import libdevice
 
 from thunder_flce.device import PADDED_ROW_MULTIPLE, ROW_MULTIPLE, Device
 from thunder_flce.engine.kernels.interface import RowStatistics, padded_weight, reads_class_weight
-from thunder_flce.engine.kernels.launch import contiguous, launch
+from thunder_flce.engine.kernels.launch import contiguous, kernel, launch
 from thunder_flce.operation.loss import LogitMap, RowCoefficients
 from thunder_flce.operation.moments import MOMENTS
 
@@ -212,7 +212,7 @@ def _row_statistics(row, VOCAB: tl.constexpr, STRIDE: tl.constexpr, SCALE: tl.co
     return largest, _log_sum(others)
 
 
-@triton.jit(do_not_specialize_on_alignment=["target", "row_max", "row_log_sum", "z_target"])
+@kernel(1)
 def _statistics_kernel(
     z, target, row_max, row_log_sum, z_target,
     STRIDE: tl.constexpr, VOCAB: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
@@ -226,7 +226,7 @@ def _statistics_kernel(
     tl.store(row_log_sum + index, log_sum)
 
 
-@triton.jit(do_not_specialize_on_alignment=["row_max", "row_log_sum", "moments"])
+@kernel(2)
 def _moments_kernel(
     z, class_weight, row_max, row_log_sum, moments,
     STRIDE: tl.constexpr, VOCAB: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
@@ -257,8 +257,7 @@ def _moments_kernel(
         tl.store(moments + i * tl.num_programs(0) + index, tl.sum(sums[i], 0))
 
 
-# Vectors are slices of longer ones: how they are aligned must not ask for another compilation.
-@triton.jit(do_not_specialize_on_alignment=["target", "probability", "one_hot", "found", "exchange"])
+@kernel(1)
 def _both_kernel(
     z, target, probability, one_hot, found, exchange,
     STRIDE: tl.constexpr, VOCAB: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
@@ -313,12 +312,7 @@ def _both_kernel(
     tl.store(row + offset, gradient.to(at_target.dtype), mask=has_target)
 
 
-@triton.jit(
-    do_not_specialize=["rows", "rows_each"],
-    do_not_specialize_on_alignment=[
-        "row_max", "row_log_sum", "probability", "one_hot", "uniform", "entropy", "target", "column_sums",
-    ],
-)  # fmt: skip
+@kernel(3, "rows", "rows_each")
 def _gradient_kernel(
     z, out, class_weight, row_max, row_log_sum, probability, one_hot, uniform, entropy, target, column_sums,
     rows, rows_each,

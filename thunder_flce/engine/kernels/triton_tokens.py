@@ -6,20 +6,18 @@ rows in a chunk.
 """
 
 import ast
-import inspect
 import linecache
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
 from thunder_flce.engine.kernels.interface import RowStatistics
-from thunder_flce.engine.kernels.launch import contiguous, launch
+from thunder_flce.engine.kernels.launch import contiguous, kernel, launch
 from thunder_flce.engine.kernels.triton_rows import _logits
 from thunder_flce.operation.loss import LogitMap, RowCoefficients
 from thunder_flce.operation.pointwise import VARIABLES, TokenLoss, input_name
@@ -165,10 +163,7 @@ def kernel_for(
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     scope: dict[str, Any] = {"tl": tl, "libdevice": libdevice, "_logits": _logits, "__name__": __name__}
     exec(compile(source, file, "exec"), scope)  # noqa: S102 (made of the expressions above)
-    pointers = [name for name in inspect.signature(scope["token_kernel"]).parameters if name not in _OTHERS]
-    kernel = triton.jit(
-        scope["token_kernel"], do_not_specialize=["rows", "columns"], do_not_specialize_on_alignment=pointers
-    )
+    jitted = kernel(0, "rows", "columns")(scope["token_kernel"])
     settings = {"SCALE": logit_map.scale, "SOFTCAP": logit_map.softcap, "BLOCK": _BLOCK, "threads": _THREADS}
 
     def run(
@@ -181,10 +176,7 @@ def kernel_for(
         of_names = dict(zip(names, others, strict=True))
         found = [value, probability, one_hot, of_names.get("d_mean_logit"), of_names.get("d_entropy")]
         vectors = contiguous(*statistics, z_y, moments.get("expected"), moments.get("shifted_sum"), s, *inputs)
-        launch(kernel, -(-rows // _BLOCK), [*vectors, *found], settings, rows, columns)
+        launch(jitted, -(-rows // _BLOCK), [*vectors, *found], settings, rows, columns)
         return value, RowCoefficients(*found[1:])
 
     return run
-
-
-_OTHERS = ("rows", "columns", "SCALE", "SOFTCAP", "BLOCK")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from thunder_flce.device import Device
 from thunder_flce.engine.kernels.interface import Prepared, RowStatistics
-from thunder_flce.engine.kernels.launch import contiguous, launch
+from thunder_flce.engine.kernels.launch import contiguous, kernel, launch, settings_of
 
 
 @triton.jit
@@ -30,10 +30,7 @@ def _read_targets(target, token_weight, start, tokens, ignore_index, IGNORES: tl
     return number, is_token, label, is_label, tl.where(valid, weight, 0.0), valid
 
 
-@triton.jit(
-    do_not_specialize=["tokens", "vocab", "ignore_index"],
-    do_not_specialize_on_alignment=["num_items", "upstream", "integers", "floats"],
-)
+@kernel(3, "tokens", "vocab", "ignore_index")
 def _prepare_kernel(
     target, token_weight, class_weight, num_items, upstream, integers, floats, tokens, vocab, ignore_index,
     IGNORES: tl.constexpr, IS_MEAN: tl.constexpr, UPSTREAMS: tl.constexpr, ORDERED: tl.constexpr, BLOCK: tl.constexpr,
@@ -113,9 +110,6 @@ def _prepare_kernel(
 
 
 _BLOCK, _THREADS = 2048, 256
-# Settings of launches, by what they depend on.
-_PREPARE: dict[tuple[Any, ...], dict[str, Any]] = {}
-_FINISH: dict[tuple[Any, ...], dict[str, Any]] = {}
 
 
 def prepare(
@@ -142,10 +136,10 @@ def prepare(
     """
     tokens, device = target.shape[0], target.device
     has_upstreams = upstream is not None and upstream.ndim > 0
-    settings = _PREPARE.get(key := (ignores, reduction == "mean", has_upstreams, ordered))
-    if settings is None:
-        constants = dict(zip(("IGNORES", "IS_MEAN", "UPSTREAMS", "ORDERED"), key, strict=True))
-        settings = _PREPARE[key] = {**constants, "BLOCK": _BLOCK, "threads": _THREADS}
+    settings = settings_of(
+        IGNORES=ignores, IS_MEAN=reduction == "mean", UPSTREAMS=has_upstreams, ORDERED=ordered, BLOCK=_BLOCK,
+        threads=_THREADS,
+    )  # fmt: skip
     # Two allocations and two splits take the host a third of what a tensor of its own takes for each.
     sizes_of_integers = [2, 1, tokens, tokens] if ordered else [2, 1, tokens]
     sizes_of_floats = [2, tokens, tokens] if class_weight is None else [2, tokens, tokens, tokens]
@@ -185,21 +179,7 @@ def _terms(
     return loss, z_term
 
 
-@triton.jit(
-    do_not_specialize=["rows"],
-    do_not_specialize_on_alignment=[
-        "row_max",
-        "row_log_sum",
-        "z_y",
-        "weight",
-        "at_target",
-        "of_rows",
-        "divisors",
-        "result",
-        "log_prob",
-        "log_sum_exp",
-    ],
-)
+@kernel(0, "rows")
 def _finish_kernel(
     row_max, row_log_sum, z_y, weight, at_target, of_rows, divisors, result, log_prob, log_sum_exp, rows,
     Z_LOSS: tl.constexpr, REDUCES: tl.constexpr, BLOCK: tl.constexpr,
@@ -250,9 +230,7 @@ def finish(
         outputs: names of the loss's outputs.
     """
     rows, reduces = z_y.shape[0], reduction != "none"
-    settings = _FINISH.get(key := (z_loss, reduces))
-    if settings is None:
-        settings = _FINISH[key] = {"Z_LOSS": z_loss, "REDUCES": reduces, "BLOCK": _BLOCK, "threads": _THREADS}
+    settings = settings_of(Z_LOSS=z_loss, REDUCES=reduces, BLOCK=_BLOCK, threads=_THREADS)
     result = torch.empty(() if reduces else rows, dtype=torch.float32, device=z_y.device)
     found = {name: torch.empty_like(statistics.row_max) for name in outputs if name in ("log_prob", "log_sum_exp")}
     tensors = [*contiguous(*statistics, z_y, weight, at_target, of_rows), divisors, result]
@@ -273,10 +251,7 @@ def _scale_one(gradient, size, factor, BLOCK: tl.constexpr):
         tl.store(gradient + offsets, (old.to(tl.float32) * factor).to(old.dtype), mask=mask)
 
 
-@triton.jit(
-    do_not_specialize=["size_1", "size_2", "size_3"],
-    do_not_specialize_on_alignment=["grad", "valid_count", "expected"],
-)
+@kernel(3, "size_1", "size_2", "size_3")
 def _scale_kernel(first, second, third, grad, valid_count, expected, size_1, size_2, size_3, BLOCK: tl.constexpr):
     factor = tl.load(grad).to(tl.float32)
     if expected is not None:
@@ -296,7 +271,6 @@ def _scale_kernel(first, second, third, grad, valid_count, expected, size_1, siz
 # A few thousand programs saturate the memory of any device, and cost 3 µs where all of them end at once.
 _PROGRAMS_PER_MULTIPROCESSOR = 8
 _SCALE_BLOCK = 4096
-_SCALE = {"BLOCK": _SCALE_BLOCK, "threads": _THREADS}
 
 
 def scale_(
@@ -315,4 +289,5 @@ def scale_(
         sizes = [0 if each is None else each.numel() for each in given]
         most = Device.of(given[0].device).multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR
         if programs := min(-(-max(sizes) // _SCALE_BLOCK), most):
-            launch(_scale_kernel, programs, [*given, grad, valid_count, expected], _SCALE, *sizes)
+            settings = settings_of(BLOCK=_SCALE_BLOCK, threads=_THREADS)
+            launch(_scale_kernel, programs, [*given, grad, valid_count, expected], settings, *sizes)
