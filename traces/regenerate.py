@@ -18,7 +18,6 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Callable
-from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -180,8 +179,9 @@ def build_fusions() -> dict[str, str]:
     """The printed nvFuser definitions for bfloat16 logits over a vocabulary of 128256."""
     from nvfuser_direct import DataType, FusionDefinition
 
+    from thunder_flce.engine.kernels.interface import RowStatistics
     from thunder_flce.engine.kernels.layout import row_stride
-    from thunder_flce.engine.kernels.nvfuser_rows import definitions
+    from thunder_flce.engine.kernels.nvfuser_rows import Fusion, NvFuserRowKernels, _fuse
     from thunder_flce.graph.unfused_cross_entropy import nvfuser_impl
     from thunder_flce.inspection.programs import Sizes
     from thunder_flce.inspection.trace_text import commented
@@ -207,17 +207,29 @@ def build_fusions() -> dict[str, str]:
     grad = ((), DataType.BFloat16)
 
     stride = row_stride(vocab, dtype=torch.bfloat16, device_type="cuda")
-    of_rows = partial(definitions, dtype=torch.bfloat16, stride=stride, vocab=vocab)
-    of_everything = of_rows(
-        LogitMap(scale=0.5, softcap=30.0), method="gradient_", coefficients=RowCoefficients(1, 1, 1, 1),
-        has_class_weight=True, column_sums=True,
-    )  # fmt: skip
+    found: dict[str, FusionDefinition] = {}
+    vector, weight = torch.empty(rows, dtype=torch.bfloat16, device="meta"), torch.empty(vocab, device="meta")
+
+    class Printed(NvFuserRowKernels):
+        """Notes down what it would execute."""
+
+        def _run(self, fusion: Fusion, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+            found[fusion.name] = _fuse(fusion, self.logit_map)
+            return [vector] * (len(fusion.moments) or 3)
+
+    z, of_rows = torch.empty(rows, stride, dtype=torch.bfloat16, device="meta"), Printed(LogitMap())
+    statistics, plain = RowStatistics(vector, vector), RowCoefficients(vector, vector)
+    Printed(LogitMap(scale=0.5, softcap=30.0)).gradient_(
+        z, statistics, RowCoefficients(*[vector] * 4), class_weight=weight, out=z, column_sums=True
+    )
+    of_everything = found.pop("gradient_with_column_sums")
+    # Statistics, gradient and the targets' entries are all that a Llama-like region takes.
+    of_rows.both_(z, torch.empty(rows, dtype=torch.int64, device="meta"), plain)
+    of_rows.moments(z, statistics, weight, tuple(MOMENTS))
+    of_rows.gradient_(z, statistics, plain, out=z, column_sums=True)
     fusions = {
-        # Statistics, gradient and the targets' entries are all that a Llama-like region takes.
-        **of_rows(LogitMap(), method="both_"),
-        **of_rows(LogitMap(), method="moments", names=tuple(MOMENTS), has_class_weight=True),
-        **of_rows(LogitMap(), method="gradient_", coefficients=RowCoefficients(1, 1), column_sums=True),
-        "gradient_of_everything": of_everything["gradient_with_column_sums"],
+        **found,
+        "gradient_of_everything": of_everything,
         "cross_entropy_fwd": standalone(nvfuser_impl.forward_fusion, logits, target),
         "cross_entropy_bwd": standalone(
             nvfuser_impl.backward_fusion, grad, logits, target, row_vector, row_vector, count

@@ -241,61 +241,10 @@ _DEFINITIONS = {
 _BOTH = ("probability", "one_hot")
 
 
-def _gradients(
-    dtype: torch.dtype, stride: int, vocab: int, *, coefficients: RowCoefficients, has_class_weight: bool,
-    out_dtype: torch.dtype, in_place: bool, column_sums: bool,
-) -> list[Fusion]:  # fmt: skip
-    """What a gradient takes; the sums come first."""
-    vectors: tuple[str, ...] = ("probability",)
-    vectors += tuple(name for name in ("uniform", "entropy") if getattr(coefficients, name) is not None)
-    if has_class_weight and coefficients.uniform is not None:
-        vectors += ("class_weight",)
-    name = "gradient_with_column_sums" if column_sums else "gradient"
-    whole = Fusion(name, dtype, stride, vocab, vectors, (), out_dtype, in_place)
-    # A fusion that sums over one or five rows of float32 and writes over them gave wrong gradients (nvFuser 0.2.36,
-    # one H200; 16 bits did not), so float32 in place takes a fusion for each.
-    if column_sums and in_place and dtype == torch.float32:
-        return [whole._replace(name="column_sums", out_dtype=None), whole._replace(name="gradient")]
-    return [whole]
-
-
 def _fuse(fusion: Fusion, logit_map: LogitMap, rows: int = -1) -> FusionDefinition:
     with FusionDefinition() as fd:
         _DEFINITIONS[fusion.name](_Builder(fd, logit_map, fusion, rows))
     return fd
-
-
-def definitions(
-    logit_map: LogitMap, *, dtype: torch.dtype, stride: int, vocab: int, method: str,
-    coefficients: RowCoefficients | None = None, has_class_weight: bool = False,
-    out_dtype: torch.dtype | None = None, in_place: bool = True, column_sums: bool = False,
-    names: tuple[str, ...] = (),
-) -> dict[str, FusionDefinition]:  # fmt: skip
-    """The fusions that a `method` of `RowKernels` runs with such arguments, by name; each prints itself."""
-    kind = (dtype, stride, vocab)
-    if method == "moments":
-        fusions = [_moments_fusion(*kind, has_class_weight=has_class_weight, names=names)]
-    elif method == "gradient_":
-        assert coefficients is not None
-        fusions = _gradients(
-            *kind, coefficients=coefficients, has_class_weight=has_class_weight, out_dtype=out_dtype or dtype,
-            in_place=in_place, column_sums=column_sums,
-        )  # fmt: skip
-    else:
-        fusions = [Fusion("part_statistics", *kind)]
-        if method == "statistics":
-            fusions.append(Fusion("merge_parts", *kind))
-        else:
-            fusions.append(Fusion("merge_parts_and_target_gradient", *kind, _BOTH))
-            fusions.append(Fusion("gradient", *kind, _BOTH[:1], (), dtype, in_place=True))
-    return {fusion.name: _fuse(fusion, logit_map) for fusion in fusions}
-
-
-def _moments_fusion(
-    dtype: torch.dtype, stride: int, vocab: int, *, has_class_weight: bool, names: tuple[str, ...]
-) -> Fusion:
-    vectors = ("class_weight",) if has_class_weight and reads_class_weight(names) else ()
-    return Fusion("moments", dtype, stride, vocab, vectors, names)
 
 
 # Autograd runs backward on threads of its own, one a device, and a definition compiles at its first execution.
@@ -337,27 +286,29 @@ class NvFuserRowKernels:
     def moments(
         self, z: Tensor, statistics: RowStatistics, class_weight: Tensor | None, names: tuple[str, ...]
     ) -> dict[str, Tensor]:
-        fusion = _moments_fusion(*_kind(z), has_class_weight=class_weight is not None, names=names)
-        vectors = {"class_weight": padded_weight(class_weight, z.stride(0), is_read=bool(fusion.vectors))}
-        return dict(zip(names, self._run(fusion, _inputs(fusion, z, statistics, vectors)), strict=True))
+        weight = padded_weight(class_weight, z.stride(0), is_read=reads_class_weight(names))
+        fusion = Fusion("moments", *_kind(z), () if weight is None else ("class_weight",), names)
+        sums = self._run(fusion, _inputs(fusion, z, statistics, {"class_weight": weight}))
+        return dict(zip(names, sums, strict=True))
 
     def gradient_(
         self, z: Tensor, statistics: RowStatistics, coefficients: RowCoefficients, *,
         class_weight: Tensor | None = None, out: Tensor, target: Tensor | None = None, column_sums: bool = False,
     ) -> Tensor | None:  # fmt: skip
-        kind, outputs = _kind(z), []
-        fusions = _gradients(
-            *kind, coefficients=coefficients, has_class_weight=class_weight is not None, out_dtype=out.dtype,
-            in_place=out is z, column_sums=column_sums,
-        )  # fmt: skip
-        weight = padded_weight(class_weight, z.stride(0), is_read="class_weight" in fusions[0].vectors)
-        vectors = coefficients._asdict() | {"class_weight": weight}
+        weight = padded_weight(class_weight, z.stride(0), is_read=coefficients.uniform is not None)
+        vectors, in_place = coefficients._replace(one_hot=None)._asdict() | {"class_weight": weight}, out is z
+        names = tuple(name for name, vector in vectors.items() if vector is not None)
+        name = "gradient_with_column_sums" if column_sums else "gradient"
+        fusions = [whole := Fusion(name, *_kind(z), names, (), out.dtype, in_place)]
+        # A fusion that sums over one or five rows of float32 and writes over them gave wrong gradients (nvFuser 0.2.36,
+        # one H200; 16 bits did not), so float32 in place takes a fusion for each. The sums come first.
+        if column_sums and in_place and z.dtype == torch.float32:
+            fusions = [whole._replace(name="column_sums", out_dtype=None), whole._replace(name="gradient")]
         z_y = entry = None
         if target is not None:
             z_y = at_columns(z, target.clamp(min=0))
             entry = target_gradient(self.logit_map, z_y, statistics, coefficients, class_weight, target)
-        for fusion in fusions:
-            outputs += self._run(fusion, _inputs(fusion, z, statistics, vectors))
+        outputs = [each for one in fusions for each in self._run(one, _inputs(one, z, statistics, vectors))]
         if out is not z:
             out.copy_(outputs[-1][:, : z.shape[1]])
         sums = outputs[0][: z.shape[1]] if column_sums else None
