@@ -9,7 +9,7 @@ They return fresh, contiguous tensors and change none of their arguments. `autog
 
 import ast
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -69,10 +69,7 @@ class Settings:
             "loss": self.loss.non_defaults("reduction", "ignore_index"),
             "needs_grad": self.needs_grad,
         }
-        found["plan"] = self.plan.non_defaults()
-        if self.divergence is not None:
-            found["divergence"] = asdict(self.divergence)
-        for name in ("options", "shard"):
+        for name in ("plan", "divergence", "options", "shard"):
             if (value := getattr(self, name)) is not None:
                 found[name] = value.non_defaults()
         return found if self.vocab_parallel is None else {**found, "vocab_parallel": self.vocab_parallel}
@@ -242,18 +239,16 @@ _plan = lru_cache(maxsize=4096)(choose)
 def run_forward(tensors: list[Tensor], settings: str) -> list[Tensor]:
     """What `torch.ops.thunder_flce.linear_cross_entropy` does with tensors that have values."""
     known = Settings.parse(settings)
-    results = forward(known, tensors)
-    if "computed_rows" in known.result_names:
+    results = dict(zip(known.result_names, forward(known, tensors), strict=True))
+    if "computed_rows" in results:
         # Programs expect all results on one device; a copy to it would wait, and cannot be captured.
-        at = known.result_names.index("computed_rows")
-        count = int(results[at])
-        results[at] = tensors[0].new_full((), count, dtype=torch.int64)
-        remember(results[at], count)
-    if "row_log_sum" in known.result_names:
+        count = int(results["computed_rows"])
+        results["computed_rows"] = tensors[0].new_full((), count, dtype=torch.int64)
+        remember(results["computed_rows"], count)
+    if "row_log_sum" in results:
         # A kernel's statistics are one piece of memory, which an operator's results may not share.
-        at = known.result_names.index("row_log_sum")
-        results[at] = results[at].clone()
-    return results
+        results["row_log_sum"] = results["row_log_sum"].clone()
+    return [*results.values()]
 
 
 def _forward_fake(tensors: list[Tensor], settings: str) -> list[Tensor]:
@@ -262,17 +257,9 @@ def _forward_fake(tensors: list[Tensor], settings: str) -> list[Tensor]:
     if known.vocab_parallel is not None:
         parallel = VocabParallel.of(known.vocab_parallel)
         if parallel.sequence_parallel:
-            call = replace(call, shard=_unknown_shard(call, parallel.process_group.size()))
+            call = call.with_tensors(call.tensors, tokens=call.own_tokens * parallel.process_group.size())
     like = call.tensors["target"]
     return [like.new_empty(spec.shape, dtype=spec.dtype) for spec in result_specs(call, known.plan).values()]
-
-
-def _unknown_shard(call: Call, ranks: int) -> Shard:
-    """What is known of a shard before ranks agree: how many have a part of the tokens."""
-    columns = call.weight_rows
-    return Shard(
-        group="", ranks=ranks, rank=0, start=0, columns=columns, largest=columns, vocab=columns, sequence_parallel=True
-    )
 
 
 def _backward(upstream: list[Tensor | None], saved: list[Tensor], tensors: list[Tensor], settings: str) -> list[Tensor]:

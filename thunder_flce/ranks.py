@@ -12,7 +12,6 @@ from thunder_flce.operators import is_traced
 from thunder_flce.options import Options
 from thunder_flce.vocab_parallel import (
     ONLY_EAGER,
-    Agreement,
     VocabParallel,
     agree,
     as_literal,
@@ -26,7 +25,11 @@ from thunder_flce.vocab_parallel import (
 def run_on_ranks(
     arguments: Mapping[str, Any], loss: Loss, options: Options, *, vocab_parallel: Any
 ) -> Sequence[Tensor]:
-    """The loss and its outputs, from the arguments of `linear_cross_entropy` by name."""
+    """The loss and its outputs, from the arguments of `linear_cross_entropy` by name.
+
+    Raises:
+        TypeError, ValueError: for what differs between ranks, or what one of them refuses; on all ranks.
+    """
     if vocab_parallel is None:
         from thunder_flce.dtensor import run_divided
 
@@ -37,22 +40,6 @@ def run_on_ranks(
             raise NotImplementedError(ONLY_EAGER)
         # They agree, and the arguments are checked, when the operator runs.
         return run(named_tensors(arguments), loss, options, ranks=as_literal(**settings_of(parallel)))
-    tensors, agreement = _agreed_parts(parallel, arguments, loss=loss, options=options)
-    if not parallel.data_parallel:
-        return run(tensors, loss, options, ranks=agreement)
-    from thunder_flce.data_parallel import run_averaged
-
-    return run_averaged(tensors, loss, options, agreement)
-
-
-def _agreed_parts(
-    parallel: VocabParallel, arguments: Mapping[str, Any], *, loss: Loss, options: Options
-) -> tuple[dict[str, Any], Agreement]:
-    """This rank's tensors by name, weights that are DTensors among them as plain ones, and what all ranks agree on.
-
-    Raises:
-        TypeError, ValueError: for what differs, or what a rank refuses; on all ranks.
-    """
     try:
         tensors = named_tensors(arguments)
         divided = {name: value for name, value in tensors.items() if is_dtensor(value)}
@@ -66,4 +53,8 @@ def _agreed_parts(
     if is_dtensor(tensors.get("weight")):
         # Not before all ranks have come so far.
         tensors["weight"] = whole(tensors["weight"])
-    return tensors, agreement
+    if not parallel.data_parallel:
+        return run(tensors, loss, options, ranks=agreement)
+    from thunder_flce.data_parallel import run_averaged
+
+    return run_averaged(tensors, loss, options, agreement)

@@ -108,7 +108,9 @@ def run(
         logits: where they come from.
         known: what the forward has saved, in a backward.
     """
-    statistics = None if known is None else _known_statistics(rows, known)
+    statistics = None
+    if known is not None and known.row_max is not None and known.row_log_sum is not None:
+        statistics = RowStatistics(rows.gather(known.row_max), rows.gather(known.row_log_sum))
     sums = None if coefficients is None else GradientSums(ops, rows, weights=coefficients.at_target)
     found: list[RowResults] = []
     for chunk in ops.chunks(rows, ops.plan.rows_saved(rows.count)):
@@ -121,7 +123,9 @@ def run(
         if ops.call.divergence is None:
             of_rows, dlogits, bias_grad = _row_work(ops, rows, chunk, z, coefficients, statistics)
         else:
-            of_rows, dlogits, bias_grad = _divergence(ops, rows, chunk, z, coefficients, logits.of_teacher(rows, chunk))
+            factors = None if coefficients is None else rows.of(coefficients.factors, chunk)
+            value, dlogits = ops.divergence_(z, logits.of_teacher(rows, chunk), factors)
+            of_rows, bias_grad = RowResults(RowStatistics(value, value), value), None
         found.append(of_rows)
         if sums is not None:
             sums.add(dlogits, xs, chunk, bias_grad)
@@ -217,21 +221,6 @@ def _row_work(
     if coefficients is None:
         return found, z, None
     return found, *ops.gradient_(z, found, coefficients.of(chunk, found), target)
-
-
-def _divergence(
-    ops: Primitives, rows: Rows, chunk: slice, z: Tensor, coefficients: Coefficients | None, teacher: Tensor
-) -> tuple[RowResults, Tensor, None]:
-    """`_row_work` of a divergence from the teacher's logits, (C, V)."""
-    value, dlogits = ops.divergence_(z, teacher, None if coefficients is None else rows.of(coefficients.factors, chunk))
-    return RowResults(RowStatistics(value, value), value), dlogits, None
-
-
-def _known_statistics(rows: Rows, saved: Saved) -> RowStatistics | None:
-    """(N,) those that the forward has saved."""
-    if saved.row_max is None or saved.row_log_sum is None:
-        return None
-    return RowStatistics(rows.gather(saved.row_max), rows.gather(saved.row_log_sum))
 
 
 def _results(

@@ -96,10 +96,7 @@ def _run_backward(ops: "_Writer", results: dict[str, Tensor]) -> None:
         ops.empty(shape, call.row_dtype),
         **{name: ops.empty((call.tokens,), call.row_dtype) for name in loss.differentiable_outputs},
     )
-    names = ("valid_count", "row_max", "row_log_sum", "computed_rows", "logits")
-    saved = Saved(**{name: results[name] for name in names if name in results})
-    if "entropy" in loss.differentiable_outputs:
-        saved = saved._replace(entropy=results["entropy"])
+    saved = Saved(**{name: results[name] for name in Saved._fields if name in results})
     engine.backward(ops, saved._replace(unit_gradient=results.get("dX")), upstream)
 
 
@@ -119,7 +116,7 @@ class _Writer(Primitives):
         self.primitives: list[str] = []
         self._lines: list[Line] = []
         self._row_library = self.region.row_library
-        self._vector_library = "Triton" if self.region.has_vector_kernels else "PyTorch"
+        self._vector_library = "Triton" if self.region.vector_kernels else "PyTorch"
         self._matmul_library = matmul.library(device_type)
         is_in_triton = plan.batch_invariant and device_type == "cuda"
         self._logits_library = "Triton" if is_in_triton else self._matmul_library

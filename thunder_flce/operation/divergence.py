@@ -15,11 +15,13 @@ Liger's fused linear JSD: it weighs the teacher. Nothing is multiplied by τ².
 import math
 from dataclasses import dataclass
 
+from thunder_flce.options import PlainValues
+
 KINDS = ("forward", "reverse", "jensen_shannon")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Divergence:
+class Divergence(PlainValues):
     """Which divergence."""
 
     kind: str = "forward"

@@ -94,9 +94,7 @@ def is_installed(name: str) -> bool:
 @cache
 def _compiles_for_hip(name: str) -> bool:
     """Whether a backend that is installed is known to run on AMD's GPUs."""
-    if name == "triton":
-        return tuple(map(int, import_module("triton").__version__.split(".")[:2])) >= OLDEST_TRITON_ON_HIP
-    return False
+    return name == "triton" and tuple(map(int, import_module(name).__version__.split(".")[:2])) >= OLDEST_TRITON_ON_HIP
 
 
 @cache

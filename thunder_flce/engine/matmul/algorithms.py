@@ -1,8 +1,7 @@
 """Which of cuBLASLt's algorithms runs a matmul: the fastest one, by measurement.
 
 cuBLAS's first candidate, the one that PyTorch runs, is not the fastest where the output is large for the operations
-that it takes: the logits of small hidden sizes, and what chunks of few tokens add to dW. On an H100 in bfloat16, 2% to
-9% of forward and backward with hidden sizes of 768 to 2048, 6% with chunks of 512 tokens. Others do not gain in whole
+that it takes: the logits of small hidden sizes, and what chunks of few tokens add to dW. Others do not gain in whole
 steps what they gain alone (lab/experiments.md). On GPUs other than Hopper nobody has looked what it gains: there it is
 done where it is asked for. Candidates that do not give the bits of the first one are left out.
 """
