@@ -207,9 +207,7 @@ def _planned(settings: Settings, tensors: Sequence[Tensor]) -> tuple[Call, Plan]
     plan = settings.plan
     if options is not None:
         plan = plan_for(call, options, device=device, in_program=True)
-    if call.shard is not None and call.shard.sequence_parallel:
-        call = gathered(call)
-    return call, plan
+    return gathered(call), plan
 
 
 # More tokens than these are planned for in whole tiles: lengths that change have few plans.

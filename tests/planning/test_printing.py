@@ -23,28 +23,36 @@ PRINTED = (
 
 @pytest.fixture
 def called(monkeypatch):
-    """The names of the primitives that a run calls, those of `printing` aside."""
-    names = []
+    """The names of the primitives that a run calls, and of those of `printing`, which each write lines."""
+    found = {Primitives: [], printing._Writer: []}
 
-    def logged(name, run):
+    def logged(kind, name):
+        run = getattr(kind, name)
+
         def call(ops, *arguments, **settings):
-            if type(ops) is not Primitives:
+            if type(ops) is not kind or (name == "rounded" and arguments[0].dtype == arguments[1]):
                 return run(ops, *arguments, **settings)
-            if name == "rounded" and arguments[0].dtype == arguments[1]:
-                return run(ops, *arguments, **settings)
-            if name != "start_input_gradient":
-                # The head's and those of further terms have a line each.
-                names.extend([name] * (len(ops.call.linears) if name == "logits_" else 1))
-                return run(ops, *arguments, **settings)
-            finish = run(ops, *arguments, **settings)
-            # It may only compute when there is memory for the result.
-            return lambda out: (names.append(name), finish(out))
+            if name == "start_input_gradient":
+                # It may only compute when there is memory for the result.
+                finish = run(ops, *arguments, **settings)
+                return lambda out: noted(ops, finish, out)
+            return noted(ops, run, ops, *arguments, **settings)
+
+        def noted(ops, run, *arguments, **settings):
+            found[kind].append(name)
+            before = len(getattr(ops, "_lines", ()))
+            results = run(*arguments, **settings)
+            # The head's logits and those of further terms have a line each.
+            lines = len(ops.call.linears) if name == "logits_" else 1
+            assert kind is Primitives or len(ops._lines) - before >= lines
+            return results
 
         return call
 
-    for name in PRINTED:
-        monkeypatch.setattr(Primitives, name, logged(name, getattr(Primitives, name)))
-    return names
+    for kind in found:
+        for name in PRINTED:
+            monkeypatch.setattr(kind, name, logged(kind, name))
+    return found
 
 
 IN_FORWARD, SAVE, RECOMPUTE = "gradients_in_forward", "save_logits", "recompute_logits"
@@ -85,9 +93,9 @@ def test_what_runs_is_what_is_printed(plan, sizes, settings, ignored_rows, calle
     )  # fmt: skip
     needs_grad = tuple(name for name, tensor in tensors.items() if tensor.requires_grad)
     program = printing.program(Call(tensors=tensors, loss=Loss(**settings), needs_grad=needs_grad).specs(), plan)
-    assert [name for name in program.primitives if name != "scale"] == called
+    assert called[printing._Writer] == called[Primitives] != []
     is_scaled = plan.finishes_in_forward and not frozen
-    assert program.primitives.count("scale") == (len(needs_grad) if is_scaled else 0)
+    assert sum(" *= grad" in line for line in program.backward) == (len(needs_grad) if is_scaled else 0)
     assert max(map(len, program.forward + program.backward)) <= printing.WIDTH
 
 

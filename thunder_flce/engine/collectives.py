@@ -85,17 +85,17 @@ def all_gathered(shard: Shard, vectors: Sequence[Tensor]) -> list[Tensor]:
     return list(start_gathering(shard, packed).wait().view(shard.ranks, *packed.shape).unbind(1))
 
 
-class Pending:
+class Pending(NamedTuple):
     """A tensor that the ranks are making, while this one does something else."""
 
-    def __init__(self, result: Tensor, work: Any):
-        self._result, self._work = result, work
+    result: Tensor
+    work: Any
 
     def wait(self) -> Tensor:
         """The tensor, when it is there. On CUDA the device waits for it, not the host."""
-        if self._work is not None:
-            self._work.wait()
-        return self._result
+        if self.work is not None:
+            self.work.wait()
+        return self.result
 
 
 def start_sum(shard: Shard, part: Tensor) -> Pending:
@@ -122,14 +122,13 @@ def start_gathering(shard: Shard, part: Tensor) -> Pending:
 
 def gathered(call: Call) -> Call:
     """The call with numbers of the tokens of all ranks, (T, …), where each has its own; all collectives run at once."""
-    shard = call.shard
+    shard, dimensions = call.shard, len(call.shape)
     if shard is None or not shard.sequence_parallel:
         return call
-    tokens = call.shape
 
     def started(name: str, tensor: Tensor) -> Tensor | Pending:
         if argument(name).role != TOKEN:
             return tensor
-        return start_gathering(shard, tensor.reshape(call.own_tokens, *tensor.shape[len(tokens) :]))
+        return start_gathering(shard, tensor.reshape(call.own_tokens, *tensor.shape[dimensions:]))
 
     return call.map(started).map(lambda _, each: each.wait() if isinstance(each, Pending) else each)

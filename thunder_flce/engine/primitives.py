@@ -294,7 +294,7 @@ class Primitives:
 
     def row_weights(self, selected: Rows) -> RowWeights | None:
         """The class weights' share in each row."""
-        if selected.at_target is None or self.class_weight is None:
+        if selected.at_target is None:
             return None
         total = self._all_class_weights.sum() if self.call.loss.label_smoothing else None
         return RowWeights(selected.at_target, total)
@@ -436,18 +436,20 @@ class Primitives:
             return RowResults(self.region.kernels.statistics(z, target, z_y), z_y, {}, argmax)
         if not self.call.vocab:
             part = collectives.part_without_columns(target, self.call.row_dtype, has_argmax=loss.needs_argmax)
-            return _of_part(collectives.combined(shard, part))
-        column, is_here = self.columns_here(target)
-        z_y = z.gather(1, column if target.ndim > 1 else column[:, None]).reshape(target.shape)
-        part = collectives.PartOfRows(
-            *self.region.kernels.statistics(z),
-            torch.where(is_here, z_y.to(self.call.row_dtype), 0),  # type: ignore[arg-type]
-        )
-        if loss.needs_argmax:
-            argmax = largest(z, 1)
-            entry = z.gather(1, argmax[:, None]).squeeze(1).to(self.call.row_dtype)
-            part = part._replace(argmax=argmax + shard.start, argmax_entry=entry if loss.logit_scale > 0 else -entry)
-        return _of_part(collectives.combined(shard, part))
+        else:
+            column, is_here = self.columns_here(target)
+            z_y = z.gather(1, column if target.ndim > 1 else column[:, None]).reshape(target.shape)
+            part = collectives.PartOfRows(
+                *self.region.kernels.statistics(z),
+                torch.where(is_here, z_y.to(self.call.row_dtype), 0),  # type: ignore[arg-type]
+            )
+            if loss.needs_argmax:
+                argmax = largest(z, 1)
+                entry = z.gather(1, argmax[:, None]).squeeze(1).to(self.call.row_dtype)
+                entry = entry if loss.logit_scale > 0 else -entry
+                part = part._replace(argmax=argmax + shard.start, argmax_entry=entry)
+        row_max, row_log_sum, z_y, argmax, _ = collectives.combined(shard, part)
+        return RowResults(RowStatistics(row_max, row_log_sum), z_y, {}, argmax)
 
     def gradient_(
         self, z: Tensor, found: RowResults, coefficients: RowCoefficients, target: Tensor
@@ -556,7 +558,3 @@ class Primitives:
         """dX (T, H) for an upstream gradient of 1 at each row, times the rows' factors, (T,), in new memory."""
         # Both are float32 or float64, so that it is rounded once.
         return torch.mul(gradient, factors[:, None], out=torch.empty_like(gradient, dtype=self.call.dtype))
-
-
-def _of_part(part: Any) -> RowResults:
-    return RowResults(RowStatistics(part.row_max, part.row_log_sum), part.target_entry, {}, part.argmax)

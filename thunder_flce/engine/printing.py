@@ -64,8 +64,6 @@ class Program:
 
     forward: tuple[str, ...]
     backward: tuple[str, ...]
-    primitives: tuple[str, ...]
-    """The names of all primitives in the order of a run, of every chunk"""
 
 
 @lru_cache(maxsize=256)
@@ -79,13 +77,13 @@ def program(call: Call, plan: Plan) -> Program:
     ops = _Writer(call.flat(), plan, device_type=device_type)
     with torch.no_grad():
         results = engine.forward(ops)
-        forward = ops.take()
+        forward = _formatted(ops.take())
         if plan.finishes_in_forward and not plan.saves_unit_gradients(call):
-            ops.scale(sorted(name for name in results if name[0] == "d"))
-        elif plan.strategy != LOSS_ONLY:
+            names, of = sorted(map(gradient_name, call.needs_grad)), Spec((), call.dtype, torch.device(device_type))
+            return Program(forward, scaling_lines(names, of, has_expected="expected_gradient" in call.tensors))
+        if plan.strategy != LOSS_ONLY:
             _run_backward(ops, results)
-        backward = ops.take()
-    return Program(_formatted(forward), _formatted(backward), tuple(ops.primitives))
+    return Program(forward, _formatted(ops.take()))
 
 
 def _run_backward(ops: "_Writer", results: dict[str, Tensor]) -> None:
@@ -113,7 +111,6 @@ class _Writer(Primitives):
     def __init__(self, call: Call, plan: Plan, *, device_type: str):
         super().__init__(call, plan, region=Region(call.specs(), plan, device_type=device_type))
         self.device_type = device_type
-        self.primitives: list[str] = []
         self._lines: list[Line] = []
         self._row_library = self.region.row_library
         self._vector_library = "Triton" if self.region.vector_kernels else "PyTorch"
@@ -130,32 +127,31 @@ class _Writer(Primitives):
         found, self._lines = self._lines, []
         return found
 
-    def _write(self, primitive: str, *lines: Line) -> None:
-        self.primitives.append(primitive)
-        self._lines += lines
+    def _write(self, text: str, library: str = "") -> None:
+        self._lines.append((text, library))
 
     # Rows.
 
     def prepare(self, upstream: Tensor | None, *, meanwhile: Callable[[Tensor], None] | None = None) -> Rows:
-        return self._prepare(upstream, "prepare")
+        return self._prepare(upstream, is_first=True)
 
     def prepare_again(self, upstream: Tensor | None, count: int) -> Rows:
-        return self._prepare(upstream, "prepare_again")
+        return self._prepare(upstream, is_first=False)
 
     def count_of(self, computed_rows: Tensor) -> int:
         return self.call.tokens
 
-    def _prepare(self, upstream: Tensor | None, primitive: str) -> Rows:
-        call, region, is_first = self.call, self.region, primitive == "prepare"
+    def _prepare(self, upstream: Tensor | None, *, is_first: bool) -> Rows:
+        call, region = self.call, self.region
         if region.are_parts:
-            self._lines.append((f"{self._named('y', call.tensors['target'])} = all_gather(y)", self._network))
+            self._write(f"{self._named('y', call.tensors['target'])} = all_gather(y)", self._network)
         note = "    targets are checked" if is_first else ""
-        self._write(primitive, (f"valid_count i64[] = count of valid rows{note}", self._vector_library))
+        self._write(f"valid_count i64[] = count of valid rows{note}", self._vector_library)
         if region.may_skip:
             names = ", ".join([*(letter(linear.x) for linear in call.linears), "y"])
             ahead = " while the first logits run" if region.starts_early else ""
             note = f"    the host waits for their number{ahead}" if self.device_type == "cuda" and is_first else ""
-            self._lines.append((f"{names} = valid rows of {names}{note}", ""))
+            self._write(f"{names} = valid rows of {names}{note}")
         found = rows.prepare(call, upstream=upstream, ordered=False)
         return rows.with_target_weights(call, rows.selected(found, call.tokens))
 
@@ -170,7 +166,7 @@ class _Writer(Primitives):
             counts = Counter(size for size, _ in alike)
             if len(chunks) > 1:
                 sizes = ", ".join(f"{count} × {size}" for size, count in counts.items())
-                self._lines.append((f"for each chunk of C tokens ({sizes}):", ""))
+                self._write(f"for each chunk of C tokens ({sizes}):")
                 lines = [(f"  {text}", library) for text, library in lines]
             self._lines += lines
 
@@ -178,7 +174,7 @@ class _Writer(Primitives):
         if not self.region.are_parts:
             return tensor[chunk]
         found = tensor.new_empty(chunk.stop - chunk.start, tensor.shape[1])
-        self._write("gather", (f"{self._of_rows('x', found)} = all_gather(x)", self._network))
+        self._write(f"{self._of_rows('x', found)} = all_gather(x)", self._network)
         return found
 
     # Memory.
@@ -192,7 +188,7 @@ class _Writer(Primitives):
         sign, bias = "=", " + b" if "linear_bias" in self.call.tensors else ""
         for linear, _ in sorted(zip(self.call.linears, xs, strict=True), key=lambda each: each[1].shape[1]):
             words = f"{self._of_rows('logits', out)} {sign} {letter(linear.x)} @ {letter(linear.weight)}.t(){bias}"
-            self._write("logits_", (words, self._logits_library))
+            self._write(words, self._logits_library)
             sign, bias = "+=", ""
 
     def start_input_gradient(self, dlogits: Tensor, linear: Linear) -> Callable[[Tensor], None]:
@@ -201,9 +197,9 @@ class _Writer(Primitives):
             if is_summed := shard is not None and shard.reduces_input_grad:
                 part = out.to(self.call.row_dtype if shard.float32_input_grad else self.call.dtype)
             words = f"{self._of_rows(name, part)} = dlogits @ {letter(linear.weight)}"
-            self._write("start_input_gradient", (words, self._matmul_library))
+            self._write(words, self._matmul_library)
             if is_summed:
-                self._lines.append((f"{self._of_rows(name, out)} = summed over the ranks", self._network))
+                self._write(f"{self._of_rows(name, out)} = summed over the ranks", self._network)
 
         return finish
 
@@ -214,40 +210,40 @@ class _Writer(Primitives):
         sign, of = "+=" if self._rows == "C" else "=", "dlogits[:, frequent]" if frequent else "dlogits"
         name = "frequent rows of " * frequent + gradient_name(linear.weight)
         words = f"{self._named(name, out)} {sign} {of}.t() @ {letter(linear.x)}"
-        self._write("weight_gradient_", (words, self._matmul_library))
+        self._write(words, self._matmul_library)
 
     def rounded(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         found = tensor.to(dtype)
         if tensor.dtype != dtype:
-            self._write("rounded", (f"{self._named('dW', found)} = rounded once", ""))
+            self._write(f"{self._named('dW', found)} = rounded once")
         return found
 
     # The row work.
 
     def both_(self, z: Tensor, target: Tensor, coefficients: RowCoefficients) -> RowResults:
-        found = self._statistics("both_", z, target)
+        found = self._statistics(z, target)
         how = "in place" if self._row_library == "PyTorch" else "in place, by the same kernel"
         words = f"{self._of_rows('dlogits', z)} = s (softmax({self._u}) - one_hot(y))    {how}"
-        self._lines.append((words, self._row_library))
+        self._write(words, self._row_library)
         return found
 
     def results(self, z: Tensor, target: Tensor) -> RowResults:
         loss = self.call.loss
-        found = self._statistics("results", z, target)
+        found = self._statistics(z, target)
         if self.call.shard is not None:
-            self._lines.append(("row_max, row_log_sum = combined over the ranks", self._network))
+            self._write("row_max, row_log_sum = combined over the ranks", self._network)
         if loss.moments:
-            self._lines.append((f"{', '.join(loss.moments)} = sums over the rows of logits", self._row_library))
+            self._write(f"{', '.join(loss.moments)} = sums over the rows of logits", self._row_library)
         if loss.needs_argmax:
-            self._lines.append(("argmax = column of the largest logit", "PyTorch"))
+            self._write("argmax = column of the largest logit", "PyTorch")
         argmax = self.empty(z.shape[:1], torch.int64) if loss.needs_argmax else None
         return found._replace(moments=dict.fromkeys(loss.moments, found.statistics.row_max), argmax=argmax)
 
-    def _statistics(self, primitive: str, z: Tensor, target: Tensor) -> RowResults:
+    def _statistics(self, z: Tensor, target: Tensor) -> RowResults:
         vector = self.empty(z.shape[:1], self.call.row_dtype)
         u = self._u
         words = f"{self._of_rows('row_max, row_log_sum', vector)} = max({u}), log(sum(exp({u} - row_max))); logits[y]"
-        self._write(primitive, (words, self._row_library))
+        self._write(words, self._row_library)
         return RowResults(RowStatistics(vector, vector), self.empty(target.shape, z.dtype))
 
     def gradient_(
@@ -259,7 +255,7 @@ class _Writer(Primitives):
         terms += " - uniform" if coefficients.uniform is not None else ""
         terms += f" - g_e p ({self._u} - row_max)" if coefficients.entropy is not None else ""
         words = f"{self._of_rows('dlogits', out)} = {f'u′ ({terms})' if self.call.loss.softcap else terms}    {note}"
-        self._write("gradient_", (words, self._row_library))
+        self._write(words, self._row_library)
         return out, self.empty((self.call.vocab,), self.call.row_dtype) if has_sums else None
 
     def token_loss(
@@ -268,14 +264,14 @@ class _Writer(Primitives):
         return row_loss.token_loss(self, found, inputs, s)
 
     def teacher_logits_(self, out: Tensor, x: Tensor) -> None:
-        self._write("teacher_logits_", (f"{self._of_rows('teacher', out)} = x' @ W'.t()", self._logits_library))
+        self._write(f"{self._of_rows('teacher', out)} = x' @ W'.t()", self._logits_library)
 
     def divergence_(self, z: Tensor, teacher: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor]:
         assert self.call.divergence is not None
         value = self.empty(z.shape[:1], self.call.row_dtype)
         gradient = "" if factors is None else ", dlogits in place"
         words = f"{self._of_rows('divergence', value)}{gradient} = {self.call.divergence.kind}, of logits from teacher"
-        self._write("divergence_", (words, "Triton" if self._row_library == "Triton" else "PyTorch"))
+        self._write(words, "Triton" if self._row_library == "Triton" else "PyTorch")
         return value, z
 
     # Results.
@@ -287,19 +283,13 @@ class _Writer(Primitives):
         has_weights = "weight" in call.tensors or "token_weights" in call.tensors
         words = f"{of_row} of each row" if reduction == "none" else f"{reduction} over valid rows of {of_row}"
         words += ", weighted" if has_weights else ""
-        self._write("loss", (f"loss {_type(shape, call.row_dtype)} = {words}", self._vector_library))
+        self._write(f"loss {_type(shape, call.row_dtype)} = {words}", self._vector_library)
         return self.empty((selected.count,) if reduction == "none" else (), call.row_dtype), {}
 
     def scaled_rows(self, gradient: Tensor, factors: Tensor) -> Tensor:
         found = self.empty(tuple(gradient.shape), self.call.dtype)
-        self._write("scaled_rows", (f"{self._named('dX', found)} = dX * grad    each row", "PyTorch"))
+        self._write(f"{self._named('dX', found)} = dX * grad    each row", "PyTorch")
         return found
-
-    def scale(self, names: Sequence[str]) -> None:
-        """Writes down how finished gradients are multiplied by the upstream gradient."""
-        spec = Spec((), self.call.dtype, torch.device(self.device_type))
-        for line in scaling_lines(names, spec, has_expected="expected_gradient" in self.call.tensors):
-            self._write("scale", (line, ""))
 
     def _named(self, name: str, tensor: Tensor) -> str:
         return f"{name} {_type(tensor.shape, tensor.dtype)}"

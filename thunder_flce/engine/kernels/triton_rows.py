@@ -475,9 +475,8 @@ class TritonRowKernels:
         if settings is None:
             device = Device.of(z.device)
             parts = _parts(stride, z.element_size(), device)
-            block = (_PART_BLOCK if parts.total > 1 else _block_for(vocab, _ONE_PASS_BLOCKS)).on(device)
-            constants = {"PARTS": parts.total, "PART": parts.columns, "SLOTS": parts.slots}
-            settings = self._remember(key, block, STRIDE=stride, VOCAB=vocab, **constants)
+            block = (_PART_BLOCK if parts["PARTS"] > 1 else _block_for(vocab, _ONE_PASS_BLOCKS)).on(device)
+            settings = self._remember(key, block, STRIDE=stride, VOCAB=vocab, **parts)
         parts_each, exchange = settings["PARTS"], None
         if parts_each > 1:
             exchange = _exchange(rows, settings["SLOTS"], z.device)
@@ -496,20 +495,8 @@ class TritonRowKernels:
         return self._known[key]
 
 
-class _Parts(NamedTuple):
-    """How a row is divided among programs."""
-
-    total: int
-    columns: int
-    """Of each but the last, padding included"""
-
-    @property
-    def slots(self) -> int:
-        """Memory for the parts' statistics, in 64-bit numbers: a power of two."""
-        return 1 << (self.total - 1).bit_length()
-
-
-def _parts(stride: int, itemsize: int, device: Device) -> _Parts:
+def _parts(stride: int, itemsize: int, device: Device) -> dict[str, int]:
+    """How a row is divided among programs, as constants of the kernel."""
     row_bytes, total = stride * itemsize, 1
     if row_bytes > _LARGEST_ROW_BYTES:
         total = min(_ceil(row_bytes, _LARGEST_PART_BYTES) | 1, _MOST_PARTS)
@@ -517,7 +504,8 @@ def _parts(stride: int, itemsize: int, device: Device) -> _Parts:
     # has all that runs to itself, and gets on as soon as all its parts run at a time.
     if total > _parts_at_a_time(device):
         total = 1
-    return _Parts(total, _ceil(stride, total * PADDED_ROW_MULTIPLE) * PADDED_ROW_MULTIPLE)
+    columns = _ceil(stride, total * PADDED_ROW_MULTIPLE) * PADDED_ROW_MULTIPLE
+    return {"PARTS": total, "PART": columns, "SLOTS": 1 << (total - 1).bit_length()}  # Slots are a power of two.
 
 
 def _parts_at_a_time(device: Device) -> int:
