@@ -22,8 +22,9 @@ from interpreted import needs_compiler
 from thunder_flce.device import ABSENT_DEVICE, Device
 from thunder_flce.engine.kernels import layout
 from thunder_flce.engine.kernels.interface import RowStatistics
+from thunder_flce.operation.call import Call
 from thunder_flce.operation.divergence import Divergence
-from thunder_flce.operation.loss import LogitMap, RowCoefficients
+from thunder_flce.operation.loss import LogitMap, Loss, RowCoefficients
 from thunder_flce.operation.moments import MOMENTS
 
 KIB = 2**10
@@ -262,15 +263,16 @@ def vectors(dtype):
     from thunder_flce.engine.kernels import triton_vectors
 
     for reduction, given in (("mean", {}), ("sum", {"num_items": torch.ones(())})):
-        found = triton_vectors.prepare(
-            vector(torch.int64), vocab=128256, ignore_index=-100, token_weights=vector(), class_weight=torch.ones(99),
-            upstream=torch.ones(()), reduction=reduction, ordered=True, **given,
-        )  # fmt: skip
+        tensors = {
+            "linear_weight": torch.empty(128256, 0), "target": vector(torch.int64), "token_weights": vector(),
+            "weight": torch.ones(99), **given,
+        }  # fmt: skip
+        loss = Loss(reduction=reduction, z_loss=1e-4, outputs=("log_prob", "log_sum_exp"))
+        found = triton_vectors.prepare(Call(tensors=tensors, loss=loss), upstream=torch.ones(()), ordered=True)
         of = RowStatistics(vector(), vector())
         triton_vectors.finish(
-            of, vector(dtype), weight=found.weight, at_target=found.at_target, divisors=found.divisors,
-            z_loss=1e-4, reduction=reduction, outputs=("log_prob", "log_sum_exp"),
-        )  # fmt: skip
+            loss, of, vector(dtype), weight=found.weight, at_target=found.at_target, divisors=found.divisors
+        )
     gradients = [torch.empty(2**16, dtype=dtype) for _ in range(3)]
     triton_vectors.scale_(gradients, torch.ones(()), torch.ones(2, dtype=torch.int64), torch.ones(()))
 

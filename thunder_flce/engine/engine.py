@@ -246,15 +246,10 @@ def _results(
     if plan.strategy in (SAVE_LOGITS, RECOMPUTE_LOGITS):
         results["computed_rows"] = torch.tensor(rows.count)
     if plan.strategy == SAVE_LOGITS:
-        results["logits"] = _padded(ops, kept)
+        rows_kept, stride = plan.saved_logits_shape(call)
+        kept = ops.empty((rows_kept, stride), ops.logits_dtype) if kept is None else kept
+        # The memory of all of a row, its padding too, is one piece for any number of rows.
+        results["logits"] = kept.as_strided((kept.shape[0], stride), (stride, 1))
     for name, gradient in gradients.items():
         results[gradient_name(name)] = gradient
     return results
-
-
-def _padded(ops: Primitives, logits: Tensor | None) -> Tensor:
-    """(S, row stride) the memory of kept logits (S, V), which is one piece for any number of rows."""
-    rows, stride = ops.plan.saved_logits_shape(ops.call)
-    if logits is None:
-        return ops.empty((rows, stride), ops.logits_dtype)
-    return logits.as_strided((logits.shape[0], stride), (stride, 1))

@@ -233,16 +233,9 @@ class Primitives:
         return rows.with_target_weights(self.call, selected)
 
     def _prepared(self, upstream: Tensor | None, *, ordered: bool) -> Prepared:
-        call, loss, get = self.call, self.call.loss, self.call.tensors.get
+        prepare = rows.prepare if self.region.vector_kernels is None else self.region.vector_kernels.prepare
         # Parts have an order of their own.
-        ordered = ordered and not self.region.are_parts
-        if self.region.vector_kernels is None:
-            return rows.prepare(call, upstream=upstream, ordered=ordered)
-        return self.region.vector_kernels.prepare(
-            call.tensors["target"], vocab=call.whole_vocab, ignore_index=loss.ignore_index,
-            token_weights=get("token_weights"), class_weight=get("weight"), num_items=get("num_items"),
-            upstream=upstream, reduction=loss.reduction, ordered=ordered, ignores=loss.ignores_rows,
-        )  # fmt: skip
+        return prepare(self.call, upstream=upstream, ordered=ordered and not self.region.are_parts)
 
     def _is_capturing(self) -> bool:
         """Whether a CUDA graph is captured, which waits for nothing."""
@@ -550,8 +543,8 @@ class Primitives:
             if loss.label_smoothing:
                 of_rows, at_target = row_loss.cross_entropy(self, selected, row), None
         return self.region.vector_kernels.finish(
-            found.statistics, logit, weight=selected.weight, at_target=at_target, divisors=selected.divisors,
-            z_loss=loss.z_loss, reduction=loss.reduction, of_rows=of_rows, outputs=loss.outputs,
+            loss, found.statistics, logit, weight=selected.weight, at_target=at_target, divisors=selected.divisors,
+            of_rows=of_rows,
         )  # fmt: skip
 
     def scaled_rows(self, gradient: Tensor, factors: Tensor) -> Tensor:

@@ -21,7 +21,16 @@ _MOVED_ROWS = 2048
 
 
 def prepare(call: Call, *, upstream: Tensor | None, ordered: bool) -> Prepared:
-    """`Prepared` by PyTorch's operations, for a flat call and an upstream gradient, () or (T,), or None for 1."""
+    """Checks targets, counts valid rows, and finds what each row counts, by PyTorch's operations.
+
+    A row is valid if its target is not `ignore_index` and its token weight is not 0. A target that is not
+    `ignore_index` is wrong outside [0, V).
+
+    Args:
+        call: a flat one.
+        upstream: () or (T,) the upstream gradient of the loss; None for 1.
+        ordered: whether to return `order`, and the vectors in it.
+    """
     loss, target, row_dtype = call.loss, call.tensors["target"].long(), call.row_dtype
     weights = call.tensors.get("token_weights")
     # As long: V and ignore_index would wrap around in a narrow dtype before they are compared with.

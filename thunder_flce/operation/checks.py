@@ -217,7 +217,10 @@ _SCALAR_RULES: dict[str, _Rule] = {
 
 
 def _check_number(name: str, value: Any, *rules: _Rule, kind: type = Real, what: str = "a number") -> None:
-    if not _is_number(value, kind):
+    # A number, or what stands for one while a program is traced, but no bool.
+    is_symbol = isinstance(value, torch.SymInt | torch.SymFloat)
+    of_value = value.node.pytype if is_symbol else getattr(value, "python_type", type(value))
+    if not issubclass(of_value, kind) or of_value is bool:
         raise TypeError(f"{name} must be {'an int' if kind is Integral else what}, but got {type(value).__name__}")
     # No tensor takes such an int, and perhaps no float.
     if kind is Real and isinstance(value, int) and not _fits_64_bits(value):
@@ -226,12 +229,3 @@ def _check_number(name: str, value: Any, *rules: _Rule, kind: type = Real, what:
         # The value of a proxy is not known.
         if isinstance(value, Real) and not is_right(value):
             raise ValueError(f"{name} must {expected}, but got {value}")
-
-
-def _is_number(value: Any, kind: type) -> bool:
-    """Whether it is a `Real` or an `Integral` number, or stands for one while a program is traced, but no bool."""
-    if isinstance(value, torch.SymInt | torch.SymFloat):
-        of_value = value.node.pytype
-    else:
-        of_value = getattr(value, "python_type", type(value))
-    return issubclass(of_value, kind) and of_value is not bool

@@ -14,6 +14,8 @@ from torch import Tensor
 from thunder_flce.device import Device
 from thunder_flce.engine.kernels.interface import Prepared, RowStatistics
 from thunder_flce.engine.kernels.launch import contiguous, kernel, launch, settings_of
+from thunder_flce.operation.call import Call
+from thunder_flce.operation.loss import Loss
 
 
 @triton.jit
@@ -112,41 +114,22 @@ def _prepare_kernel(
 _BLOCK, _THREADS = 2048, 256
 
 
-def prepare(
-    target: Tensor, *, vocab: int, ignore_index: int, token_weights: Tensor | None = None,
-    class_weight: Tensor | None = None, num_items: Tensor | None = None, upstream: Tensor | None = None,
-    reduction: str, ordered: bool = False, ignores: bool = True,
-) -> Prepared:  # fmt: skip
-    """Checks targets, counts valid rows, and finds what each row counts.
-
-    A row is valid if its target is not `ignore_index` and its token weight is not 0. A target that is not
-    `ignore_index` is wrong outside [0, vocab).
-
-    Args:
-        target: (T,) of any integer dtype.
-        vocab: V.
-        ignore_index: of 64 bits.
-        token_weights: (T,), None for ones.
-        class_weight: (V,), None for ones.
-        num_items: () what a mean divides by, in place of the weights' sum; nothing counts where it is 0.
-        upstream: () or (T,) the upstream gradient of the loss; None for 1.
-        reduction: "mean", "sum" or "none".
-        ordered: whether to return `order`, and the vectors in it, of which only valid rows are defined.
-        ignores: whether there is a target that means that a row is ignored.
-    """
-    tokens, device = target.shape[0], target.device
+def prepare(call: Call, *, upstream: Tensor | None, ordered: bool) -> Prepared:
+    """As `engine.rows.prepare`, for a target a token and rows in float32; if `ordered`, only valid rows are defined."""
+    loss, target, get = call.loss, call.tensors["target"], call.tensors.get
+    class_weight, tokens, device = get("weight"), target.shape[0], target.device
     has_upstreams = upstream is not None and upstream.ndim > 0
     settings = settings_of(
-        IGNORES=ignores, IS_MEAN=reduction == "mean", UPSTREAMS=has_upstreams, ORDERED=ordered, BLOCK=_BLOCK,
-        threads=_THREADS,
+        IGNORES=loss.ignores_rows, IS_MEAN=loss.reduction == "mean", UPSTREAMS=has_upstreams, ORDERED=ordered,
+        BLOCK=_BLOCK, threads=_THREADS,
     )  # fmt: skip
     # Two allocations and two splits take the host a third of what a tensor of its own takes for each.
     sizes_of_integers = [2, 1, tokens, tokens] if ordered else [2, 1, tokens]
     sizes_of_floats = [2, tokens, tokens] if class_weight is None else [2, tokens, tokens, tokens]
     integers = torch.empty(sum(sizes_of_integers), dtype=torch.int64, device=device)
     floats = torch.empty(sum(sizes_of_floats), dtype=torch.float32, device=device)
-    given = contiguous(target, token_weights, class_weight, num_items, upstream)
-    launch(_prepare_kernel, 1, [*given, integers, floats], settings, tokens, vocab, ignore_index)
+    given = contiguous(target, get("token_weights"), class_weight, get("num_items"), upstream)
+    launch(_prepare_kernel, 1, [*given, integers, floats], settings, tokens, call.whole_vocab, loss.ignore_index)
     counts, is_right, column, *order = integers.split_with_sizes(sizes_of_integers)
     divisors, weight, s, *at_target = floats.split_with_sizes(sizes_of_floats)
     return Prepared(
@@ -211,28 +194,26 @@ def _finish_kernel(
 
 
 def finish(
-    statistics: RowStatistics, z_y: Tensor, *, weight: Tensor, at_target: Tensor | None, divisors: Any, z_loss: float,
-    reduction: str, of_rows: Tensor | None = None, outputs: Sequence[str] = (),
+    loss: Loss, statistics: RowStatistics, z_y: Tensor, *, weight: Tensor, at_target: Tensor | None, divisors: Any,
+    of_rows: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """The loss of `operation.loss` without smoothing, float32, in one launch: (), or (N,) for "none".
 
     With it those of the outputs that are simple sums, (N,) each, "log_prob" and "log_sum_exp".
 
     Args:
+        loss: which loss, and its outputs.
         statistics: of the N rows.
         z_y: (N,) the logit of each row's target, of 16 or 32 bits.
         weight: (N,) as in `Prepared`, of these rows; so is `at_target`.
         at_target: (N,), None without class weights.
         divisors: as in `Prepared`; what they divide by is 1 for "none".
-        z_loss: ζ.
-        reduction: "mean", "sum" or "none".
         of_rows: (N,) what takes the place of each row's cross-entropy.
-        outputs: names of the loss's outputs.
     """
-    rows, reduces = z_y.shape[0], reduction != "none"
-    settings = settings_of(Z_LOSS=z_loss, REDUCES=reduces, BLOCK=_BLOCK, threads=_THREADS)
+    rows, reduces = z_y.shape[0], loss.reduction != "none"
+    settings = settings_of(Z_LOSS=loss.z_loss, REDUCES=reduces, BLOCK=_BLOCK, threads=_THREADS)
     result = torch.empty(() if reduces else rows, dtype=torch.float32, device=z_y.device)
-    found = {name: torch.empty_like(statistics.row_max) for name in outputs if name in ("log_prob", "log_sum_exp")}
+    found = {name: torch.empty_like(statistics.row_max) for name in loss.outputs if name in ("log_prob", "log_sum_exp")}
     tensors = [*contiguous(*statistics, z_y, weight, at_target, of_rows), divisors, result]
     tensors += [found.get("log_prob"), found.get("log_sum_exp")]
     if programs := 1 if reduces else -(-rows // _BLOCK):
