@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._functorch.utils import unwrap_dead_wrappers
 
 from thunder_flce import operators
-from thunder_flce.engine.kernels.scaling import graph_is_kept, scaled_gradients
+from thunder_flce.engine.kernels.scaling import factor_of, graph_is_kept, scaled_gradients
 from thunder_flce.operators import Settings
 
 _NO_SECOND_DERIVATIVE = "linear_cross_entropy has no second derivative"
@@ -138,9 +138,10 @@ def _backward(settings: Settings, *tensors: Any) -> Any:
         valid_count, gradients = known[0], known[1:needed]
         expected = known[needed] if "expected_gradient" in settings.names else None
         if is_traced:
-            from thunder_flce import inductor
+            from thunder_flce import inductor  # noqa: F401 (it defines the operator)
 
-            return tuple(inductor.scaled(upstream[0], valid_count, gradients, expected=expected))
+            factor = factor_of(upstream[0], None, expected)
+            return tuple(torch.ops.thunder_flce.scale_gradient(each, factor, valid_count) for each in gradients)
         return scaled_gradients(
             gradients, upstream[0], valid_count=valid_count, expected=expected, may_overwrite=may_overwrite
         )

@@ -7,14 +7,13 @@ and for a factor of 1 that ends before it touches memory. That saves a read and 
 """
 
 import sys
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from thunder_flce.engine.kernels.scaling import factor_of, scaled_gradients
+from thunder_flce.engine.kernels.scaling import scaled_gradients
 from thunder_flce.operators import define
 
 _LARGE = 2**23
@@ -40,21 +39,6 @@ define("scale_gradient", "(Tensor gradient, Tensor factor, Tensor valid_count) -
 define(
     "scale_gradient_", "(Tensor(a!) gradient, Tensor factor, Tensor valid_count) -> ()", _scale, lambda *operands: None
 )
-
-
-def scaled(
-    grad: Tensor, valid_count: Tensor, gradients: Sequence[Tensor], *, expected: Tensor | None = None
-) -> list[Tensor]:
-    """`scaled_gradients` for a program that is compiled.
-
-    Args:
-        grad: () the upstream gradient.
-        valid_count: () how many rows are valid.
-        gradients: those that the forward has finished.
-        expected: () the upstream gradient that they are finished for; None for 1.
-    """
-    factor = factor_of(grad, None, expected)
-    return [torch.ops.thunder_flce.scale_gradient(gradient, factor, valid_count) for gradient in gradients]
 
 
 @cache

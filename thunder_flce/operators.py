@@ -188,7 +188,7 @@ def backward(
     known = dict(zip(settings.saved_names, saved, strict=True))
     ops = _primitives(settings, tensors)
     if ops.plan.finishes_in_forward:
-        known["unit_gradient"] = known.pop("dX").reshape(ops.call.tensors["input"].shape)
+        known["dX"] = known["dX"].reshape(ops.call.tensors["input"].shape)
     elif "logits" in known and not (may_overwrite or ops.plan.keeps_logits) and known["logits"].dtype == ops.call.dtype:
         known["logits"] = known["logits"].clone()
     of_results = UpstreamGradients(**dict(zip(settings.upstream_names, upstream, strict=True)))

@@ -43,8 +43,8 @@ class Saved(NamedTuple):
     """The output, where a gradient comes back to it"""
     logits: Tensor | None = None
     """(S, row stride) the logits of the first S rows that were computed"""
-    unit_gradient: Tensor | None = None
-    """(T, H) dX for an upstream gradient of 1 at each row"""
+    dX: Tensor | None = None
+    """(T, H) for an upstream gradient of 1 at each row, where the forward has computed that"""
 
 
 def forward(ops: Primitives) -> dict[str, Tensor]:
@@ -70,7 +70,7 @@ def forward(ops: Primitives) -> dict[str, Tensor]:
     else:
         rows, coefficients = ops.prepare(None, meanwhile=logits.start), None
     found, gradients = run(ops, rows, coefficients, logits=logits)
-    return _results(ops, rows, found, gradients, logits.kept)
+    return _results(ops, rows, row_loss.joined(ops, rows, found), gradients, logits.kept)
 
 
 def backward(ops: Primitives, saved: Saved, upstream: UpstreamGradients) -> dict[str, Tensor]:
@@ -82,11 +82,11 @@ def backward(ops: Primitives, saved: Saved, upstream: UpstreamGradients) -> dict
     if upstream.loss is None:
         upstream = upstream._replace(loss=torch.zeros((), dtype=call.row_dtype, device=call.device))
     if ops.plan.finishes_in_forward:
-        assert saved.unit_gradient is not None
+        assert saved.dX is not None
         rows = ops.prepare_again(upstream.loss, call.tokens)
         rows.target_weights = None
         factors = Coefficients(ops, rows, upstream).factors
-        return {"input": ops.scaled_rows(saved.unit_gradient, rows.returned(factors))}
+        return {"input": ops.scaled_rows(saved.dX, rows.returned(factors))}
     assert saved.computed_rows is not None
     rows = ops.prepare_again(upstream.loss, ops.count_of(saved.computed_rows))
     entropy = None if saved.entropy is None else rows.received(saved.entropy.reshape(-1))
@@ -96,10 +96,10 @@ def backward(ops: Primitives, saved: Saved, upstream: UpstreamGradients) -> dict
 
 def run(
     ops: Primitives, rows: Rows, coefficients: Coefficients | None, *, logits: "_Logits", known: Saved | None = None
-) -> tuple[RowResults | None, dict[str, Tensor]]:  # fmt: skip
+) -> tuple[list[RowResults], dict[str, Tensor]]:  # fmt: skip
     """One run over the chunks of the rows.
 
-    Returns what is known of all rows, unless it was `known`, and the gradients by the names of their operands.
+    Returns what is known of the rows of each chunk, and the gradients by the names of their operands.
 
     Args:
         ops: of the region.
@@ -133,8 +133,7 @@ def run(
         del xs, z, dlogits
     # Before dW is rounded out of a float32 accumulator, the chunk's memory goes.
     logits.free()
-    gradients = {} if sums is None else sums.finish()
-    return None if known is not None else row_loss.joined(ops, rows, found), gradients
+    return found, {} if sums is None else sums.finish()
 
 
 class _Logits:
@@ -224,10 +223,9 @@ def _row_work(
 
 
 def _results(
-    ops: Primitives, rows: Rows, found: RowResults | None, gradients: dict[str, Tensor], kept: Tensor | None
+    ops: Primitives, rows: Rows, found: RowResults, gradients: dict[str, Tensor], kept: Tensor | None
 ) -> dict[str, Tensor]:
     call, plan = ops.call, ops.plan
-    assert found is not None
     made: dict[str, Tensor] = {}
     if call.divergence is not None:
         value = row_loss.reduced(ops, rows, found.z_y)

@@ -94,8 +94,7 @@ def _run_backward(ops: "_Writer", results: dict[str, Tensor]) -> None:
         ops.empty(shape, call.row_dtype),
         **{name: ops.empty((call.tokens,), call.row_dtype) for name in loss.differentiable_outputs},
     )
-    saved = Saved(**{name: results[name] for name in Saved._fields if name in results})
-    engine.backward(ops, saved._replace(unit_gradient=results.get("dX")), upstream)
+    engine.backward(ops, Saved(**{name: results[name] for name in Saved._fields if name in results}), upstream)
 
 
 def scaling_lines(names: Sequence[str], spec: Spec, *, has_expected: bool) -> tuple[str, ...]:

@@ -121,7 +121,6 @@ class Coefficients:
     def _with_statistics(self, of_rows: RowCoefficients, found: RowResults, chunk: slice) -> RowCoefficients:
         """The coefficients with what takes more of the rows than their targets."""
         ops, loss = self._ops, self._ops.call.loss
-        entropy = None if self._entropy is None else self._entropy[chunk]
         row_max, log_sum = found.statistics
         if found.coefficients is not None:
             of_rows = found.coefficients
@@ -132,8 +131,9 @@ class Coefficients:
             of_rows = of_rows._replace(probability=probability, one_hot=one_hot)
         if self._of_z is not None:
             of_rows = of_rows._replace(probability=of_rows.probability + self._of_z[chunk] * (row_max + log_sum))
-        if of_rows.entropy is not None and entropy is not None:
-            of_rows = of_rows._replace(probability=of_rows.probability + of_rows.entropy * (log_sum - entropy))
+        if of_rows.entropy is not None and self._entropy is not None:
+            expected = log_sum - self._entropy[chunk]
+            of_rows = of_rows._replace(probability=of_rows.probability + of_rows.entropy * expected)
         return of_rows
 
 

@@ -64,8 +64,7 @@ def check_call(
 
 def check_scalar(name: str, number: Any) -> None:
     """Raises for a number, given in place of a tensor, that an argument can't be."""
-    if name in _SCALAR_RULES:
-        _check_number(name, number, _SCALAR_RULES[name], what=_NUMBER_OR_TENSOR)
+    _check_number(name, number, _SCALAR_RULES[name], what=_NUMBER_OR_TENSOR)
 
 
 def _check_tensor(name: str, tensors: Mapping[str, Any]) -> None:
