@@ -102,7 +102,6 @@ def run_divided(tensors: Mapping[str, Any], loss: Loss, options: Options) -> tup
     own = _local(input, of_input, of_input)
 
     def part(name: str, value: Any) -> Any:
-        """This rank's part of a tensor, a plain one."""
         role = argument(name).role
         if role == HIDDEN:
             return own if name == "input" else _local(value, of_input, of_input)

@@ -190,7 +190,6 @@ class LinearCrossEntropyLoss(nn.Module):
         )
 
     def _operand(self, name: str, input: Tensor) -> Tensor:
-        """A parameter of the linear."""
         parameter: Tensor = getattr(self.linear, name)
         if self.vocab_parallel is None:
             return parameter
@@ -288,12 +287,6 @@ def loss_only(model: nn.Module, *, labels: str = "labels", loss: str | int = "lo
     # Where Dynamo traces into a raise, it never compiles that frame again, though the next call may have labels.
     raise_no_loss = torch.compiler.disable(raise_no_loss, reason="raises an error")
 
-    def loss_of(output: Any) -> Tensor:
-        found = _loss_of(output, loss)
-        if found is None:
-            raise_no_loss(output)
-        return found
-
     class LossOnly(model_class):  # type: ignore[misc, valid-type]
         loss_only_made_with = (labels, loss)
 
@@ -301,7 +294,11 @@ def loss_only(model: nn.Module, *, labels: str = "labels", loss: str | int = "lo
         # It is bound to the model, and Dynamo does not trace it through another object.
         def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
             call = model if "forward" in self.__dict__ else super().__call__
-            return loss_of(call(*args, **kwargs))
+            output = call(*args, **kwargs)
+            found = _loss_of(output, loss)
+            if found is None:
+                raise_no_loss(output)
+            return found
 
         def __reduce__(self) -> tuple[Any, ...]:
             # This class cannot be found by its name.

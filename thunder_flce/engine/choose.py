@@ -287,7 +287,9 @@ class _Choice:
         self.in_program, self.is_on_cpu = in_program, device.kind == "cpu"
         self.smallest = CPU_SMALLEST_CHUNK if self.is_on_cpu else SMALLEST_CHUNK
         # A rank's logits are narrower by the number of ranks, so that its chunks may have as many more rows.
-        self.compute_bound_rows = _compute_bound_rows(device) * (1 if call.shard is None else call.shard.ranks)
+        balance, of_h200 = (each.matmul_rate / each.bandwidth for each in (device, ABSENT_DEVICE))
+        bound_rows = int(CHUNK_ROWS * 2.0 ** max(min(round(log2(balance / of_h200)), 1), -1))
+        self.compute_bound_rows = bound_rows * (1 if call.shard is None else call.shard.ranks)
         # At least one row of each part of the tokens.
         parts = 1 if call.shard is None else call.shard.token_parts
         self.chosen_rows = None if options.chunk_rows is None else max(options.chunk_rows, parts)
@@ -333,7 +335,6 @@ class _Choice:
         return plan
 
     def _with(self, rows: int, **fields: Any) -> Plan:
-        """The plan with chunks of so many rows, and other fields."""
         return replace(self.common, chunk_rows=rows, **fields)
 
     def _bytes(self, plan: Plan) -> int:
@@ -494,11 +495,6 @@ class _Choice:
         counts = range(TILE_ROWS, self.tokens + 1, TILE_ROWS)
         saved = TILE_ROWS * bisect(counts, allowed, key=lambda count: self._bytes(self._saved(count, some)))
         return self._saved(saved, some) if saved >= max(SMALLEST_SAVED_PART * self.tokens, 1) else None
-
-
-def _compute_bound_rows(device: Device) -> int:
-    balance, of_h200 = (each.matmul_rate / each.bandwidth for each in (device, ABSENT_DEVICE))
-    return int(CHUNK_ROWS * 2.0 ** max(min(round(log2(balance / of_h200)), 1), -1))
 
 
 def _check_batch_invariant(call: Call, options: Options, device: Device) -> None:

@@ -147,7 +147,6 @@ def library(choice: str, *, dtype: torch.dtype, device_type: str) -> str:
 
 
 def _backend(choice: str, dtype: torch.dtype, device_type: str) -> str:
-    """The backend, one of `BACKENDS`, that runs row work."""
     if choice != "auto":
         return choice
     return next(name for name in FASTEST if runs(name, dtype, device_type))

@@ -238,7 +238,6 @@ _DEFINITIONS = {
     "column_sums": _gradient,
     "gradient_with_column_sums": _gradient,
 }
-_BOTH = ("probability", "one_hot")
 
 
 def _fuse(fusion: Fusion, logit_map: LogitMap, rows: int = -1) -> FusionDefinition:
@@ -324,11 +323,11 @@ class NvFuserRowKernels:
     def both_(self, z: Tensor, target: Tensor, coefficients: RowCoefficients) -> tuple[RowStatistics, Tensor]:
         """The target's entry is computed first and written last."""
         kind, z_y = _kind(z), at_columns(z, target)
-        merge = Fusion("merge_parts_and_target_gradient", *kind, _BOTH)
+        merge = Fusion("merge_parts_and_target_gradient", *kind, ("probability", "one_hot"))
         vectors = [vector.contiguous() for vector in (coefficients.probability, coefficients.one_hot)]
         *found, entry = self._run(merge, [*self._of_parts(z), z_y, *vectors])
-        statistics, fusion = RowStatistics(*found), Fusion("gradient", *kind, _BOTH[:1], (), z.dtype, in_place=True)
-        self._run(fusion, _inputs(fusion, z, statistics, {"probability": vectors[0]}))
+        statistics = RowStatistics(*found)
+        self.gradient_(z, statistics, coefficients, out=z)
         z.scatter_(1, target[:, None], entry[:, None])
         return statistics, z_y
 
