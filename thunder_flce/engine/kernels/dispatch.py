@@ -24,27 +24,18 @@ class Backend(NamedTuple):
     library: str
     """As it is printed"""
     kernels: str
-    """Its `RowKernels`, as `module:class`"""
+    """Its `RowKernels`, a class in the module of its name"""
     package: str
     """What must be installed"""
     install: str = ""
     """The command that installs it"""
 
 
+_TRITON = "triton-windows" if sys.platform == "win32" else "triton"
 BACKENDS = {
-    "triton": Backend(
-        "Triton",
-        f"{__package__}.triton_rows:TritonRowKernels",
-        "triton",
-        "pip install triton-windows" if sys.platform == "win32" else "pip install triton",
-    ),
-    "nvfuser": Backend(
-        "nvFuser",
-        f"{__package__}.nvfuser_rows:NvFuserRowKernels",
-        "nvfuser_direct",
-        'pip install "thunder-flce[nvfuser]"',
-    ),
-    "torch": Backend("PyTorch", f"{__package__}.torch_rows:TorchRowKernels", "torch"),
+    "triton": Backend("Triton", "TritonRowKernels", "triton", f"pip install {_TRITON}"),
+    "nvfuser": Backend("nvFuser", "NvFuserRowKernels", "nvfuser_direct", 'pip install "thunder-flce[nvfuser]"'),
+    "torch": Backend("PyTorch", "TorchRowKernels", "torch"),
 }
 FASTEST = tuple(BACKENDS)
 """Fastest first, but for moments, where nvFuser would gain 0.6% of a step: "auto" takes the first that is there."""
@@ -166,5 +157,4 @@ def _takes(name: str, dtype: torch.dtype, device_type: str) -> bool:
 
 @cache
 def _kernels(name: str, logit_map: LogitMap) -> RowKernels:
-    module, _, kernels = BACKENDS[name].kernels.partition(":")
-    return getattr(import_module(module), kernels)(logit_map)
+    return getattr(import_module(f"{__package__}.{name}_rows"), BACKENDS[name].kernels)(logit_map)
