@@ -148,11 +148,6 @@ class Region:
         recomputes = self.plan.strategy == RECOMPUTE_LOGITS
         return self.may_skip and self.device_type == "cuda" and not self.are_parts and not recomputes
 
-    @cached_property
-    def wrong_target(self) -> str:
-        """What the assertion on the device says."""
-        return f"target is neither in [0, {self.call.whole_vocab}) nor ignore_index ({self.call.loss.ignore_index})"
-
 
 def _start_reading(numbers: Tensor) -> Callable[[], list[int]]:
     """Starts to copy numbers to the host; gives what waits for them, and for nothing that is launched afterwards."""
@@ -197,7 +192,8 @@ class Primitives:
         found = self._prepared(upstream, ordered=skips)
         if not host_waits:
             is_right = found.counts[1] == 0 if found.is_right is None else found.is_right
-            torch._assert_async(is_right, self.region.wrong_target)
+            allowed = f"[0, {call.whole_vocab}) nor ignore_index ({call.loss.ignore_index})"
+            torch._assert_async(is_right, f"target is neither in {allowed}")
             return self._selected(found, call.tokens)
         counts = found.counts
         if skips and self.region.are_parts:
