@@ -9,7 +9,7 @@ They return fresh, contiguous tensors and change none of their arguments. `autog
 
 import ast
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -57,6 +57,8 @@ class Settings:
     shard: Shard | None = None
     vocab_parallel: str | None = None
     """The ranks that divide the vocabulary, by `as_literal`, which agree when the operator runs"""
+    regions: dict[tuple[int, torch.Size], Region] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What is known of such calls, by the tokens they are planned for (0: any) and the shape of the weight"""
 
     def __str__(self) -> str:
         return _written(self)
@@ -95,11 +97,6 @@ class Settings:
             tensors=dict(zip(self.names, tensors, strict=True)), loss=self.loss, needs_grad=self.needs_grad,
             divergence=self.divergence, shard=self.shard,
         )  # fmt: skip
-
-    @cached_property
-    def regions(self) -> dict[tuple[int, torch.Size], Region]:
-        """What is known of such calls, by the tokens they are planned for (0: any) and the shape of the weight."""
-        return {}
 
     @cached_property
     def finishes_in_forward(self) -> bool:

@@ -1,4 +1,4 @@
-"""How logits lie in memory, and what they are computed in.
+"""How logits lie in memory.
 
 Logits z (C, V) are a view of rows that are `z.stride(0)` elements apart, the last dimension contiguous. What lies
 between V and the stride, the padding, belongs to the same memory: kernels may write there.
@@ -8,11 +8,6 @@ import torch
 from torch import Tensor
 
 from thunder_flce.device import PADDED_ROW_MULTIPLE, ROW_MULTIPLE
-
-
-def row_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that rows of `dtype` are computed in, that of row vectors: float32, or float64 for float64."""
-    return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def row_stride(vocab: int, *, dtype: torch.dtype, device_type: str) -> int:

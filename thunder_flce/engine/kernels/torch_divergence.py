@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from thunder_flce.engine.kernels.layout import row_dtype
 from thunder_flce.engine.kernels.torch_rows import row_blocks, sums_of_rows
 from thunder_flce.operation.divergence import Divergence
 
@@ -12,7 +11,7 @@ def divergence_(
     student: Tensor, teacher: Tensor, divergence: Divergence, *, factors: Tensor | None, out: Tensor
 ) -> Tensor:
     """The divergence of each row, (C,) in float32 (float64 where one of both logits is); see `dispatch`."""
-    dtype = torch.promote_types(row_dtype(student.dtype), row_dtype(teacher.dtype))
+    dtype = torch.promote_types(torch.promote_types(student.dtype, teacher.dtype), torch.float32)
     result = torch.empty(student.shape[0], dtype=dtype, device=student.device)
     # Beside the logits, about eight tensors of their size are alive at a time.
     for rows in row_blocks(student, 8):

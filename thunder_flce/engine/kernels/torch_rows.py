@@ -7,7 +7,6 @@ from torch import Tensor
 
 from thunder_flce.device import Device
 from thunder_flce.engine.kernels.interface import RowStatistics, at_columns, finite, target_gradient, write_at_targets_
-from thunder_flce.engine.kernels.layout import row_dtype
 from thunder_flce.operation.loss import LogitMap, RowCoefficients
 from thunder_flce.operation.moments import MOMENTS
 
@@ -30,7 +29,7 @@ def row_blocks(logits: Tensor, tensors: int = 1) -> Iterator[slice]:
     allowed = BLOCK_BYTES
     if device.kind == "cpu":
         allowed = max(device.multiprocessors, FEWEST_THREADS) * THREAD_BYTES
-    row_bytes = max(logits.shape[1], 1) * tensors * row_dtype(logits.dtype).itemsize
+    row_bytes = max(logits.shape[1], 1) * tensors * torch.promote_types(logits.dtype, torch.float32).itemsize
     rows = max(allowed // row_bytes, FEWEST_ROWS)
     for start in range(0, logits.shape[0], rows):
         yield slice(start, start + rows)
@@ -68,7 +67,7 @@ class TorchRowKernels:
     def statistics(self, z: Tensor, target: Tensor | None = None, z_y: Tensor | None = None) -> RowStatistics:
         if target is not None:
             at_columns(z, target, z_y)
-        row_max = torch.empty(z.shape[0], dtype=row_dtype(z.dtype), device=z.device)
+        row_max = torch.empty(z.shape[0], dtype=torch.promote_types(z.dtype, torch.float32), device=z.device)
         others = torch.empty_like(row_max)
         for rows in row_blocks(z):
             logits = self._logits(z[rows])
@@ -99,7 +98,7 @@ class TorchRowKernels:
         self, z: Tensor, statistics: RowStatistics, coefficients: RowCoefficients, *,
         class_weight: Tensor | None = None, out: Tensor, target: Tensor | None = None, column_sums: bool = False,
     ) -> Tensor | None:  # fmt: skip
-        dtype, entry = row_dtype(z.dtype), None
+        dtype, entry = torch.promote_types(z.dtype, torch.float32), None
         if target is not None:
             z_y = at_columns(z, target.clamp(min=0))
             entry = target_gradient(self.logit_map, z_y, statistics, coefficients, class_weight, target)
@@ -120,12 +119,12 @@ class TorchRowKernels:
         return sums
 
     def both_(self, z: Tensor, target: Tensor, coefficients: RowCoefficients) -> tuple[RowStatistics, Tensor]:
-        row_max = torch.empty(z.shape[0], dtype=row_dtype(z.dtype), device=z.device)
+        row_max = torch.empty(z.shape[0], dtype=torch.promote_types(z.dtype, torch.float32), device=z.device)
         others, z_y = torch.empty_like(row_max), at_columns(z, target)
         for rows in row_blocks(z):
             logits = self._logits(z[rows])
             row_max[rows], column = largest(logits)
-            slope = self.logit_map.slope(z[rows].to(row_dtype(z.dtype)))
+            slope = self.logit_map.slope(z[rows].to(torch.promote_types(z.dtype, torch.float32)))
             gradient = torch.sub(logits, row_max[rows, None], out=logits).exp_()
             # As in `statistics`; the 1 comes back for the gradient.
             at = column[:, None]
@@ -143,7 +142,7 @@ class TorchRowKernels:
         return statistics, z_y
 
     def _logits(self, z: Tensor) -> Tensor:
-        return self.logit_map(z.to(row_dtype(z.dtype)))
+        return self.logit_map(z.to(torch.promote_types(z.dtype, torch.float32)))
 
     def _may_overwrite(self, logits: Tensor, z: Tensor) -> Tensor | None:
         """The memory of mapped or converted logits, where that is not z's own and a slope won't need it."""

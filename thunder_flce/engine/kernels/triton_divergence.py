@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thunder_flce.engine.kernels.launch import kernel, launch
+from thunder_flce.engine.kernels.launch import contiguous, kernel, launch
 from thunder_flce.engine.kernels.triton_rows import _STATISTICS_BLOCKS, _block_for, _exp, _logits, _row_statistics
 from thunder_flce.operation.divergence import Divergence
 
@@ -111,6 +111,5 @@ def divergence_(
     rows, vocab = student.shape
     result = torch.empty(rows, dtype=torch.float32, device=student.device)
     settings = _settings(vocab, student.stride(0), teacher.stride(0), out.stride(0), divergence)
-    factors = None if factors is None else factors.contiguous()
-    launch(_divergence_kernel, rows, [student, teacher, out, factors, result], settings)
+    launch(_divergence_kernel, rows, [student, teacher, out, *contiguous(factors), result], settings)
     return result
