@@ -223,6 +223,14 @@ def test_what_dynamo_refuses(message):
         torch.compile(lambda x: (x + 1, token_loss_of(BAD[message], ())), backend="eager")(torch.ones(2))
 
 
+def test_hooks_of_saved_tensors():
+    """Those of a checkpoint or of offloading, around the call, would give the derivatives other tensors than these."""
+    focal = FUNCTIONS["focal"]
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+        inside = written(focal, (torch.float64,))  # With an input, it is not kept from another test.
+    assert inside == written(focal, ())
+
+
 def test_threads_at_once():
     """Afterwards, programs are compiled as before: PyTorch's flag for dispatch modes is one for all threads."""
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.exc import BackendCompilerFailed
+from torch.utils.checkpoint import checkpoint
 
 import thunder_flce
 from front_ends import CLOSE, H, Model, V, assert_agrees, assert_fused, batch, run
@@ -311,6 +312,16 @@ def test_autocast(of_head, of_loss):
     compiled = compiled_with(step, fullgraph=True)
     close = {"rtol": 2e-2, "atol": 2e-2} if of_head else CLOSE
     assert_agrees(model, lambda: step(*arguments), lambda: compiled(*arguments), **close)
+    assert_fused(compiled, times=1)
+
+
+def test_compiled_in_a_checkpoint():
+    """The checkpoint counts what the program saves, when it is compiled and when it is run again."""
+    model, arguments = Model(), batch()
+    compiled = compiled_with(model)
+    assert_agrees(
+        model, lambda: model(*arguments), lambda: checkpoint(compiled, *arguments, use_reentrant=False), **CLOSE
+    )
     assert_fused(compiled, times=1)
 
 

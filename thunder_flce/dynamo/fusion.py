@@ -3,6 +3,7 @@
 from operator import attrgetter
 from typing import Any
 
+from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
 from torch._higher_order_ops import wrap
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
@@ -16,6 +17,7 @@ from thunder_flce.matching.regions import Region, match, ordered
 from thunder_flce.options import Options
 
 
+@_disable_saved_tensors_hooks_during_tracing()  # Those of a checkpoint around the program would count our stand-ins.
 def fuse(gm: GraphModule, options: Options, *, strict: bool, leaves_small: bool = False) -> list[Decision]:
     """Puts the operator `linear_cross_entropy` into a graph, and into those within it, for each loss that it can be.
 

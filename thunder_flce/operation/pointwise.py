@@ -392,10 +392,15 @@ _one_thread = threading.RLock()
 
 @contextmanager
 def _as_in_eager() -> Iterator[None]:
-    """No mode of the caller's has a say in what is computed here, and no other thread computes such a thing."""
+    """No mode or hook of the caller's has a say in what is computed here; no other thread computes such a thing."""
     without_modes, autocast = _disable_current_modes(), torch.autocast("cpu", enabled=False)
+    without_hooks = torch._C._autograd._saved_tensors_hooks_set_tracing
     with _one_thread, without_modes, torch.inference_mode(False), torch.enable_grad(), autocast, torch.device("cpu"):
-        yield
+        before = without_hooks(True)
+        try:
+            yield
+        finally:
+            without_hooks(before)
 
 
 _PYTORCH_NAMES = {
