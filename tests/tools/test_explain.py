@@ -1,5 +1,6 @@
 """`explain`: fused, declined and mixed graphs, through thunder.jit, thunderfx and torch.compile."""
 
+import copy
 import json
 from dataclasses import replace
 from types import SimpleNamespace
@@ -150,6 +151,8 @@ WRAPPERS = {
     "both": lambda module: nn.ModuleDict({"_forward_module": nn.ModuleDict({"module": module})}),
     "an object": lambda module: SimpleNamespace(module=module),
     "an object that forwards": Forwarding,
+    "a forward": lambda module: SimpleNamespace(module=nn.Identity(), forward=module),
+    "a copy": copy.deepcopy,
 }
 
 

@@ -177,19 +177,19 @@ def explain(compiled: Callable | None = None) -> Report:
     )
 
 
-_WRAPPED = ("_forward_module", "module", "_original_module", "_orig_mod", "__wrapped__")
+_WRAPPED = ("_forward_module", "module", "_original_module", "_orig_mod", "__wrapped__", "forward")
 
 
 def _unwrapped(compiled: Any) -> Iterator[Any]:
-    """A compiled function or module, and what it wraps, as Fabric and accelerate do."""
-    seen: list[Any] = []
-    while compiled is not None and not any(compiled is each for each in seen):
-        yield compiled
-        seen.append(compiled)
-        known = vars(compiled) if hasattr(compiled, "__dict__") else {}
+    """A compiled function or module, and what it wraps, as Fabric and accelerate do, or was given as its forward."""
+    found = [compiled]
+    for each in found:
+        yield each
+        known = vars(each) if hasattr(each, "__dict__") else {}
         # The submodules of a module are no attributes of its own.
         known = {**known, **(known.get("_modules") or {})}
-        compiled = next((known[name] for name in _WRAPPED if known.get(name) is not None), None)
+        inner = [known[name] for name in _WRAPPED if known.get(name) is not None]
+        found += [each for each in inner if not any(each is other for other in found)]
 
 
 def _source_line(decision: Decision) -> str:
