@@ -141,6 +141,7 @@ OLDER = pytest.mark.skipif(VERSION < (5, 23), reason="older ones break the graph
 RUNS = {
     "lengths": {},
     "bf16": {"settings": {"bf16": True}},
+    "logged warnings": {"model": partial(tiny.model, "Gemma2", num_hidden_layers=0, use_cache=False)},
     "label smoothing": {"settings": {"label_smoothing_factor": 0.1}},
     "gradient checkpointing": {"settings": CHECKPOINTS, "model": tiny.model},
     "predictions and metrics": {"settings": {"max_steps": 1}, "compute_metrics": accuracy},

@@ -1,6 +1,7 @@
 """transformers' Trainer: compiles the loss in place of the model, whose output has the logits, too."""
 
 import inspect
+import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -128,7 +129,9 @@ class LossTrainerMixin:
             loss = self._inside_wrappers(model, inputs, labels, num_items_in_batch)
             return {} if loss is None else {"loss": loss}
 
-        with self._traceable_checkpoints():
+        # What models log once, such as that GPT-2's loss has no type, would break the graph before the loss.
+        ignored = {*torch._dynamo.config.ignore_logger_methods, logging.Logger.warning_once}  # type: ignore[attr-defined]
+        with torch._dynamo.config.patch(ignore_logger_methods=ignored), self._traceable_checkpoints():
             if self.compute_loss_func is None:
                 # Not compiled: what the Trainer does beside, Dynamo does not trace in each version.
                 loss = super().compute_loss(call, inputs, num_items_in_batch=num_items_in_batch)  # type: ignore[misc]
