@@ -108,6 +108,8 @@ BAD_TARGETS = [
 BAD += [({"target": SEVERAL, "target_weights": torch.ones(6, 5), **change}, *of) for change, *of in BAD_TARGETS]
 NEEDS_GRAD = {"input": X.clone().requires_grad_(), "token_loss": OF_ONE}
 EAGER = [
+    ({"linear_weight": W.to_sparse()}, TypeError, "linear_weight must be a dense tensor, but has the layout torch.sp"),
+    ({"input": torch.nested.nested_tensor([X], layout=torch.jagged)}, TypeError, r"input must be a dense .*values\(\)"),
     ({"target": Y.to("meta")}, ValueError, "target must be on input's device, cpu, but got meta"),
     ({**NEEDS_GRAD, "options": Options(strategy="save_logits")}, ValueError, "no other strategy"),
     (

@@ -75,6 +75,9 @@ def _check_tensor(name: str, tensors: Mapping[str, Any]) -> None:
     if hasattr(tensor, "device_mesh"):
         advice = "pass what to_local() or full_tensor() returns"
         raise TypeError(f"{name} must be a tensor on one device, but got {type(tensor).__name__}; {advice}")
+    if (layout := getattr(tensor, "layout", torch.strided)) is not torch.strided:
+        advice = "; pass its values()" if layout is torch.jagged else ""
+        raise TypeError(f"{name} must be a dense tensor, but has the layout {layout}{advice}")
     dtype = dtype_name(tensor)
     if dtype not in known.dtypes:
         advice = "; pass mask.to(input.dtype)" if name.endswith("_weights") and dtype == "bool" else ""
