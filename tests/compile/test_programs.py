@@ -1299,9 +1299,10 @@ def test_random_sums(seed):
 @pytest.mark.parametrize("of_logits", [
     lambda x, z, y, m: (((1 - torch.exp(-x)) ** 2 * x).mean(),),
     lambda x, z, y, m: ((x * m).sum(), (z.argmax(-1) == y).sum()),
-], ids=["token loss", "accuracy"])  # fmt: skip
+    lambda x, z, y, m: (F.cross_entropy(z.flatten(0, 1), y.flatten()),),
+], ids=["token loss", "accuracy", "mean"])  # fmt: skip
 def test_float16_waits_for_a_loss_scale(of_logits):
-    """Of a token loss, and of a loss with other results beside it: gradients would be computed in the forward else."""
+    """Gradients would be computed in the forward else."""
 
     def program(h, w, y, m):
         z = F.linear(h, w)
@@ -1328,6 +1329,13 @@ def test_weights_are_wider_than_losses_of_16_bits(compiler):
     _, right = run(program, (*(each.detach().double().requires_grad_() for each in given), y))
     for got, exact in zip(found, right, strict=True):
         assert abs((got.double() * exact).sum() / exact.square().sum() - 1) < 1e-3
+
+
+def test_a_learned_factor():
+    """The reason says that its gradient is what there is none of: other factors of rows are fused."""
+    compiled, tensors = by_dynamo(factors_of_rows_with_a_gradient), operands(6)
+    with pytest.warns(thunder_flce.NotFusedWarning, match="by mul with a tensor that requires a gradient"):
+        compiled(*tensors)
 
 
 def test_masked_tokens_are_left_out():

@@ -203,6 +203,9 @@ def _escaped(known: Interpreter, parts: Sequence[Part]) -> list[Decision]:
 
 # Regions.
 
+_WAITS = "its gradients wait for the backward, because"
+_IN_FLOAT16 = "in float16 they need Options(expected_gradient=), such as a GradScaler's scale"
+
 
 def _joined(parts: Sequence[Part], known: Interpreter, options: Options) -> list[Region]:
     """Parts of one head as one region where all become one sum; else each by itself."""
@@ -247,16 +250,18 @@ def _with_sum(parts: list[Part], known: Interpreter, options: Options) -> Region
     plain = Region(parts)
     if not plain.has_grad:
         return plain
+    has_no_scale = parts[0].logits.dtype is torch.float16 and options.expected_gradient is None
+    of_float16 = f"{_WAITS} {_IN_FLOAT16}" if has_no_scale and options.strategy is None else ""
     if plain.loss is not None and plain.loss.row.reduction != "none":
-        return plain
+        return replace(plain, note=of_float16)
     try:
         if options.strategy not in (None, GRADIENTS_IN_FORWARD):
             raise NotASum(f"the options say {options.strategy}")
         total = find_sum(parts, known)
         _check_sum(parts, total, options)
     except NotASum as problem:
-        return replace(plain, note=f"its gradients wait for the backward, because {problem}")
-    return Region(parts, total)
+        return replace(plain, note=f"{_WAITS} {problem}")
+    return Region(parts, total, note=of_float16)
 
 
 def _check_sum(parts: Sequence[Part], total: TokenSum, options: Options) -> None:
@@ -266,7 +271,7 @@ def _check_sum(parts: Sequence[Part], total: TokenSum, options: Options) -> None
     is_alone = not parts[0].argmaxes and not total.kept
     is_plain_alone = is_plain and is_alone and Region([*parts]).loss is not None
     if parts[0].logits.dtype is torch.float16 and options.expected_gradient is None and not is_plain_alone:
-        raise NotASum("in float16 they need Options(expected_gradient=), such as a GradScaler's scale")
+        raise NotASum(_IN_FLOAT16)
     if parts[0].class_weight is not None:
         is_mean = any(each.row.reduction == "mean" for part in parts for each in part.rows)
         if not is_plain or total.kept or is_mean:
@@ -377,7 +382,7 @@ def _loosen(region: Region, problem: NotFused, regions: list[Region]) -> None:
     if region.total is not None or len(region.parts) > 1:
         is_written = problem.reason is Reason.OPERAND_MODIFIED
         why = "a tensor is changed in place" if is_written else "its weights depend on what needs its results"
-        note = f"its gradients wait for the backward, because {why}"
+        note = f"{_WAITS} {why}"
         regions[regions.index(region) : regions.index(region) + 1] = [
             Region([part], note=note) for part in region.parts
         ]
