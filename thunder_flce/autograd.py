@@ -127,7 +127,7 @@ def _backward(settings: Settings, *tensors: Any) -> Any:
     """The needed gradients, from the upstream ones of `Settings.upstream_names`, and from what is saved."""
     count = len(settings.upstream_names)
     upstream, known = tensors[:count], tensors[count:]
-    is_traced = torch.compiler.is_compiling() or type(known[0]) is not Tensor
+    is_traced = torch.compiler.is_compiling() or type(known[0]) is not Tensor or known[0].is_meta
     # One that stands for several, as with is_grads_batched=True.
     is_batch = torch._C._functorch.is_legacy_batchedtensor
     if not is_traced and any([is_batch(each) for each in upstream if each is not None]):
