@@ -200,9 +200,9 @@ def small() -> str:
     lines = []
     for case, found in sorted(cases.items()):
         cells = [f"{found[method]['time_ms']:.2f} / {found[method]['host_ms']:.2f}" for method in methods]
-        lines.append((" × ".join(map(str, case)), *cells, found["function"]["commit"]))
-    header = ("tokens × vocabulary × hidden size", "eager", "torch.compile", "backend thunder_flce", "function", "at")
-    return f"{table(header, lines)}\n\n`traces/h100/small.jsonl`: one NVIDIA H100, torch 2.11.0, bfloat16."
+        lines.append((" × ".join(map(str, case)), *cells))
+    header = ("tokens × vocabulary × hidden size", "eager", "torch.compile", "backend thunder_flce", "function")
+    return f"{table(header, lines)}\n\n{source(found.values(), DATA / 'small.jsonl')}"
 
 
 def ignored() -> str:
