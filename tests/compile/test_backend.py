@@ -315,6 +315,22 @@ def test_autocast(of_head, of_loss):
     assert_fused(compiled, times=1)
 
 
+def test_what_autocast_does_not_cast():
+    """An operator of another library that is called softmax, and a product with an out_dtype."""
+
+    def program(x):
+        return torch.ops.flce_tests.softmax(x), torch.mm(x, x.t(), out_dtype=torch.float32)
+
+    def backend(gm, inputs):
+        assert not fusion.fuse(gm, thunder_flce.Options(), strict=True)
+        assert [node.target for node in gm.graph.nodes if node.op == "call_method"] == ["t"]
+        return gm.forward
+
+    torch.library.define("flce_tests::softmax", "(Tensor x) -> Tensor")
+    torch.library.register_fake("flce_tests::softmax", torch.Tensor.float)
+    torch.compile(program, backend=backend)(torch.empty(3, 5, dtype=torch.bfloat16, device="meta"))
+
+
 def test_compiled_in_a_checkpoint():
     """The checkpoint counts what the program saves, when it is compiled and when it is run again."""
     model, arguments = Model(), batch()

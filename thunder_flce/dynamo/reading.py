@@ -120,7 +120,13 @@ class _Reader:
         name = name_of(node)
         is_in_place = bool(written) and name.endswith("_") and not name.endswith("__")
         name = name.removesuffix("_") if is_in_place or name == "detach_" else name
-        if name in _CAST_BY_AUTOCAST and isinstance(value, torch.Tensor):
+        owner = str(getattr(node.target, "__module__", ""))
+        if owner.startswith("torch._ops.") and owner not in ("torch._ops.aten", "torch._ops.prims"):
+            # An operator of another library is not PyTorch's of that name.
+            name += f" of {owner.removeprefix('torch._ops.')}"
+        # A product in more than 16 bits is not autocast's, but has an out_dtype.
+        is_product, is_tensor = name in LINEARS, isinstance(value, torch.Tensor)
+        if name in _CAST_BY_AUTOCAST and is_tensor and (value.dtype.itemsize == 2 or not is_product):
             self._write_casts(node, value.dtype, inside)
         args, kwargs = map_arg((tuple(node.args), dict(node.kwargs)), self._of)
         if node.target is getattr:
