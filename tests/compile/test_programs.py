@@ -864,6 +864,14 @@ def a_sum_that_ends_under_autocast(h, w, y, a, m):
     return total * 0.0, total.detach()
 
 
+@expect(IN_FORWARD)
+def a_checkpoint_under_autocast_before_the_head(h, w, y, a, m):
+    """What is cast in it stays there."""
+    with torch.autocast("cpu", torch.bfloat16):
+        x = checkpoint(lambda h: F.linear(h, w[:H].detach().float()), h.detach().float(), use_reentrant=False)
+    return of_rows(F.linear(h + x, w), y)
+
+
 @expect(ANY)
 def maximum_under_autocast(h, w, y, a, m):
     """It is cast to another dtype."""
