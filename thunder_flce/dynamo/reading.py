@@ -124,10 +124,12 @@ class _Reader:
         if owner.startswith("torch._ops.") and owner not in ("torch._ops.aten", "torch._ops.prims"):
             # An operator of another library is not PyTorch's of that name.
             name += f" of {owner.removeprefix('torch._ops.')}"
-        # A product in more than 16 bits is not autocast's, but has an out_dtype.
-        is_product, is_tensor = name in LINEARS, isinstance(value, torch.Tensor)
-        if name in _CAST_BY_AUTOCAST and is_tensor and (value.dtype.itemsize == 2 or not is_product):
-            self._write_casts(node, value.dtype, inside)
+        if name in _CAST_BY_AUTOCAST and isinstance(value, torch.Tensor):
+            # Not autocast's: a product in more than 16 bits, which has an out_dtype, and a loss of class probabilities.
+            labels: Any = node.kwargs.get("target", *node.args[1:2]) if name == "cross_entropy" else None
+            is_product, is_of_labels = name in LINEARS, not labels or not value_of(labels).is_floating_point()
+            if is_of_labels and (value.dtype.itemsize == 2 or not is_product):
+                self._write_casts(node, value.dtype, inside)
         args, kwargs = map_arg((tuple(node.args), dict(node.kwargs)), self._of)
         if node.target is getattr:
             args = args[:1]
