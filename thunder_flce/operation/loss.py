@@ -135,6 +135,7 @@ OUTPUTS: MappingProxyType[str, Output] = MappingProxyType(
     }
 )
 DIFFERENTIABLE_OUTPUTS = VARIABLES
+"""What a token loss may read: its gradient comes through these."""
 NOTHING_IGNORED = -(2**62) - 1
 """The `ignore_index` of losses that ignore nothing: a number of 64 bits that no program has for its own."""
 
