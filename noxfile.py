@@ -130,6 +130,15 @@ def trainers(session: nox.Session) -> None:
     _test(session, "tests/compile/test_integrations.py")
 
 
+@nox.session(python="3.14")
+def without_thunder(session: nox.Session) -> None:
+    """README's first program, on a Python that thunder has no version for."""
+    session.install(f"torch=={NEWEST_TORCH}.*", ".")
+    program = Path("README.md").read_text().partition("```python\n")[2].partition("```")[0]
+    session.run("python", "-c", program)
+    shutil.rmtree(session.virtualenv.location, ignore_errors=True)
+
+
 def _install(session: nox.Session, versions: Versions, *, extras: list[str]) -> None:
     extras = [*extras, "nvfuser"] if versions.nvfuser else extras
     package = f".[{','.join(extras)}]"

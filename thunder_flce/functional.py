@@ -125,7 +125,7 @@ def linear_cross_entropy(
             function of its log-probability, its entropy and token_inputs, such as GRPO's clipped ratio. One that has an
             argument log_sum_exp, as for a z-loss, or mean_logit, as for label smoothing, gets that by name. It is
             called once, with stand-ins, and must be made of PyTorch's operations on single tokens (those of
-            `operation.token_loss`; no sums, no branches). Gradients are still computed in the forward; outputs get none
+            `operation.pointwise`; no sums, no branches). Gradients are still computed in the forward; outputs get none
             then.
         token_inputs: (...) each, of any floating-point dtype, integers or bool: further arguments of token_loss, such
             as old log-probabilities and advantages. They get no gradient.
