@@ -78,14 +78,14 @@ MODELS = _parameters(
             ("2.10", THUNDER, None),
             ("2.10", THUNDER, "4.57.6"),
             ("2.11", THUNDER, "5.9.0"),
-            (NEWEST_TORCH, THUNDER, "5.23.0"),
+            (NEWEST_TORCH, THUNDER, "5.24.0"),
             ("2.10", NIGHTLY, "4.57.6"),
-            (NEWEST_TORCH, NIGHTLY, "5.23.0"),
+            (NEWEST_TORCH, NIGHTLY, "5.24.0"),
         )
     )
 )
 
-NEWEST_TRAINERS = ("transformers==5.23.0", "trl==1.16.0", "accelerate==1.15.0", "peft==0.21.2")
+NEWEST_TRAINERS = ("transformers==5.24.0", "trl==1.16.0", "accelerate==1.15.0", "peft==0.21.2")
 TORCHTITAN = ("torchtitan==0.3.0", "spmd_types==0.2.3", "tyro", "docstring_parser")
 """What its loss imports: all that it asks for cannot be installed beside TRL."""
 
