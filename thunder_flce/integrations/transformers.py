@@ -23,24 +23,29 @@ class LossTrainerMixin:
     `class MyTrainer(thunder_flce.LossTrainerMixin, Trainer): pass` is all. Training, and evaluation without metrics,
     fuse the loss: the model's own, a `compute_loss_func` (with transformers 5.23), or that of `label_smoothing_factor`.
     Predictions, evaluation with `compute_metrics` and a label smoother of your own need the logits, and are the
-    Trainer's. Under FSDP, the layers run as they are. Leave `torch_compile` off. Numbers, checkpoints and everything
-    else stay as they are. `thunder_flce.explain(trainer.compiled_loss)` says what was fused. Where the Trainer's
-    training step takes its loss from elsewhere, such as from a `compute_loss` of your class or under `nn.DataParallel`,
-    a `NotFusedWarning` says so, or with `strict` an error.
+    Trainer's. The head and the loss are compiled, which takes seconds; the layers run as in the Trainer, unless
+    `compile_layers` is set. Leave `torch_compile` off. Numbers, checkpoints and everything else stay as they are.
+    `thunder_flce.explain(trainer.compiled_loss)` says what was fused. Where the Trainer's training step takes its loss
+    from elsewhere, such as from a `compute_loss` of your class or under `nn.DataParallel`, a `NotFusedWarning` says so,
+    or with `strict` an error.
 
     Attributes:
         backend_options: of the backend: `strict` and the fields of `thunder_flce.Options`; set it in the class.
+        compile_layers: whether the layers are compiled, too, except under FSDP; set it in the class. So are those of a
+            model that calls them one by one, as T5's does.
         compiled_loss: what torch.compile returned.
 
     Raises:
         TypeError: for a trainer of TRL's, which has a head of its own: call `thunder_flce.replace_trl_head()` instead;
             for a `compute_loss` of its own in a class that the mixin stands before.
         NotFusedError: with `strict`, also where the Trainer's training step does not take the compiled loss.
-        ValueError: in training, for reentrant gradient checkpointing of a model that needs a hook for it, as with peft.
-        RuntimeError: under FSDP, for a model that calls its layers twice in a forward.
+        ValueError: with `compile_layers`, for reentrant gradient checkpointing of a model that needs a hook for it, as
+            with peft.
+        RuntimeError: where the layers are not compiled, for a model that calls them twice in a forward.
     """
 
     backend_options: Mapping[str, Any] = {}
+    compile_layers: bool = False
     # The Trainer's.
     accelerator: Any
     model: Any
@@ -72,8 +77,7 @@ class LossTrainerMixin:
         self._returning = partial(_once, self._decoded)
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-        model = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model  # peft's
-        self._shifts_labels = type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        self._shifts_labels = type(_without_peft(self.model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """As the Trainer's, which may get its loss without us: then nothing else would say that it is not fused."""
@@ -152,7 +156,7 @@ class LossTrainerMixin:
     @contextmanager
     def _traceable_checkpoints(self) -> Iterator[None]:
         """Takes away what would break the graph, so that its first part would have to return the logits."""
-        if not getattr(self.model, "is_gradient_checkpointing", False):
+        if not self.compile_layers or not getattr(self.model, "is_gradient_checkpointing", False):
             yield
             return
         if getattr(self.model, "_require_grads_hook", None) is not None:
@@ -180,7 +184,9 @@ class LossTrainerMixin:
         logits.
         """
         inner = self.accelerator.unwrap_model(model)
-        decoder = _around_sharded(inner) if self._calls_decoder else None
+        decoder = None
+        if self._calls_decoder:
+            decoder = _around_sharded(inner) or (None if self.compile_layers else _layers_of(inner))
         # Mixed precision of accelerate has put one there, too.
         forward = inner.forward
 
@@ -259,6 +265,17 @@ def _forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None
             module.forward = own
 
 
+def _without_peft(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _layers_of(model: nn.Module) -> nn.Module | None:
+    """What a model of transformers calls for its hidden states; None where that is itself."""
+    whole = _without_peft(model)
+    base = getattr(whole, "base_model", whole)
+    return None if base is whole else base
+
+
 def _around_sharded(model: nn.Module) -> nn.Module | None:
     """The smallest module that calls all layers which FSDP divides; None without such, or where that is the model."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
@@ -280,8 +297,8 @@ def _around_sharded(model: nn.Module) -> nn.Module | None:
 def _once(outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
     if not outputs:
         raise RuntimeError(
-            "under FSDP, LossTrainerMixin runs the layers once a step, and this model's forward calls them again; "
-            "leave the mixin out"
+            "LossTrainerMixin runs the layers once a step, and this model's forward calls them again; set "
+            "compile_layers = True in the class or, under FSDP, leave the mixin out"
         )
     return outputs.pop()
 
