@@ -17,7 +17,6 @@ from thunder_flce.engine.choose import strategy_of
 from thunder_flce.engine.plan import LOSS_ONLY, SAVE_LOGITS, Plan
 from thunder_flce.operation.call import Call, are_of_tokens, operand_names
 from thunder_flce.operation.checks import check_call, check_scalar
-from thunder_flce.operation.divergence import Divergence
 from thunder_flce.operation.loss import Loss
 from thunder_flce.operators import PLAIN, Settings, is_direct, is_traced, is_watched, plan_for, planned_tokens
 from thunder_flce.options import Options
@@ -34,9 +33,8 @@ _MOST_KNOWN = 4096
 
 
 def run(
-    arguments: Mapping[str, Any], loss: Loss, options: Options, *, divergence: Divergence | None = None,
-    ranks: "Agreement | str | None" = None,
-) -> Sequence[Tensor]:  # fmt: skip
+    arguments: Mapping[str, Any], loss: Loss, options: Options, *, ranks: "Agreement | str | None" = None
+) -> Sequence[Tensor]:
     """The loss and its outputs.
 
     Args:
@@ -44,7 +42,6 @@ def run(
             numbers.
         loss: from `loss_of`.
         options: choices about time and memory.
-        divergence: of a student from a teacher.
         ranks: what those that divide the vocabulary have agreed on; or, in a program that is traced, who is going to
             agree, by `as_literal`.
     """
@@ -55,7 +52,7 @@ def run(
         kind = _kind(tensors)
     if kind is not None:
         # A loss that is equal may have a number of another type, which is to be checked.
-        kind = (kind, id(loss), divergence, options, ranks, torch.is_grad_enabled())
+        kind = (kind, id(loss), options, ranks, torch.is_grad_enabled())
         key = (kind, planned_tokens(tensors["input"].shape[:-1].numel()))
         try:
             settings = _known.get(key)
@@ -63,7 +60,7 @@ def run(
             kind = key = None
     runs_directly = settings is not None
     if settings is None:
-        settings = _prepared(tensors, loss, options, divergence=divergence, ranks=ranks, is_checked=kind in _checked)
+        settings = _prepared(tensors, loss, options, ranks=ranks, is_checked=kind in _checked)
         runs_directly = settings.options is None and all(map(is_direct, tensors.values()))
         if kind is not None and runs_directly:
             if len(_known) >= _MOST_KNOWN:
@@ -97,16 +94,15 @@ def _kind(tensors: Mapping[str, Any]) -> tuple[Any, ...] | None:
 
 
 def _prepared(
-    tensors: Mapping[str, Any], loss: Loss, options: Options, *, divergence: Divergence | None,
-    ranks: "Agreement | str | None", is_checked: bool,
-) -> Settings:  # fmt: skip
+    tensors: Mapping[str, Any], loss: Loss, options: Options, *, ranks: "Agreement | str | None", is_checked: bool
+) -> Settings:
     """Plans a call, and checks it unless such ones have been checked."""
     literal, agreement = (ranks, None) if isinstance(ranks, str) else (None, ranks)
     if literal is None and not is_checked:  # Otherwise ranks agree, and check the call, when the operator runs.
         vocab = None if agreement is None else agreement.weight_rows
-        check_call(tensors, loss=loss, divergence=divergence, vocab=vocab)
+        check_call(tensors, loss=loss, vocab=vocab)
     shard, device = (None, None) if agreement is None else (agreement.shard, agreement.device)
-    call = Call(tensors=tensors, loss=loss, needs_grad=needed(tensors), divergence=divergence, shard=shard)
+    call = Call(tensors=tensors, loss=loss, needs_grad=needed(tensors), shard=shard)
     if literal is not None or (agreement is None and is_traced(tensors["input"])):
         return unplanned(call, options, vocab_parallel=literal)
     return settings_of_call(call, plan_for(call, options, device=device))
@@ -115,9 +111,8 @@ def _prepared(
 def settings_of_call(call: Call, plan: Plan, **others: Any) -> Settings:
     """The operators' settings of a call and its plan, and other fields of them."""
     return Settings(
-        names=tuple(call.tensors), loss=call.loss, needs_grad=call.needs_grad, plan=plan, divergence=call.divergence,
-        shard=call.shard, **others,
-    )  # fmt: skip
+        names=tuple(call.tensors), loss=call.loss, needs_grad=call.needs_grad, plan=plan, shard=call.shard, **others
+    )
 
 
 def unplanned(call: Call, options: Options, *, vocab_parallel: str | None = None) -> Settings:

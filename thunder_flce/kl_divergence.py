@@ -89,5 +89,5 @@ def linear_kl_divergence(
         tensors["target"] = torch.zeros(input.shape[:-1], dtype=torch.int64, device=input.device)
         ignore_index = NOTHING_IGNORED
     kind = Divergence(kind=divergence, beta=plain(beta), temperature=plain(temperature))
-    loss = loss_of(reduction=reduction, ignore_index=ignore_index)
-    return run(named_tensors(tensors), loss, options, divergence=kind)[0]
+    loss = loss_of(reduction=reduction, ignore_index=ignore_index, divergence=kind)
+    return run(named_tensors(tensors), loss, options)[0]

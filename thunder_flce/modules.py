@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
 
 # Dynamo does not trace `fields`. A token loss is a function here, and something else there.
-_OF_LOSS = tuple(field.name for field in fields(Loss) if field.name != "token_loss")
+_OF_LOSS = tuple(field.name for field in fields(Loss) if field.name not in ("token_loss", "divergence"))
 
 
 class LinearCrossEntropyLoss(nn.Module):

@@ -33,7 +33,7 @@ from thunder_flce.operation.shard import Shard
 from thunder_flce.options import Options
 from thunder_flce.vocab_parallel import VocabParallel, agreed_call
 
-_SCHEMA = 3
+_SCHEMA = 4
 """Of the settings. PyTorch keeps compiled graphs on disk, and finds them by their arguments, not by what an operator
 takes."""
 
@@ -53,7 +53,6 @@ class Settings:
     """Where `options` are given, only what is known for any number of tokens: the strategy and the logits' dtype"""
     options: Options | None = None
     """What the plan is made from when the operator runs; None where it is made"""
-    divergence: Divergence | None = None
     shard: Shard | None = None
     vocab_parallel: str | None = None
     """The ranks that divide the vocabulary, by `as_literal`, which agree when the operator runs"""
@@ -71,7 +70,7 @@ class Settings:
             "loss": self.loss.non_defaults("reduction", "ignore_index"),
             "needs_grad": self.needs_grad,
         }
-        for name in ("plan", "divergence", "options", "shard"):
+        for name in ("plan", "options", "shard"):
             if (value := getattr(self, name)) is not None:
                 found[name] = value.non_defaults()
         return found if self.vocab_parallel is None else {**found, "vocab_parallel": self.vocab_parallel}
@@ -79,8 +78,12 @@ class Settings:
     @staticmethod
     def of(values: Mapping[str, Any]) -> "Settings":
         """The settings with these values."""
-        kinds = {"loss": Loss, "plan": Plan, "options": Options, "divergence": Divergence, "shard": Shard}
-        return Settings(**{name: kinds[name](**each) if name in kinds else each for name, each in values.items()})
+        kinds = {"loss": Loss, "divergence": Divergence, "plan": Plan, "options": Options, "shard": Shard}
+
+        def made(values: Mapping[str, Any]) -> dict[str, Any]:
+            return {name: kinds[name](**made(each)) if name in kinds else each for name, each in values.items()}
+
+        return Settings(**made(values))
 
     @staticmethod
     @lru_cache(maxsize=1024)
@@ -95,7 +98,7 @@ class Settings:
         """The call of these tensors."""
         return Call(
             tensors=dict(zip(self.names, tensors, strict=True)), loss=self.loss, needs_grad=self.needs_grad,
-            divergence=self.divergence, shard=self.shard,
+            shard=self.shard,
         )  # fmt: skip
 
     @cached_property

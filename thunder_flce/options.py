@@ -37,7 +37,11 @@ class PlainValues:
     def non_defaults(self, *always: str) -> dict[str, Any]:
         """The fields that differ from their defaults, by name, which is what a trace carries; and some `always`."""
         found = {f.name: (getattr(self, f.name), f.default) for f in fields(cast(Any, self))}
-        return {name: value for name, (value, default) in found.items() if value != default or name in always}
+        return {
+            name: value.non_defaults() if isinstance(value, PlainValues) else value
+            for name, (value, default) in found.items()
+            if value != default or name in always
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

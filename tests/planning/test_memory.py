@@ -130,8 +130,8 @@ def test_predicted_memory_of_a_divergence(reduction, live, monkeypatch):
     )
     teacher = {"teacher_input": teacher_x, "teacher_weight": teacher_weight}
     tensors = named_tensors({"input": x, "linear_weight": weight, "target": target, **teacher})
-    loss = Loss(reduction=reduction)
-    call = Call(tensors=tensors, loss=loss, needs_grad=("input", "linear_weight"), divergence=Divergence()).specs()
+    loss = Loss(reduction=reduction, divergence=Divergence())
+    call = Call(tensors=tensors, loss=loss, needs_grad=("input", "linear_weight")).specs()
     run_by(monkeypatch, plan)
     with live:
         linear_kl_divergence(x, weight, teacher_x, teacher_weight, target, reduction=reduction).sum().backward()

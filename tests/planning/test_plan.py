@@ -83,8 +83,8 @@ def call(
         needs_grad = (*needs_grad, "terms[0].input", "terms[0].weight")
     if teacher:
         found |= {"teacher_input": spec(own, teacher), "teacher_weight": spec(columns, teacher)}
-    divergence = Divergence() if teacher else None
-    return Call(tensors=found | tensors, loss=loss or Loss(), needs_grad=needs_grad, divergence=divergence, shard=shard)
+    loss = replace(loss or Loss(), divergence=Divergence() if teacher else None)
+    return Call(tensors=found | tensors, loss=loss, needs_grad=needs_grad, shard=shard)
 
 
 def plan_of(*sizes, options=None, on=ABSENT_DEVICE, **changes) -> Plan:

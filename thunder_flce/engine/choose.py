@@ -111,7 +111,7 @@ def strategy_of(call: Call, options: Options) -> str:
         return LOSS_ONLY
     strategy, loss = options.strategy, call.loss
     # Upstream gradients, one number a row, have to be known before anything is summed.
-    needs_later_sums = loss.has_row_gradients and (call.divergence is not None or not call.has_unit_gradients)
+    needs_later_sums = loss.has_row_gradients and not call.has_unit_gradients
     if strategy == GRADIENTS_IN_FORWARD and needs_later_sums:
         raise ValueError(
             'strategy "gradients_in_forward" needs reduction "mean" or "sum" and no differentiable outputs: otherwise '
@@ -119,7 +119,7 @@ def strategy_of(call: Call, options: Options) -> str:
             "needs a frozen weight and bias, no further terms, no label smoothing, no z_loss and no gradient of "
             '"entropy", "log_sum_exp" or "mean_logit"'
         )
-    if strategy == SAVE_LOGITS and call.divergence is not None:
+    if strategy == SAVE_LOGITS and loss.divergence is not None:
         raise ValueError('strategy "save_logits" is for a cross-entropy: a divergence would have to save two logits')
     # float16 gradients need the upstream gradient (the loss scale) before they are rounded, or they underflow.
     is_scaled = options.expected_gradient is not None or "expected_gradient" in call.tensors
@@ -395,7 +395,7 @@ class _Choice:
 
     def _in_16_bits(self, rows: int) -> Plan:
         """With the rows of dW that most is added to in float32, where there are chunks."""
-        has_targets = self.call.divergence is None or self.call.loss.ignores_rows
+        has_targets = self.call.loss.divergence is None or self.call.loss.ignores_rows
         if not self._rounds(rows) or not has_targets:
             return self._with(rows)
         frequent = min(FREQUENT_ROWS, FREQUENT_BYTES // (4 * sum(self.weights)))
@@ -481,8 +481,8 @@ class _Choice:
         if allowed is None:
             # What is not known must not decide.
             allowed = min(SAVED_LOGITS_BYTES, int(self.most_by_default)) if self.most_by_default < inf else 0
-        is_asked_for = self.options.strategy is not None
-        if not allowed or self.common.strategy != RECOMPUTE_LOGITS or is_asked_for or self.call.divergence is not None:
+        may_save = self.options.strategy is None and self.call.loss.divergence is None
+        if not allowed or self.common.strategy != RECOMPUTE_LOGITS or not may_save:
             return None
         whole = self._saved(None, self._with(max(self.tokens, 1)))
         if self._bytes(whole) <= allowed:

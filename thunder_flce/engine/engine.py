@@ -120,7 +120,7 @@ def run(
             for linear, out in zip(ops.call.linears, memory, strict=True)
         ]
         z = logits.of(chunk, xs)
-        if ops.call.divergence is None:
+        if ops.call.loss.divergence is None:
             of_rows, dlogits, bias_grad = _row_work(ops, rows, chunk, z, coefficients, statistics)
         else:
             factors = None if coefficients is None else rows.of(coefficients.factors, chunk)
@@ -227,7 +227,7 @@ def _results(
 ) -> dict[str, Tensor]:
     call, plan = ops.call, ops.plan
     made: dict[str, Tensor] = {}
-    if call.divergence is not None:
+    if call.loss.divergence is not None:
         value = row_loss.reduced(ops, rows, found.z_y)
     else:
         value, made = ops.loss(rows, found)

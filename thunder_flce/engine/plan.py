@@ -71,7 +71,7 @@ class Plan(PlainValues):
 
     def reads_statistics(self, call: Call) -> bool:
         """Whether the backward reads the statistics of rows that the forward has computed."""
-        return self.strategy in (SAVE_LOGITS, RECOMPUTE_LOGITS) and call.divergence is None
+        return self.strategy in (SAVE_LOGITS, RECOMPUTE_LOGITS) and call.loss.divergence is None
 
     def sum_dtype(self, call: Call, hidden: int, *, rows: int) -> torch.dtype:
         """What dW of a linear of this hidden size is summed in over chunks of so many rows."""

@@ -89,7 +89,7 @@ class Region:
     def vector_kernels(self) -> Any:
         """The module of Triton's kernels that prepare rows and finish the loss; None where PyTorch's operations do."""
         call = self.call
-        is_plain = call.divergence is None and call.targets_per_token is None and call.row_dtype is torch.float32
+        is_plain = call.loss.divergence is None and call.targets_per_token is None and call.row_dtype is torch.float32
         if self.device_type != "cuda" or not is_plain or self.row_library != "Triton":
             return None
         from thunder_flce.engine.kernels import triton_vectors
@@ -127,7 +127,7 @@ class Region:
         a row's log-probability must have the bits that it has without gradients: the kernel adds in another order.
         """
         call, plan = self.call, self.plan
-        is_plain = call.loss.is_plain and call.shard is None and not plan.batch_invariant and call.divergence is None
+        is_plain = call.loss.is_plain and call.shard is None and not plan.batch_invariant
         return self.logits_dtype == call.dtype and is_plain and not call.bias_grad
 
     @cached_property
@@ -503,8 +503,7 @@ class Primitives:
 
     def divergence_(self, z: Tensor, teacher: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor]:
         """(C,) each row's divergence from the teacher's logits and, with factors (C,), its gradient in place of z."""
-        call, divergence = self.call, self.call.divergence
-        assert divergence is not None
+        call, divergence = self.call, self.call.loss.divergence
         compute = dispatch.divergence_for(
             self.plan.row_kernels, dtypes=(z.dtype, teacher.dtype), device_type=self.region.device_type
         )

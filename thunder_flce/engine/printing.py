@@ -266,10 +266,10 @@ class _Writer(Primitives):
         self._write(f"{self._of_rows('teacher', out)} = x' @ W'.t()", self._logits_library)
 
     def divergence_(self, z: Tensor, teacher: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor]:
-        assert self.call.divergence is not None
-        value = self.empty(z.shape[:1], self.call.row_dtype)
+        value, divergence = self.empty(z.shape[:1], self.call.row_dtype), self.call.loss.divergence
+        assert divergence is not None
         gradient = "" if factors is None else ", dlogits in place"
-        words = f"{self._of_rows('divergence', value)}{gradient} = {self.call.divergence.kind}, of logits from teacher"
+        words = f"{self._of_rows('divergence', value)}{gradient} = {divergence.kind}, of logits from teacher"
         self._write(words, "Triton" if self._row_library == "Triton" else "PyTorch")
         return value, z
 

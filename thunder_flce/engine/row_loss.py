@@ -106,7 +106,7 @@ class Coefficients:
 
     @property
     def factors(self) -> Tensor:
-        """(N,) A, what multiplies a row's gradient for 1, where `Loss.has_parallel_row_gradients`."""
+        """(N,) A, which multiplies a row's gradient for 1: `Loss.has_parallel_row_gradients`, or of a divergence."""
         return self._of_all.probability
 
     def of(self, chunk: slice, found: RowResults | None = None) -> RowCoefficients:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from thunder_flce.operation.divergence import Divergence
 from thunder_flce.operation.loss import OUTPUTS, Loss
 from thunder_flce.operation.shard import Shard
 
@@ -156,8 +155,6 @@ class Call:
     loss: Loss
     needs_grad: tuple[str, ...] = ()
     """The names of the tensors whose gradient is needed, in their order"""
-    divergence: Divergence | None = None
-    """Of a student from a teacher, in place of the cross-entropy"""
     shard: Shard | None = None
     """This rank's columns, where ranks divide the vocabulary"""
 
@@ -288,7 +285,7 @@ class Call:
 
     @cached_property
     def _values(self) -> tuple[Any, ...]:
-        return tuple(self.tensors.items()), self.loss, self.needs_grad, self.divergence, self.shard
+        return tuple(self.tensors.items()), self.loss, self.needs_grad, self.shard
 
     def __eq__(self, other: Any) -> bool:
         return isinstance(other, Call) and self._values == other._values

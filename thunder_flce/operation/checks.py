@@ -13,7 +13,7 @@ import torch
 
 from thunder_flce.operation import pointwise
 from thunder_flce.operation.call import CLASS, HIDDEN, SCALAR, TOKEN, argument, is_tensor, named_tensors
-from thunder_flce.operation.divergence import KINDS, Divergence
+from thunder_flce.operation.divergence import KINDS
 from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS, OUTPUTS, Loss
 from thunder_flce.operation.pointwise import VARIABLES
 
@@ -25,22 +25,20 @@ def dtype_name(tensor: Any) -> str:
     return str(tensor.dtype).split(".")[-1].rstrip("_").replace("bool8", "bool")
 
 
-def check_call(
-    arguments: Mapping[str, Any], *, loss: Loss, vocab: int | None = None, divergence: Divergence | None = None
-) -> None:
+def check_call(arguments: Mapping[str, Any], *, loss: Loss, vocab: int | None = None) -> None:
     """Raises for arguments that have no meaning.
 
     Args:
-        arguments: of `linear_cross_entropy`, or with `divergence` of `linear_kl_divergence`, by name, the names of
-            `call.ARGUMENTS`. num_items and expected_gradient may be numbers.
+        arguments: of `linear_cross_entropy`, or of `linear_kl_divergence`, by name, the names of `call.ARGUMENTS`.
+            num_items and expected_gradient may be numbers.
         loss: everything about the loss that is a plain value.
         vocab: V, where linear_weight has a part of the rows only.
-        divergence: which one, where it takes the place of the cross-entropy.
 
     Raises:
         TypeError: for a dtype or a type that does not fit; the message names the argument and what was expected.
         ValueError: for a shape, a device or a value that does not fit, likewise.
     """
+    divergence = loss.divergence
     others = ("target",) if divergence is None else ("teacher_input", "teacher_weight")
     required = {name: arguments.get(name) for name in ("input", "linear_weight", *others)}
     given = required | named_tensors(arguments)

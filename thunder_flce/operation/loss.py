@@ -56,6 +56,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from thunder_flce.operation.divergence import Divergence
 from thunder_flce.operation.pointwise import VARIABLES, TokenLoss, uses
 from thunder_flce.options import PlainValues
 
@@ -158,6 +159,8 @@ class Loss(PlainValues):
     """What each row adds to the loss in place of its cross-entropy; "" for that."""
     target_rest: bool = False
     """Whether what target weights leave of 1 is the weight of all other columns together."""
+    divergence: Divergence | None = None
+    """Of a student from a teacher, in place of the cross-entropy."""
 
     @cached_property
     def logit_map(self) -> LogitMap:
@@ -175,7 +178,7 @@ class Loss(PlainValues):
 
         Then C is 0, and A and B are known before the statistics.
         """
-        others = self.token_loss or self.target_rest
+        others = self.token_loss or self.target_rest or self.divergence
         return not (self.label_smoothing or self.z_loss or self.moments or self.needs_argmax or others)
 
     @cached_property
@@ -194,7 +197,7 @@ class Loss(PlainValues):
     def has_parallel_row_gradients(self) -> bool:
         """Whether a row's gradients of all results are one vector times a number each: A = B, and C and g_e are 0."""
         others = set(self.differentiable_outputs) - {"log_prob"}
-        return not (self.label_smoothing or self.z_loss or others)
+        return not (self.label_smoothing or self.z_loss or others or self.divergence)
 
     @cached_property
     def ignores_rows(self) -> bool:
