@@ -209,6 +209,11 @@ def bias_added(hidden, weight, bias, labels):
     return _loss(F.linear(hidden, weight) + bias, labels)
 
 
+def bias_of_one_row(hidden, weight, bias, labels):
+    """As BART's final_logits_bias."""
+    return _loss(F.linear(hidden, weight) + bias[None], labels)
+
+
 def bias_added_to_matmul(hidden, weight, bias, labels):
     return _loss(bias + torch.matmul(hidden, weight.mT), labels)
 
@@ -652,6 +657,7 @@ FUSED: tuple[Callable, ...] = (
     convolution_of_one_token,
     linear_with_bias,
     bias_added,
+    bias_of_one_row,
     bias_added_to_matmul,
     addmm,
     low_rank_adapter,

@@ -576,7 +576,8 @@ def _in_terms_of(row: Row, logits: Logits) -> Row | None:
 def _with_bias(of: Class, bias: Tensor) -> Class:
     logits = of.logits
     is_plain = of.is_logits and of.dim == len(of.shape) - 1 and logits.is_linear and len(of.shape) > 1
-    if not is_plain or not same_shape(bias.shape, (of.columns,)):
+    is_row = bias.ndim <= len(of.shape) and same_shape(bias.shape, (*[1] * (bias.ndim - 1), of.columns))
+    if not is_plain or not is_row:
         raise Unknown
     if logits.bias is not None or logits.scale != 1:
         raise Unknown("with a bias after another or after a factor")

@@ -198,8 +198,8 @@ class _Writing:
     def _bias(self) -> Tensor | None:
         bias, logits = self._logits.bias, self._logits
         if bias is not None and logits.has_grad and not logits.bias_has_grad:
-            return self._call(torch.detach, bias)
-        return bias
+            bias = self._call(torch.detach, bias)
+        return bias if bias is None or bias.ndim == 1 else self._call(torch.flatten, bias)
 
     # What the region computes.
 
