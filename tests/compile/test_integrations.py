@@ -323,6 +323,19 @@ def test_sharded_without_a_decoder(around, calls, tmp_path):
     assert as_processes(2, run) == [calls] * 2
 
 
+@pytest.mark.parametrize(("prefix", "compile_layers"), [("model", False), ("another", False), ("model", True)])
+def test_layers(prefix, compile_layers, tmp_path, monkeypatch):
+    """They run as they are; also those of Gemma 3, whose base is the model itself."""
+    monkeypatch.setattr(OurTrainer, "compile_layers", compile_layers)
+    model, traced = tiny.model("Llama"), []
+    monkeypatch.setattr(type(model), "base_model_prefix", prefix)
+    model.model.layers[0].register_forward_hook(lambda *_: traced.append(torch.compiler.is_compiling()))
+    trainer = OurTrainer(model=model, args=arguments(tmp_path))
+    inputs = collate(tiny.rows(4))
+    torch.testing.assert_close(trainer.compute_loss(model, dict(inputs)), model(**inputs).loss)
+    assert traced == [compile_layers, False]
+
+
 def test_hooks(tmp_path):
     """As DeepSpeed has them around the model, where they break the graph."""
     model = tiny.model()

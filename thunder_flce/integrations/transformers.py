@@ -272,8 +272,10 @@ def _without_peft(model: Any) -> Any:
 def _layers_of(model: nn.Module) -> nn.Module | None:
     """What a model of transformers calls for its hidden states; None where that is itself."""
     whole = _without_peft(model)
-    base = getattr(whole, "base_model", whole)
-    return None if base is whole else base
+    found = getattr(whole, "base_model", whole)
+    if found is whole and hasattr(whole, "get_decoder") and not whole.config.is_encoder_decoder:
+        found = whole.get_decoder()  # Gemma 3's base_model is the model itself.
+    return None if found is whole else found
 
 
 def _around_sharded(model: nn.Module) -> nn.Module | None:
