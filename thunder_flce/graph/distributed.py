@@ -1,13 +1,13 @@
 """What thunder and PyTorch do to distribute a program, as far as the fusion has to know, or its user has to be told."""
 
 import warnings
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
 import torch
 from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx
-from thunder.core.transform_common import Transform
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.fsdp import FSDPModule
 
@@ -28,35 +28,21 @@ from thunder_flce.options import Options
 from thunder_flce.vocab_parallel import Agreement, VocabParallel, agree
 
 
-class FuseAfterDistribution(Transform):
-    """Runs a fusion at the end of the list of transforms, where the program is distributed already."""
-
-    def __init__(self, fusion: Any):
-        self.fusion = fusion
-        self.original: TraceCtx | None = None
-        """The program as the user wrote it."""
-
-    def transform_traces_pre_prologue(
-        self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs: Any
-    ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
-        """Called by thunder once per compiled trace."""
-        assert self.original is not None
-        _restore_sources(computation_trace, self.original)
-        return prologue_trace, self.fusion.fuse(computation_trace), epilogue_trace
-
-
-def fuses_later(fusion: Transform, trace: TraceCtx) -> bool:
+def fuses_later(fusion: Any, trace: TraceCtx) -> bool:
     """Whether a transform after the fusion distributes the program; then sees to it that the fusion runs after that.
 
     `thunder.distributed` appends its transforms to those of a function that is jitted already.
     """
+    if fusion.original is not None:
+        _restore_sources(trace, fusion.original)
+        return False
     # The data of a Dynamo graph has none.
     transforms = getattr(get_compile_data(), "transforms", [])
     place = next((at for at, transform in enumerate(transforms) if transform is fusion), len(transforms))
     if not any(isinstance(transform, TransformForTensorParallel) for transform in transforms[place + 1 :]):
         return False
-    if not isinstance(transforms[-1], FuseAfterDistribution):
-        transforms.append(FuseAfterDistribution(fusion))
+    if getattr(transforms[-1], "original", None) is None:
+        transforms.append(copy(fusion))
     transforms[-1].original = trace
     return True
 

@@ -122,8 +122,8 @@ def add_fusion() -> None:
     if executor not in getattr(data, "executors_list", ()):
         return
     transforms = getattr(data, "transforms", ())
-    # `thunderfx` and the plugin have one; so has a program whose fusion waits until thunder has distributed it.
-    if any(isinstance(each, FuseLinearCrossEntropy) or hasattr(each, "fusion") for each in transforms):
+    # As `thunderfx` and the plugin have.
+    if any(isinstance(each, FuseLinearCrossEntropy) for each in transforms):
         return
     if isinstance(transforms, list):
         transforms.insert(0, FuseLinearCrossEntropy())

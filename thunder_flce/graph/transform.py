@@ -54,6 +54,8 @@ class FuseLinearCrossEntropy(Transform):
         self.options = as_options(options)
         self.strict = strict
         self.compilations: list[Compilation] = []
+        self.original: TraceCtx | None = None
+        """The program as the user wrote it, of a fusion that runs once it is distributed."""
 
     def transform_traces_pre_prologue(
         self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs: Any
