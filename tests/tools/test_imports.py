@@ -170,7 +170,7 @@ tensors = torch.randn(3, 4), torch.randn(5, 4), torch.tensor([0, 1, 2])
 jitted = thunder.jit(program)
 torch.testing.assert_close(jitted(*tensors), program(*tensors))
 called = [bsym.sym.id for bsym in thunder.last_traces(jitted)[0].bound_symbols]
-assert "thunder_flce.linear_cross_entropy" in called, called
+assert "thunder_flce.flce_linear_cross_entropy" in called, called
 """
 
 

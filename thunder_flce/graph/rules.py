@@ -1,4 +1,4 @@
-"""How thunder's interpreter and its autocast treat a `linear_cross_entropy`."""
+"""What thunder's interpreter makes of a `linear_cross_entropy`."""
 
 import inspect
 from collections.abc import Sequence
@@ -7,11 +7,9 @@ from typing import Any
 
 import torch
 from thunder import clang
-from thunder.core import dtypes
 from thunder.core.prims import OpTags
 from thunder.core.proxies import AnyProxy, StringProxy, TensorProxy
 from thunder.extend import get_executor
-from torch.utils._pytree import tree_map
 
 from thunder_flce import functional
 from thunder_flce.graph import symbols, thunder_fixes
@@ -20,10 +18,8 @@ from thunder_flce.graph.thunder_private import (
     do_raise,
     get_jit_ctx,
     interpreter_needs_wrap,
-    maybe_downcast_to,
     record_source_loc_in_symbol_header,
     recursively_proxy,
-    register_autocast_rule,
     register_general_jit_lookaside,
     should_register_for_prologue,
     torch_to_thunder_functions,
@@ -103,6 +99,8 @@ def _of_operator(tensors: Sequence[TensorProxy], settings: str) -> tuple[TensorP
 
 
 torch_to_thunder_functions[torch.ops.thunder_flce.linear_cross_entropy.default] = _of_operator
+# With which thunder finds out whether it can run a call in Dynamo's graphs.
+torch_to_thunder_functions[inspect.unwrap(functional.linear_cross_entropy)] = symbols.linear_cross_entropy
 
 
 def _add_check(wrapped: Any) -> bool:
@@ -138,13 +136,3 @@ def _items(wrapped: Any) -> Sequence[Any]:
         return ()
     wrapped.track_items()
     return wrapped.item_wrappers
-
-
-@register_autocast_rule(symbols.linear_cross_entropy.id)
-def _autocast(*operands: TensorProxy, dtype: dtypes.dtype, **arguments: Any) -> TensorProxy | tuple[TensorProxy, ...]:
-    """Under `torch.autocast`, the linears' operands in its dtype; the loss keeps its own."""
-    given = inspect.signature(functional.linear_cross_entropy).bind(*operands, **arguments).arguments
-    for name in ("input", "linear_weight", "linear_bias", "terms"):
-        if given.get(name) is not None:
-            given[name] = tree_map(lambda each: maybe_downcast_to(dtype, (each,))[0], given[name])
-    return symbols.linear_cross_entropy(**given)

@@ -3,7 +3,6 @@
 =============================  ===================================================================================
 symbol                         what it stands for
 =============================  ===================================================================================
-linear_cross_entropy           the user's call; it consists of a region
 flce_linear_cross_entropy      the region; it consists of its forward, without gradients, and has a rule for autograd
 flce_linear_cross_entropy_fwd  its forward: what `operation.call.result_names` names
 flce_linear_cross_entropy_bwd  its backward, for plans that compute the gradients there
@@ -12,7 +11,7 @@ flce_scale_gradients           its backward, for plans that computed the gradien
 
 The last three belong to the executor `flce` and are primitives: opaque to every pass, and tagged so that no pass
 computes a forward again in the backward. `operators` runs them, whether or not the executor is listed. But for the
-first and the last, all take what the operators take: tensors, or numbers in their place, and `Settings.values`.
+last, all take what the operators take: tensors, or numbers in their place, and `Settings.values`.
 """
 
 import inspect
@@ -27,7 +26,7 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.extend import OperatorExecutor, register_executor
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map
 
 from thunder_flce import calls, functional, operators
 from thunder_flce.engine.kernels.scaling import graph_is_kept, scaled_gradients
@@ -35,7 +34,13 @@ from thunder_flce.engine.plan import LOSS_ONLY
 from thunder_flce.graph import trace_printer
 from thunder_flce.graph.distributed import agreement_on
 from thunder_flce.graph.reading import is_static, may_need_grad
-from thunder_flce.graph.thunder_private import get_grad, put_grad, register_grad
+from thunder_flce.graph.thunder_private import (
+    get_compile_data,
+    get_grad,
+    maybe_downcast_to,
+    put_grad,
+    register_grad,
+)
 from thunder_flce.graph.trace_arguments import plain, settings_of, specs
 from thunder_flce.matching.decisions import PlannedRegion
 from thunder_flce.operation.call import Call, Spec, named_tensors, operand_names, result_specs
@@ -195,7 +200,7 @@ def add_region(
 
 def is_region(bsym: BoundSymbol) -> bool:
     """Whether a bound symbol is a region, called by the user or put there by the transform."""
-    return bsym.sym.id in (flce_linear_cross_entropy.id, linear_cross_entropy.id)
+    return bsym.sym.id == flce_linear_cross_entropy.id
 
 
 # The user's call.
@@ -205,22 +210,21 @@ _SIGNATURE = inspect.signature(functional.linear_cross_entropy)
 _MAY_BE_NONE = {name for name, each in _SIGNATURE.parameters.items() if each.default is None}
 
 
-@ltorch.torchsymbol(
-    functional.linear_cross_entropy,
-    inspect.unwrap(functional.linear_cross_entropy),  # In Dynamo's graphs.
-    id="thunder_flce.linear_cross_entropy",
-    tags=FORWARD_TAGS,
-)
 def linear_cross_entropy(
     input: TensorProxy, linear_weight: TensorProxy, target: TensorProxy, **arguments: Any
 ) -> TensorProxy | tuple[TensorProxy, ...]:
-    """`functional.linear_cross_entropy` in a trace; `vocab_parallel` is a `VocabParallel` by `as_literal`."""
+    """`functional.linear_cross_entropy` in a trace: a region. `vocab_parallel` is a `VocabParallel` by `as_literal`."""
     try:
         given = dict(_SIGNATURE.bind(input, linear_weight, target, **arguments).arguments)
     except TypeError as error:
         raise TypeError(f"linear_cross_entropy() {error}") from error
     if given.pop("options", None) is not None:
         raise ValueError("options is for eager calls; inside thunder.jit, give them to thunder_flce.jit")
+    data = get_compile_data()
+    dtype = data and data.autocast_stack.get_dtype_for_device_if_enabled(input.device.type)
+    for name in ("input", "linear_weight", "linear_bias", "terms"):
+        if dtype is not None and given.get(name) is not None:
+            given[name] = tree_map(lambda each: maybe_downcast_to(dtypes.to_dtype(dtype), (each,))[0], given[name])
     settings = {each.name: plain(given[each.name]) for each in fields(Loss) if each.name in given}
     loss = Loss(**{name: value for name, value in settings.items() if value is not None or name not in _MAY_BE_NONE})
     vocab_parallel = given.get("vocab_parallel")

@@ -140,10 +140,9 @@ def dynamic_losses(trace: TraceCtx) -> list[Decision]:
 
 
 def _opened(trace: TraceCtx) -> TraceCtx:
-    """The user's calls as the regions, and checkpointed functions as the operations that they consist of.
+    """Checkpointed functions as the operations that they consist of, tagged as `thunder.jit` traces them.
 
-    The latter are tagged, as `thunder.jit` traces them; `thunderfx` traces one symbol, which thunder opens only when it
-    differentiates:
+    `thunderfx` traces one symbol, which thunder opens only when it differentiates:
 
         # before                                              # after
         loss = ltorch.checkpoint(_, h, w, labels)             logits = ltorch.linear(h, w, None)
@@ -153,18 +152,14 @@ def _opened(trace: TraceCtx) -> TraceCtx:
     opened = from_trace(trace)
 
     def add(bsym: BoundSymbol) -> None:
-        if bsym.sym.id not in (ltorch.checkpoint.id, symbols.linear_cross_entropy.id):
+        if bsym.sym.id != ltorch.checkpoint.id:
             opened.bound_symbols.append(bsym)
             return
         kept = {proxy.name for proxy in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)}
         for inner in bsym.subsymbols:
-            if bsym.sym.id == ltorch.checkpoint.id:
-                for out in (out for out in inner.flat_proxy_outs if out.name not in kept):
-                    out.tags.add(ProxyTag.RECOMPUTE_IN_BACKWARD)
-                add(inner)
-            else:
-                where = {"source_filename": bsym.source_filename, "source_positions": bsym.source_positions}
-                add(inner.from_bsym(**where))
+            for out in (out for out in inner.flat_proxy_outs if out.name not in kept):
+                out.tags.add(ProxyTag.RECOMPUTE_IN_BACKWARD)
+            add(inner)
 
     for bsym in trace.bound_symbols:
         add(bsym)
