@@ -11,6 +11,7 @@ from thunder.core.trace import TraceCtx
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.fsdp import FSDPModule
 
+from thunder_flce.device import Device
 from thunder_flce.graph.thunder_private import (
     TensorParallelLayerType,
     TransformForTensorParallel,
@@ -25,7 +26,7 @@ from thunder_flce.matching.program import Op, Tensor
 from thunder_flce.matching.rules import rule
 from thunder_flce.operation.call import Call
 from thunder_flce.options import Options
-from thunder_flce.vocab_parallel import Agreement, VocabParallel, agree
+from thunder_flce.vocab_parallel import agreed_call
 
 
 def fuses_later(fusion: Any, trace: TraceCtx) -> bool:
@@ -85,25 +86,18 @@ def _restore_sources(trace: TraceCtx, original: TraceCtx) -> None:
                 bsym.source_filename, bsym.source_positions = source.source_filename, source.source_positions
 
 
-def _fake(given: Any) -> Any:
-    """A tensor without memory, with the shape, dtype and device of a proxy."""
-    if not isinstance(given, TensorProxy):
-        return given
-    spec = spec_of(given)
-    with FakeTensorMode():
-        return torch.empty(spec.shape, dtype=spec.dtype, device=spec.device)
+def agreed_by_ranks(call: Call, vocab_parallel: str, options: Options) -> tuple[Call, Device | None]:
+    """`agreed_call` of proxies: ranks that divide the vocabulary of a region agree when they compile it."""
 
+    def fake(name: str, given: Any) -> Any:
+        spec = spec_of(given) if isinstance(given, TensorProxy) else None
+        return given if spec is None else torch.empty(spec.shape, dtype=spec.dtype, device=spec.device)
 
-def agreement_on(call: Call, vocab_parallel: str, options: Options) -> Agreement:
-    """What the ranks that divide the vocabulary of a region agree on, when they compile it.
-
-    Raises:
-        ValueError: on all ranks, for what differs between them.
-    """
     with unset_fake_temporarily():
-        tensors = call.map(lambda _, each: _fake(each)).tensors
-        parallel = VocabParallel.of(vocab_parallel)
-        return agree(parallel, tensors, loss=call.loss, options=options, needs_grad=call.needs_grad)
+        with FakeTensorMode():
+            of_fakes = call.map(fake)
+        agreed, device = agreed_call(of_fakes, vocab_parallel, options)
+    return replace(call, shard=agreed.shard), device
 
 
 def warn_of_gradients_that_are_not_summed() -> None:

@@ -32,7 +32,7 @@ from thunder_flce import calls, functional, operators
 from thunder_flce.engine.kernels.scaling import graph_is_kept, scaled_gradients
 from thunder_flce.engine.plan import LOSS_ONLY
 from thunder_flce.graph import trace_printer
-from thunder_flce.graph.distributed import agreement_on
+from thunder_flce.graph.distributed import agreed_by_ranks
 from thunder_flce.graph.reading import is_static, may_need_grad
 from thunder_flce.graph.thunder_private import (
     get_compile_data,
@@ -178,13 +178,13 @@ def _with_plan(call: Call, vocab_parallel: str | None) -> Settings:
 
 def _planned(call: Call, vocab_parallel: str | None, options: Options) -> PlannedRegion:
     """The call, of specs, and its plan. Where ranks divide the vocabulary, they exchange what they have to agree on."""
-    agreement = None
-    if vocab_parallel is not None:
-        agreement = agreement_on(call, vocab_parallel, options)
-        call = replace(call, shard=agreement.shard)
-    check_call(call.tensors, loss=call.loss, vocab=None if agreement is None else agreement.weight_rows)
+    device = None
+    if vocab_parallel is None:
+        check_call(call.tensors, loss=call.loss)
+    else:
+        call, device = agreed_by_ranks(call, vocab_parallel, options)
     call = specs(call)
-    return PlannedRegion(call, plan_for(call, options, device=None if agreement is None else agreement.device))
+    return PlannedRegion(call, plan_for(call, options, device=device))
 
 
 def add_region(
