@@ -15,7 +15,7 @@ _NLL_LOSS = ("weight", "ignore_index", "reduction")
 
 def read(trace: TraceCtx) -> Program:
     """The program of a trace."""
-    with_grad = tensors_that_need_grad(trace)
+    with_grad = _tensors_that_need_grad(trace)
     tensors: dict[str, Tensor] = {}
 
     def of(value: Any) -> Any:
@@ -51,7 +51,7 @@ def read(trace: TraceCtx) -> Program:
                 kwargs,
                 output,
                 source_of(bsym),
-                writes=tuple(map(of, tensors_written(bsym))),
+                writes=tuple(map(of, _tensors_written(bsym))),
                 is_random=_is_random(bsym),
                 handle=bsym,
             )  # fmt: skip
@@ -71,7 +71,7 @@ def source_of(bsym: BoundSymbol) -> Source:
     return Source(bsym.source_filename, getattr(bsym.source_positions, "lineno", None))
 
 
-def tensors_that_need_grad(trace: TraceCtx) -> set[str]:
+def _tensors_that_need_grad(trace: TraceCtx) -> set[str]:
     """The names of all tensors of a trace through which a gradient flows; thunder marks only its inputs.
 
     There may be too many, since an operation whose derivative is zero counts as passing the gradient on.
@@ -110,9 +110,9 @@ def _is_random(bsym: BoundSymbol) -> bool:
     return prims.OpTags.RANDOM_OP in (bsym.sym.tags or ()) or any(map(_is_random, bsym.subsymbols))
 
 
-def tensors_written(bsym: BoundSymbol) -> list[TensorProxy]:
+def _tensors_written(bsym: BoundSymbol) -> list[TensorProxy]:
     """The tensors that an operation, or one that it consists of, changes in place."""
-    written: list[Proxy] = [tensor for inner in bsym.subsymbols for tensor in tensors_written(inner)]
+    written: list[Proxy] = [tensor for inner in bsym.subsymbols for tensor in _tensors_written(inner)]
     if bsym.sym.id == prims.PrimIDs.COPY_:
         written.append(bsym.args[1])
     elif bsym.sym.name.endswith("_") or "setitem" in bsym.sym.name:

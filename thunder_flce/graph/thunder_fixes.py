@@ -20,13 +20,13 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from thunder_flce.graph.reading import may_need_grad
 from thunder_flce.graph.thunder_private import (
     ThunderCompiler,
+    ensure_recursive_proxies,
     get_grad,
     interpreter_needs_wrap,
     maybe_downcast_to,
     nvfuser_available,
     put_grad,
     record_source_loc_in_symbol_header,
-    recursively_proxy,
     register_autocast_rule,
     register_general_jit_lookaside,
     register_grad,
@@ -48,7 +48,8 @@ def apply() -> None:
     # `labels % 3`: there is the function alone.
     register_method("mod", ltorch.remainder)
     torch_to_thunder_functions[F.log_softmax] = _log_softmax
-    register_general_jit_lookaside(F.log_softmax)(_log_softmax_lookaside)
+    located = record_source_loc_in_symbol_header(_log_softmax)
+    register_general_jit_lookaside(F.log_softmax)(ensure_recursive_proxies(interpreter_needs_wrap(located)))
     clang.maybe_broadcast = _broadcast_differentiated_scalars
     get_executor("torch").register_implementation(ltorch.zeros, execution_transform=_zeros)
     # The losses that autocast computes in float32: on every device, and on GPUs only.
@@ -99,11 +100,6 @@ def _where_method(self: TensorProxy, condition: TensorProxy, other: Any, /) -> T
 def _log_softmax(input: TensorProxy, dim: int | None = None, _stacklevel: int = 3, *, dtype: Any = None) -> TensorProxy:
     """As `nn.LogSoftmax` calls it: thunder knows neither `_stacklevel`, for a warning, nor a missing `dim`."""
     return ltorch.log_softmax(input, int(input.ndim not in (0, 1, 3)) if dim is None else dim, dtype=dtype)
-
-
-def _log_softmax_lookaside(*args: Any, **kwargs: Any) -> Any:
-    recursively_proxy(*args, **kwargs)
-    return interpreter_needs_wrap(record_source_loc_in_symbol_header(_log_softmax))(*args, **kwargs)
 
 
 def _broadcast_differentiated_scalars(*args: Any, treat_cpu_scalar_tensors_as_numbers: bool = True) -> Any:

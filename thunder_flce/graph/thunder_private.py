@@ -15,6 +15,7 @@ try:
     from thunder.core.interpreter import _interpret_call as interpret_call
     from thunder.core.jit_ext import _general_jit_lookaside_map as general_jit_lookasides
     from thunder.core.jit_ext import (
+        ensure_recursive_proxies,
         get_jit_ctx,
         interpreter_needs_wrap,
         record_source_loc_in_symbol_header,

@@ -25,9 +25,6 @@ from thunder_flce.graph.trace_arguments import settings_of, spec_of, specs
 from thunder_flce.operation.call import gradient_name
 from thunder_flce.operators import Settings
 
-STATISTICS = ("row_max", "row_log_sum", "valid_count")
-"""What the forward of a cross-entropy that is not fused returns beside the loss"""
-
 
 def print_forward(bsym: BoundSymbol, *printables: Any) -> Iterator[str]:
     """The python_printer of `flce_linear_cross_entropy_fwd`."""

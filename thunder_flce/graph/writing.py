@@ -14,7 +14,7 @@ from thunder.core.trace import TraceCtx, from_trace, tracectx
 from torch.utils._pytree import tree_flatten, tree_map
 
 from thunder_flce.graph import symbols
-from thunder_flce.graph.reading import is_static, tensors_that_need_grad
+from thunder_flce.graph.reading import is_static
 from thunder_flce.graph.thunder_private import torch_to_thunder_functions, vjp
 from thunder_flce.graph.trace_arguments import settings_of
 from thunder_flce.matching.decisions import Decision, PlannedRegion
@@ -55,7 +55,6 @@ class _Writer:
         self.trace = from_trace(trace)
         self.decisions: list[Decision] = []
         self._known, self._options = known, options
-        self._need_grad = tensors_that_need_grad(trace)
         self._swapped: dict[Any, Proxy] = {}
 
     def keep(self, op: Op) -> None:
@@ -119,10 +118,7 @@ class _Writer:
 
     def _made(self, proxy: TensorProxy, needs_grad: bool) -> Tensor:
         device, dtype = devices.to_torch_device(proxy.device), dtypes.to_torch_dtype(proxy.dtype)
-        is_float = dtype.is_floating_point
-        if needs_grad and is_float:
-            self._need_grad.add(proxy.name)
-        return Tensor(proxy.name, tuple(proxy.shape), dtype, device, needs_grad and is_float, proxy)
+        return Tensor(proxy.name, tuple(proxy.shape), dtype, device, needs_grad and dtype.is_floating_point, proxy)
 
     def _argument(self, given: Any) -> Any:
         if isinstance(given, Tensor):

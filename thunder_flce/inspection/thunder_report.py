@@ -12,7 +12,7 @@ from thunder_flce.graph import symbols
 from thunder_flce.graph.reading import is_static
 from thunder_flce.graph.thunder_private import ThunderFXCompiledObject
 from thunder_flce.graph.trace_arguments import settings_of
-from thunder_flce.graph.trace_printer import STATISTICS, type_of
+from thunder_flce.graph.trace_printer import type_of
 from thunder_flce.graph.transform import FuseLinearCrossEntropy
 from thunder_flce.graph.unfused_cross_entropy import symbols as unfused_symbols
 from thunder_flce.inspection.report import Compilation, SavedTensor
@@ -102,7 +102,7 @@ def _roles(bsyms: list[BoundSymbol]) -> Iterator[tuple[str, str]]:
         if bsym.sym.id == symbols.linear_cross_entropy_fwd.id:
             names = list(settings_of(bsym.kwargs).result_names)
         elif bsym.sym.id == unfused_symbols.cross_entropy_fwd.id:
-            names = ["loss", *STATISTICS]
+            names = ["loss", "row_max", "row_log_sum", "valid_count"]
         else:
             yield from _roles(bsym.subsymbols)
             continue
