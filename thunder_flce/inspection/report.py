@@ -87,38 +87,29 @@ class Compilation:
             yield "nothing is saved: there is no backward"
 
 
-@dataclass(frozen=True, repr=False)
-class Report(Sequence):
-    """What `explain` returns: a sequence of compilations, and `str(report)` for people."""
-
-    compilations: list[Compilation]
+class Report(list[Compilation]):
+    """What `explain` returns: a list of compilations, and `str(report)` for people."""
 
     @property
     def decisions(self) -> list[Decision]:
         """The decisions of all compilations."""
-        return [decision for compilation in self.compilations for decision in compilation.decisions]
-
-    def __len__(self) -> int:
-        return len(self.compilations)
-
-    def __getitem__(self, index):
-        return self.compilations[index]
+        return [decision for compilation in self for decision in compilation.decisions]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for `json.dump`; sizes in bytes, times in seconds."""
         return {
-            "compilations": [compilation.to_dict() for compilation in self.compilations],
+            "compilations": [compilation.to_dict() for compilation in self],
             "tuned_products": [tuning.to_dict() for tuning in tunings()],
         }
 
     def lines(self) -> Iterator[str]:
         """The report, line by line."""
-        if not self.compilations:
+        if not self:
             yield _heading("nothing is compiled yet: call it first")
             return
         yield _heading(f"thunder_flce: {self._fused()}")
-        for number, compilation in enumerate(self.compilations):
-            if len(self.compilations) > 1:
+        for number, compilation in enumerate(self):
+            if len(self) > 1:
                 yield _heading(f"compilation {number}, by {compilation.compiled_by}")
             yield from compilation.lines()
         if tuned := tunings():

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import thunder
-from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
@@ -69,14 +68,9 @@ def _passes(jitted: Any) -> Iterator[tuple[list[TraceCtx], list[TraceCtx]]]:
         yield stats.last_traces, stats.last_backward_traces
 
 
-def saved_for_backward(forward: TraceCtx) -> list[TensorProxy]:
-    """The tensor proxies that a final forward trace, one with a backward, saves for it."""
-    _, (tensors, _) = forward.output
-    return list(tensors)
-
-
 def saved_tensors(forward: TraceCtx) -> list[SavedTensor]:
-    """The tensors that a final forward trace saves for the backward, with their sizes and roles."""
+    """The tensors that a final forward trace, one with a backward, saves for it, with their sizes and roles."""
+    _, (saved, _) = forward.output
     roles = dict(_roles(forward.bound_symbols))
     producers = {out.name: bsym for bsym in forward.bound_symbols for out in bsym.flat_proxy_outs}
     arguments = {argument.name for argument in forward.args}
@@ -93,7 +87,7 @@ def saved_tensors(forward: TraceCtx) -> list[SavedTensor]:
             is_argument=viewed(tensor.name) in arguments,
             role=roles.get(tensor.name, ""),
         )
-        for tensor in saved_for_backward(forward)
+        for tensor in saved
     ]
 
 
