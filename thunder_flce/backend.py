@@ -6,7 +6,6 @@ torch.compile finds `compile_graph` by its entry point. Nothing here imports thu
 import difflib
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -14,7 +13,7 @@ import torch
 from torch.fx import GraphModule
 
 from thunder_flce.matching.decisions import Decision, NotFusedError
-from thunder_flce.options import Options
+from thunder_flce.options import OPTIONS, Options
 
 
 def compile_graph(
@@ -76,22 +75,21 @@ def _split(options: Mapping[str, Any]) -> tuple[Options, bool, dict[str, Any]]:
         raise TypeError(f'options must be a dict, such as {{"chunk_rows": 512}}, but got {type(options).__name__}')
     if wrong := [name for name in options if not isinstance(name, str)]:
         raise TypeError(f"the names of options must be strings, but got {wrong[0]!r}")
-    names = {field.name for field in fields(Options)}
-    ours = {name: value for name, value in options.items() if name in names}
+    ours = {name: value for name, value in options.items() if name in OPTIONS}
     strict = options.get("strict", False)
     if not isinstance(strict, bool):
         raise TypeError(f"the option strict must be True or False, but got {strict!r}")
-    others = {name: value for name, value in options.items() if name not in {*names, "strict"}}
+    others = {name: value for name, value in options.items() if name not in {*OPTIONS, "strict"}}
     from torch._inductor import config
 
-    known = [*sorted(names), "strict", *config.get_config_copy()]
+    known = [*sorted(OPTIONS), "strict", *config.get_config_copy()]
     for name in others:
         if name.replace("-", "_") not in known:
             similar = difflib.get_close_matches(name, known, n=1)
             meant = f"; did you mean {similar[0]!r}?" if similar else "."
             raise RuntimeError(
                 f"the backend thunder_flce has no option {name!r}{meant} Its own are "
-                f"{', '.join(sorted({*names, 'strict'}))}; all others are Inductor's, which "
+                f"{', '.join(sorted({*OPTIONS, 'strict'}))}; all others are Inductor's, which "
                 "torch._inductor.list_options() lists"
             )
     return Options(**ours), strict, others

@@ -21,7 +21,7 @@ def read(trace: TraceCtx) -> Program:
     def of(value: Any) -> Any:
         if isinstance(value, TensorProxy):
             if value.name not in tensors:
-                tensors[value.name] = _tensor(value, needs_grad=value.name in with_grad)
+                tensors[value.name] = tensor_of(value, needs_grad=value.name in with_grad)
             return tensors[value.name]
         if isinstance(value, dtypes.dtype):
             return dtypes.to_torch_dtype(value)
@@ -59,7 +59,9 @@ def read(trace: TraceCtx) -> Program:
     return Program(ops, results)
 
 
-def _tensor(proxy: TensorProxy, *, needs_grad: bool) -> Tensor:
+def tensor_of(proxy: TensorProxy, *, needs_grad: bool) -> Tensor:
+    """A proxy as a tensor of the program; that of integers needs no gradient."""
+    needs_grad = needs_grad and dtypes.is_inexact_dtype(proxy.dtype)
     device, dtype = devices.to_torch_device(proxy.device), dtypes.to_torch_dtype(proxy.dtype)
     return Tensor(
         proxy.name, tuple(proxy._shape), dtype, device, needs_grad, proxy, is_plain=type(proxy) is TensorProxy

@@ -54,16 +54,14 @@ def _lookaside(*args: Any, **kwargs: Any) -> Any:
             check_function(token_loss.value)
         except TypeError as error:
             return do_raise(error)
-    constants, given = {}, kwargs.pop("vocab_parallel", None)
-    if given is not None and given.value is None:
-        _add_check(given)
-    elif given is not None:
+    constants = {}
+    if (given := kwargs.pop("vocab_parallel", None)) is not None:
+        is_literal = isinstance(given.value, str)  # In Dynamo's graphs.
         try:
-            # In Dynamo's graphs it is a literal already.
-            literal = given.value if isinstance(given.value, str) else as_literal(**settings_of(given.value))
+            literal = given.value if is_literal else _literal(given.value)
         except (NotImplementedError, TypeError, ValueError) as error:
             return do_raise(error)
-        if not isinstance(given.value, str) and not _add_check(given):
+        if not is_literal and not _add_check(given) and literal is not None:
             return do_raise(NotImplementedError(UNGUARDED))
         constants["vocab_parallel"] = literal
     # In a sequence, recursively_proxy stops after the first item that holds a tensor.
@@ -108,23 +106,23 @@ def _add_check(wrapped: Any) -> bool:
     if not should_register_for_prologue(wrapped.provenance):
         return False
     proxy = AnyProxy(wrapped.value, history=wrapped.provenance)
-    get_jit_ctx().add_constraint((_check_vocab_parallel, proxy, _text(wrapped.value)))
+    get_jit_ctx().add_constraint((_check_vocab_parallel, proxy, _literal(wrapped.value)))
     return True
 
 
-def _text(vocab_parallel: Any) -> str:
-    """A plain value for what is checked: a `VocabParallel`, or its group."""
-    return "None" if vocab_parallel is None else as_literal(**settings_of(vocab_parallel))
+def _literal(vocab_parallel: Any) -> str | None:
+    """A plain value for a `VocabParallel`, or its group."""
+    return None if vocab_parallel is None else as_literal(**settings_of(vocab_parallel))
 
 
-def _check_vocab_parallel_impl(vocab_parallel: Any, text: str) -> None:
-    if _text(vocab_parallel) != text:
-        raise RuntimeError(f"vocab_parallel is not {text} any more")
+def _check_vocab_parallel_impl(vocab_parallel: Any, literal: str | None) -> None:
+    if _literal(vocab_parallel) != literal:
+        raise RuntimeError(f"vocab_parallel is not {literal} any more")
 
 
 _check_vocab_parallel = get_executor("python").register_operator(
     "check_vocab_parallel",
-    meta=lambda vocab_parallel, text: None,
+    meta=lambda vocab_parallel, literal: None,
     fn=_check_vocab_parallel_impl,
     tags=(OpTags.DONT_DCE,),
 )

@@ -68,20 +68,12 @@ class FuseLinearCrossEntropy(Transform):
         if fuses_later(self, computation_trace):
             self._check_regions(computation_trace)
             return prologue_trace, computation_trace, epilogue_trace
-        return prologue_trace, self.fuse(computation_trace), epilogue_trace
-
-    def fuse(self, computation_trace: TraceCtx) -> TraceCtx:
-        """Puts regions into a trace, and records what was decided.
-
-        Raises:
-            NotFusedError: see `transform_traces_pre_prologue`.
-        """
         warn_of_gradients_that_are_not_summed()
         _warn_of_many_compilations()
         fused, decisions = self._fused(computation_trace)
         self.compilations.append(Compilation(computation_trace, decisions))
         report(decisions, strict=self.strict)
-        return fused
+        return prologue_trace, fused, epilogue_trace
 
     def _fused(self, computation_trace: TraceCtx) -> tuple[TraceCtx, list[Decision]]:
         # Reading logits.shape leaves a symbol in the trace that uses the logits, though its result is not used.

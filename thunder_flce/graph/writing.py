@@ -14,7 +14,7 @@ from thunder.core.trace import TraceCtx, from_trace, tracectx
 from torch.utils._pytree import tree_flatten, tree_map
 
 from thunder_flce.graph import symbols
-from thunder_flce.graph.reading import is_static
+from thunder_flce.graph.reading import is_static, tensor_of
 from thunder_flce.graph.thunder_private import torch_to_thunder_functions, vjp
 from thunder_flce.graph.trace_arguments import settings_of
 from thunder_flce.matching.decisions import Decision, PlannedRegion
@@ -114,11 +114,7 @@ class _Writer:
         needs_grad = function is not torch.detach and any(each.needs_grad for each in tensors_in((args, kwargs)))
         args, kwargs = tree_map(self._argument, (args, kwargs))
         function = _FUNCTIONS.get(function) or torch_to_thunder_functions[function]
-        return self._made(function(*args, **kwargs), needs_grad)
-
-    def _made(self, proxy: TensorProxy, needs_grad: bool) -> Tensor:
-        device, dtype = devices.to_torch_device(proxy.device), dtypes.to_torch_dtype(proxy.dtype)
-        return Tensor(proxy.name, tuple(proxy.shape), dtype, device, needs_grad and dtype.is_floating_point, proxy)
+        return tensor_of(function(*args, **kwargs), needs_grad=needs_grad)
 
     def _argument(self, given: Any) -> Any:
         if isinstance(given, Tensor):
@@ -162,7 +158,7 @@ class _Writer:
         for bsym in scope[start:]:
             for out in bsym.flat_proxy_outs:
                 out.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
-        return [self._made(each, False) for each in gradients[: len(rows)]]
+        return [tensor_of(each, needs_grad=False) for each in gradients[: len(rows)]]
 
     def region(self, call: Call, group: Any) -> tuple[list[Tensor], PlannedRegion]:
         """The region's symbol, with its plan."""
@@ -173,7 +169,9 @@ class _Writer:
         results, planned = symbols.add_region(of_proxies, self._options, vocab_parallel=vocab_parallel)
         with_grad = ("loss", *call.loss.differentiable_outputs) if call.needs_grad else ()
         names = ("loss", *call.loss.outputs)
-        return [self._made(each, name in with_grad) for name, each in zip(names, results, strict=True)], planned
+        return [
+            tensor_of(each, needs_grad=name in with_grad) for name, each in zip(names, results, strict=True)
+        ], planned
 
 
 def _in_one_dtype(arguments: Any) -> Any:
