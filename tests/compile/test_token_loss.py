@@ -44,3 +44,15 @@ def test_compiled_programs(compiler):
         with patch(f"{__name__}.GLOBAL", changed):
             steps = (lambda h, w, of=of: of(h, w, factor) for of in (compiled, program))  # noqa: B023
             torch.testing.assert_close(*(run(step, (hidden, weight)) for step in steps))
+
+
+@pytest.mark.parametrize("settings, error, match", [
+    ({}, TypeError, "a tensor that is not among its arguments"),
+    ({"cache": "symbolic values"}, NotImplementedError, "needs thunder's constant values"),
+])  # fmt: skip
+def test_what_thunder_would_not_guard(settings, error, match):
+    """A tensor of one number, which eager calls take for that number; any number among symbolic values."""
+    hidden, weight, labels, scale = torch.randn(N, H), torch.randn(V, H), torch.randint(V, (N,)), torch.tensor(2.0)
+    jitted = thunder.jit(lambda *a: linear_cross_entropy(*a, token_loss=lambda p, e: -p * scale), **settings)
+    with pytest.raises(error, match=match):
+        jitted(hidden, weight, labels)
