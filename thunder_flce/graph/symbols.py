@@ -220,8 +220,9 @@ def linear_cross_entropy(
         raise TypeError(f"linear_cross_entropy() {error}") from error
     if given.pop("options", None) is not None:
         raise ValueError("options is for eager calls; inside thunder.jit, give them to thunder_flce.jit")
-    data = get_compile_data()
-    dtype = data and data.autocast_stack.get_dtype_for_device_if_enabled(input.device.type)
+    data, dtype = get_compile_data(), None
+    if data is not None and isinstance(input, TensorProxy):
+        dtype = data.autocast_stack.get_dtype_for_device_if_enabled(input.device.type)
     for name in ("input", "linear_weight", "linear_bias", "terms"):
         if dtype is not None and given.get(name) is not None:
             given[name] = tree_map(lambda each: maybe_downcast_to(dtypes.to_dtype(dtype), (each,))[0], given[name])
