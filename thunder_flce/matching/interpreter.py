@@ -310,6 +310,10 @@ class Interpreter:
         found = self.get(tensor)
         return isinstance(found, Class) and tensor in found.logits.linears
 
+    def hangs_on_results(self, tensor: Tensor) -> bool:
+        """Whether a tensor is computed from logits of which regions may give something."""
+        return any(self.hangs_on(tensor, each.value.logits) for each in self.results.values())
+
     def hangs_on(self, tensor: Tensor, logits: Logits) -> bool:
         """Whether a tensor is computed from some logits."""
         linears = logits.linears

@@ -452,7 +452,9 @@ class _Writing:
         for factor, divides in factors_after(result) if result is not None else ():
             if not isinstance(factor, Tensor):
                 number = number / factor if divides else number * factor
-            elif self._exists(factor):
+            elif not self._known.hangs_on_results(factor) and (
+                factor.op is None or factor.op.position <= self._region.place.position
+            ):
                 factor = self._call(torch.detach, factor)
                 factor = factor if factor.ndim == 0 else self._call(torch.reshape, factor, ())
                 factor = self._in_rows_dtype(factor)
@@ -468,20 +470,6 @@ class _Writing:
             return None
         # A loss in 16 bits rounds its upstream gradient.
         return number if result is None or result.dtype.itemsize >= 4 else _rounded(number, result.dtype)
-
-    def _exists(self, factor: Tensor) -> bool:
-        """Whether a tensor is there where the region is, and does not depend on logits."""
-        values = self._known.values
-        waiting, seen = [factor], set()
-        while waiting:
-            each = waiting.pop()
-            if each in values or (each.op is not None and each.op.position > self._region.place.position):
-                return False
-            if each not in seen and each.op is not None:
-                seen.add(each)
-                if each.op.position > min(t.op.position for p in self._region.parts for t in p.logits.linears if t.op):
-                    waiting += each.op.operands
-        return True
 
 
 _ORDER = (*VARIABLES, "argmax", "valid_argmax")
