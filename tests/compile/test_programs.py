@@ -345,6 +345,46 @@ def weighted_losses_without_their_gradient(h, w, y, a, m):
     return F.cross_entropy(constant.flatten(0, 1), y.flatten(), w[:, 0].detach().abs()) + h.sum()
 
 
+@expect(FUSED)
+def losses_with_a_part_of_their_gradient(h, w, y, a, m):
+    logits, labels = F.linear(h, w).flatten(0, 1), y.flatten()
+    half = (logits + logits.detach()) / 2
+    shifted = half - half.amax(-1, keepdim=True)
+    return (
+        F.nll_loss(logits - logits.logsumexp(-1, keepdim=True).detach(), labels)
+        + F.cross_entropy(half, labels)
+        + F.nll_loss(shifted - shifted.exp().sum(-1, keepdim=True).log(), labels).square()
+    )
+
+
+@expect(Reason.TRANSFORMED_LOGITS)
+def entropy_with_a_part_of_its_gradient(h, w, y, a, m):
+    logits = F.linear(h, w)
+    p = (logits - logits.logsumexp(-1, keepdim=True).detach()).exp()
+    return -(p * logits.log_softmax(-1)).sum()
+
+
+@expect(Reason.TRANSFORMED_LOGITS)
+def a_bias_after_a_part_of_the_gradient(h, w, y, a, m):
+    logits = F.linear(h, w).flatten(0, 1)
+    return F.cross_entropy((logits + logits.detach()) / 2 + w[:, 0], y.flatten())
+
+
+@expect(FUSED, thunder=True)
+def constants_added_to_logits(h, w, y, a, m):
+    logits = F.linear(h, w).flatten(0, 1)
+    ratio = ((logits - 1).logsumexp(-1) - logits.logsumexp(-1)).exp()
+    return F.cross_entropy(logits + 3.0, y.flatten()) + ratio.sum()
+
+
+@expect(FUSED)
+def names_of_other_modules(h, w, y, a, m):
+    logits = F.linear(h, w).flatten(0, 1)
+    capped = 23 * torch.special.expit(logits / 7.5) + 3
+    of_number = torch.ops.aten.nll_loss(logits.log_softmax(-1), y.flatten(), None, 2, 5)
+    return F.cross_entropy(capped, y.flatten()) + of_number
+
+
 @expect(FUSED, thunder=True)
 def other_logits_of_losses(h, w, y, a, m):
     """A gradient comes back to the losses through another head, too."""

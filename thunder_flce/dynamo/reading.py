@@ -23,8 +23,8 @@ from thunder_flce.matching.rules import LINEARS
 CHECKPOINT = "tag_activation_checkpoint"
 
 _OF_NUMPY = {"axis": "dim", "keepdims": "keepdim", "x": "input", "x1": "input", "x2": "other"}
-_OF_EXPORT = {"cross_entropy_loss": "cross_entropy", "nll_loss_nd": "nll_loss"}
-"""Losses in the graph of an exported module, where ATen's functions have a number as reduction."""
+_OF_ATEN = {"cross_entropy_loss": "cross_entropy", "nll_loss_nd": "nll_loss", "nll_loss": "nll_loss"}
+"""ATen's losses, as in the graph of an exported module: they have a number as reduction."""
 _CAST_BY_AUTOCAST = (*LINEARS, "cross_entropy", "nll_loss", "log_softmax", "softmax", "logsumexp")
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _RANDOM = re.compile(r"(alpha_|feature_)*dropout\d?d?|rand|randn|randint|randperm|bernoulli|multinomial|normal|rrelu")
@@ -137,11 +137,11 @@ class _Reader:
             given = dict(zip(("input", "condition", "other"), args, strict=False)) | kwargs
             args, kwargs = (given["condition"], given["input"], given["other"]), {}
         kwargs = {_OF_NUMPY.get(key, key): each for key, each in kwargs.items()}
-        if name in _OF_EXPORT:
+        if name in _OF_ATEN and owner == "torch._ops.aten":
             names = ("input", "target", "weight", "reduction", "ignore_index", "label_smoothing")
             of_loss: Any = {"reduction": 1, **dict(zip(names, args, strict=False)), **kwargs}
             of_loss["reduction"] = ("none", "mean", "sum")[of_loss["reduction"]]
-            name, args, kwargs = _OF_EXPORT[name], (), of_loss
+            name, args, kwargs = _OF_ATEN[name], (), of_loss
         output = tree_map(lambda each: _tensor(each, node), value)
         if not self._grad_mode:
             for tensor, out in zip(tensors_in(output), outs, strict=True):

@@ -72,9 +72,14 @@ def with_u_as(name: str, sum_: Poly) -> Poly:
     return added((1, tuple((atom._replace(name=name) if atom.name == "u" else atom, each) for atom, each in sum_)))
 
 
+def _is(known: Poly, sum_: Poly) -> bool:
+    """Whether a sum is a known one, with all of its gradient or without any."""
+    return sum_ in (known, without_grad(known))
+
+
 ONE: Poly = ((Atom("1", has_grad=False), Fraction(1)),)
-LOG_PROBABILITY = {"u": Fraction(1), "L": Fraction(-1)}
-"""The `value` of a log_softmax."""
+LOG_PROBABILITY = poly(u=1, L=-1)
+"""A log_softmax"""
 
 
 @dataclass(frozen=True)
@@ -245,24 +250,18 @@ class Class:
     @property
     def is_logits(self) -> bool:
         """Whether it is u itself."""
-        # A mean less the same mean without its gradient cancels, but other logits that are made of these would lose it.
-        has_u_alone = all(atom.name == "u" for atom, _ in self.sum)
-        return self.form == "" and value(self.sum) == {"u": 1} and has_u_alone
-
-    @property
-    def has_one_u(self) -> bool:
-        """Whether the sum is u plus something of each row, u with a gradient or without."""
-        return self.of_u == 1 and len(self.u) == 1
+        # Other logits that are made of these would lose a factor of the gradient.
+        return self.form == "" and _is(poly(u=1), self.sum)
 
     @property
     def is_shifted_logits(self) -> bool:
-        """Whether it is u plus something of each row."""
-        return self.form == "" and self.has_one_u
+        """Whether it is u plus something of each row, whatever part of u has a gradient."""
+        return self.form == "" and self.of_u == 1
 
     @property
     def is_probability(self) -> bool:
         """Whether it is softmax(u)."""
-        return self.form == "exp" and self.factor == 1 and value(self.sum) == LOG_PROBABILITY
+        return self.form == "exp" and self.factor == 1 and _is(LOG_PROBABILITY, self.sum)
 
     def detached(self) -> "Class":
         """Without a gradient."""

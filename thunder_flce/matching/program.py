@@ -22,8 +22,9 @@ NAMES = {
     "iand": "and_", "ior": "or_", "ixor": "xor", "concatenate": "cat", "concat": "cat", "multiply": "mul",
     "subtract": "sub", "divide": "div", "negative": "neg", "clip": "clamp", "special_entr": "entr",
     "special_xlogy": "xlogy", "special_log_softmax": "log_softmax", "special_softmax": "softmax",
-    "special_logsumexp": "logsumexp", "torch_max": "max", "stop_gradient": "detach", "spmm": "mm", "mod": "remainder",
-    "slice_prim": "slice", "_softmax": "softmax", "update_aliases": CHANGED, "__eq__": "eq", "__abs__": "abs",
+    "special_logsumexp": "logsumexp", "special_expit": "sigmoid", "torch_max": "max", "stop_gradient": "detach",
+    "spmm": "mm", "mod": "remainder", "slice_prim": "slice", "_softmax": "softmax",
+    "update_aliases": CHANGED, "__eq__": "eq", "__abs__": "abs",
 }  # fmt: skip
 """Other names of operations that have one here: one for each meaning."""
 

@@ -182,7 +182,7 @@ def _escaped(known: Interpreter, parts: Sequence[Part]) -> list[Decision]:
         if escape.user is None or not told.isdisjoint(linears) or isinstance(of, Row) or not is_head(of.logits):
             continue
         names = {atom.name for atom, _ in of.sum}
-        is_normalised = "L" in names and (of.has_one_u or of.form == "p" or not of.form)
+        is_normalised = "L" in names and (of.of_u == 1 or of.form == "p" or not of.form)
         if not is_normalised or not escape.tensor.needs_grad:
             continue
         told |= linears

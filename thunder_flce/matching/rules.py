@@ -496,8 +496,8 @@ def _with_factor(known: "Interpreter", op: Op, of: Class | Row, factor: Any) -> 
 
 def _weighted(p: Class, of: Class) -> Class:
     """The product p (a u + r)."""
-    is_p = p.form == "exp" and value(p.sum) == LOG_PROBABILITY and p.logits == of.logits and p.dim == of.dim
-    if not is_p or of.form or not same_shape(p.shape, of.shape):
+    is_p = replace(p, factor=Fraction(1)).is_probability
+    if not is_p or p.logits != of.logits or p.dim != of.dim or of.form or not same_shape(p.shape, of.shape):
         raise Unknown
     return replace(of, form="p", sum=added((p.factor, of.sum)), p_has_grad=has_grad(p.sum))
 
@@ -546,6 +546,8 @@ def _add(known: "Interpreter", op: Op, input: Any, other: Any, *, alpha: Any = 1
             return _sum_of_linears(known, a, b, op)
         raise Unknown
     of, bias = (a, other) if isinstance(a, Class) else (b, input)
+    if isinstance(of, Class) and not of.form and is_number(bias) and (sign == 1 or of is a):
+        return replace(of, sum=added((1, of.sum), (sign * Fraction(bias), ONE)))
     if not isinstance(of, Class) or not isinstance(bias, Tensor) or sign != 1:
         raise Unknown
     return _with_bias(of, bias)
@@ -723,7 +725,7 @@ def _summed(of: Class, shape: tuple[Any, ...]) -> Row:
     """Σ exp(u + r), Σ p (a u + r), or Σ (a u + r)."""
     if not of.form:
         return Row(of.logits, shape, added((_columns(of), with_u_as("U", of.sum))))
-    if of.form == "exp" and of.has_one_u:
+    if of.form == "exp" and of.of_u == 1:
         return Row(of.logits, shape, with_u_as("L", of.sum), is_exp=True, factor=of.factor)
     if of.form != "p":
         raise Unknown
@@ -751,7 +753,7 @@ def _xlogy(known: "Interpreter", op: Op, input: Class, other: Class) -> Class:
 @rule("amax")
 def _amax(known: "Interpreter", op: Op, input: Class, dim: Any = (), keepdim: bool = False) -> Row:
     _over_classes(input, dim)
-    if input.form == "p" or input.of_u <= 0 or len(input.u) > 1 or input.factor <= 0:
+    if input.form == "p" or input.of_u <= 0 or input.factor <= 0:
         raise Unknown
     maximum = with_u_as("M", input.sum)
     return Row(input.logits, op.outs[0].shape, maximum, is_exp=input.form == "exp", factor=input.factor)
@@ -851,7 +853,8 @@ def _loss(
         raise NotFused(Reason.CLASS_DIMENSION, f"logits of shape {_text(input.shape)}")
     if of.form:
         raise NotFused(Reason.TRANSFORMED_LOGITS, "by softmax" if of.is_probability else "by exp")
-    if op.name == "nll_loss" and value(of.sum) != LOG_PROBABILITY:
+    is_nll = op.name == "nll_loss"
+    if is_nll and (value(of.sum) != value(LOG_PROBABILITY) or any(atom.name == "M" for atom, _ in of.sum)):
         raise NotFused(Reason.NOT_LOG_PROBABILITIES)
     if not of.is_shifted_logits:
         raise NotFused(Reason.TRANSFORMED_LOGITS, "by a factor after log_softmax")
@@ -859,9 +862,11 @@ def _loss(
         _check_class_weights(weight, of.logits)
     labels = Labels((target,), (known.program.value_number(target),), op.position, ignore_index=ignore_index)
     smoothing = Fraction(label_smoothing)
+    # The gradient of an nll_loss is what its input has, also where a log-sum-exp was detached.
     of_row = added(
         *((factor, with_u_as(name, of.u)) for name, factor in (("L", 1), ("y", smoothing - 1), ("U", -smoothing)))
     )
+    of_row = added((-1, with_u_as("y", of.sum))) if is_nll else of_row
     return Row(of.logits, target.shape, of_row, labels=labels, class_weight=weight, reduction=reduction)
 
 
