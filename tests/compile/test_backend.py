@@ -332,6 +332,26 @@ def test_what_autocast_does_not_cast():
     torch.compile(program, backend=backend)(x, x.float())
 
 
+@pytest.mark.parametrize("has_grad", [True, False])
+def test_without_gradients(has_grad):
+    """Casts of trained class weights need no gradient there, and where nothing does, nothing switches gradients."""
+
+    def program(hidden, weight, labels):
+        with torch.set_grad_enabled(has_grad), torch.autocast("cpu", torch.bfloat16):
+            return F.cross_entropy(F.linear(hidden, weight), labels, class_weights)
+
+    def backend(gm, inputs):
+        before = [node for node in gm.graph.nodes if node.target is torch._C._set_grad_enabled]
+        assert [each.fused for each in fusion.fuse(gm, thunder_flce.Options(), strict=True)] == [True]
+        assert [node for node in gm.graph.nodes if node.target is torch._C._set_grad_enabled] == before
+        return gm.forward
+
+    class_weights = torch.rand(V, dtype=torch.bfloat16, requires_grad=not has_grad)
+    tensors = torch.randn(5, H), torch.randn(V, H), torch.randint(V, (5,))
+    found = torch.compile(program, backend=backend)(*tensors)
+    torch.testing.assert_close(found, program(*tensors), rtol=1e-2, atol=1e-2)
+
+
 def test_compiled_in_a_checkpoint():
     """The checkpoint counts what the program saves, when it is compiled and when it is run again."""
     model, arguments = Model(), batch()
