@@ -862,11 +862,12 @@ def _loss(
         _check_class_weights(weight, of.logits)
     labels = Labels((target,), (known.program.value_number(target),), op.position, ignore_index=ignore_index)
     smoothing = Fraction(label_smoothing)
-    # The gradient of an nll_loss is what its input has, also where a log-sum-exp was detached.
-    of_row = added(
-        *((factor, with_u_as(name, of.u)) for name, factor in (("L", 1), ("y", smoothing - 1), ("U", -smoothing)))
-    )
-    of_row = added((-1, with_u_as("y", of.sum))) if is_nll else of_row
+    if is_nll:
+        # Its gradient is that of its input, also where a log-sum-exp was detached.
+        of_row = added((-1, with_u_as("y", of.sum)))
+    else:
+        factors = {"L": 1, "y": smoothing - 1, "U": -smoothing}
+        of_row = added(*((factor, with_u_as(name, of.u)) for name, factor in factors.items()))
     return Row(of.logits, target.shape, of_row, labels=labels, class_weight=weight, reduction=reduction)
 
 

@@ -447,11 +447,9 @@ def _is_linear(op: Op, operands: Sequence[Tensor], is_zero: Callable[[Any, Op], 
         has_bias = name == "linear" and len(op.operands) > 2
         return len(operands) == 1 and sum(each is operands[0] for each in op.operands) == 1 and not has_bias
     if name in _LINEAR_IN_FIRST:
-        if len(operands) > 1 or op.operands[0] is not operands[0] or not _is_sum_of_floats(op):
-            return False
-        if name == "mean":
-            return has_elements(operands[0])
-        return True
+        is_first = len(operands) == 1 and op.operands[0] is operands[0]
+        is_of_floats = all(out.dtype.is_floating_point for out in op.outs)
+        return is_first and is_of_floats and (name != "mean" or has_elements(operands[0]))
     if tensors_in(op.kwargs):
         return False  # What is linear is told by an argument's place.
 
@@ -476,10 +474,6 @@ def _is_linear(op: Op, operands: Sequence[Tensor], is_zero: Callable[[Any, Op], 
         filled, _, value = (*args, *op.kwargs.values())
         return len(operands) == 1 and filled is operands[0] and is_zero(value, op)
     return False
-
-
-def _is_sum_of_floats(op: Op) -> bool:
-    return all(out.dtype.is_floating_point for out in op.outs)
 
 
 def _name(tensor: Tensor) -> str:
