@@ -312,11 +312,11 @@ class Interpreter:
 
     def hangs_on_results(self, tensor: Tensor) -> bool:
         """Whether a tensor is computed from logits of which regions may give something."""
-        return any(self.hangs_on(tensor, each.value.logits) for each in self.results.values())
+        return self.hangs_on(tensor, *(each.value.logits for each in self.results.values()))
 
-    def hangs_on(self, tensor: Tensor, logits: Logits) -> bool:
+    def hangs_on(self, tensor: Tensor, *logits: Logits) -> bool:
         """Whether a tensor is computed from some logits."""
-        linears = logits.linears
+        linears = {linear for each in logits for linear in each.linears}
         first = min(out.op.position for out in linears if out.op is not None)
         waiting, seen = [tensor], set()
         while waiting:

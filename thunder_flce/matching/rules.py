@@ -772,7 +772,7 @@ def _max(known: "Interpreter", op: Op, input: Class, dim: Any = None, keepdim: b
 def _argmax(known: "Interpreter", op: Op, input: Class, dim: Any = None, keepdim: bool = False) -> Argmax:
     _over_classes(input, dim)
     # Several exponentials may be infinite.
-    if input.form == "p" or (input.form == "exp" and not input.is_probability) or not input.of_u:
+    if input.form == "p" or (input.form == "exp" and not input.detached().is_probability) or not input.of_u:
         raise Unknown
     order = input.logits.in_order
     return Argmax(order if input.of_u > 0 else replace(order, scale=-order.scale), op.outs[-1].shape)
