@@ -1,20 +1,17 @@
 """Real models, tiny and random, and what becomes of each under `thunder.jit`, and of the graph that Dynamo makes.
 
-    python tests/zoo.py            prints the table of docs/models.md
-    python tests/zoo.py --write    puts it there
+    python tests/zoo.py    writes the table of docs/models.md
 
 `test_model_zoo.py` asserts every row.
 """
 
 import importlib.util
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import transformers
 from torch import nn
 
@@ -29,22 +26,11 @@ if HAS_LITGPT:
 
 VOCAB = 199
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
-BEGIN, END = "<!-- models: python tests/zoo.py --write -->", "<!-- end of models -->"
+BEGIN, END = "<!-- models: python tests/zoo.py -->", "<!-- end of models -->"
 
 FUSED = "fused"
-
-
-@dataclass(frozen=True)
-class Raises:
-    """thunder cannot trace the model, with or without this project."""
-
-    error: type[Exception]
-
-    def __str__(self) -> str:
-        return f"thunder raises `{self.error.__name__}`"
-
-
-Outcome = str | Reason | Raises
+Outcome = str | Reason | type[Exception]
+"""The last is what thunder raises, which cannot trace the model, with or without this project."""
 
 
 @dataclass(frozen=True)
@@ -63,29 +49,24 @@ class Entry:
     """Of thunderfx and the backend of torch.compile, which get the same graph"""
 
 
-class LossOnly(nn.Module):
-    """A model of transformers, of whose outputs only the loss is returned."""
+class OfTransformers(nn.Module):
+    """Returns the loss, or all outputs."""
 
-    def __init__(self, model: nn.Module, **settings: Any):
+    def __init__(self, model: nn.Module, *, all_outputs: bool = False, **settings: Any):
         super().__init__()
         self.model = model
+        self.all_outputs = all_outputs
         self.settings = settings
 
     def forward(self, tokens, labels):
-        return self.model(input_ids=tokens, labels=labels, use_cache=False, **self.settings).loss
-
-
-class AllOutputs(LossOnly):
-    """The same, with all outputs."""
-
-    def forward(self, tokens, labels):
-        return self.model(input_ids=tokens, labels=labels, use_cache=False)
+        outputs = self.model(input_ids=tokens, labels=labels, use_cache=False, **self.settings)
+        return outputs if self.all_outputs else outputs.loss
 
 
 class WithCrossEntropy(nn.Module):
-    """A model of litgpt with the loss of its training loops, or that of PyTorch."""
+    """A model of litgpt with the loss of its training loops."""
 
-    def __init__(self, model: nn.Module, chunk_size: int | None = 0, lm_head_chunk_size: int = 0):
+    def __init__(self, model: nn.Module, chunk_size: int = 0, lm_head_chunk_size: int = 0):
         super().__init__()
         self.model = model
         self.chunk_size = chunk_size
@@ -93,8 +74,6 @@ class WithCrossEntropy(nn.Module):
 
     def forward(self, tokens, labels):
         logits = self.model(tokens, lm_head_chunk_size=self.lm_head_chunk_size)
-        if self.chunk_size is None:
-            return F.cross_entropy(logits.reshape(-1, logits.size(-1)), labels.reshape(-1))
         return chunked_cross_entropy(logits, labels, chunk_size=self.chunk_size, ignore_index=-100)
 
 
@@ -112,13 +91,13 @@ _SIZES = {
 }
 
 
-def _transformers(name: str, *, wrap: type[LossOnly] = LossOnly, call: Mapping[str, Any] | None = None, **config: Any):
-    """How to build a model of transformers by the prefix of its classes; `call` has arguments of its forward."""
+def _transformers(name: str, *, call: Mapping[str, Any] | None = None, **config: Any):
+    """How to build a model of transformers by the prefix of its classes; `call` has arguments of `OfTransformers`."""
 
     def build():
         model_class = getattr(transformers, f"{name}ForCausalLM")
         config_class = getattr(transformers, f"{name}Config")
-        return wrap(model_class(config_class(**{**_SIZES, **config})), **(call or {}))
+        return OfTransformers(model_class(config_class(**{**_SIZES, **config})), **(call or {}))
 
     return build
 
@@ -131,7 +110,7 @@ def _gpt2(loss_type: str | None = None):
         dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **dropout))
         model.loss_type = loss_type
-        return LossOnly(model)
+        return OfTransformers(model)
 
     return build
 
@@ -189,7 +168,7 @@ ENTRIES = [
         "`num_items_in_batch`, a tensor",
     ),
     Entry(
-        "transformers Llama", _transformers("Llama", wrap=AllOutputs), "all outputs returned",
+        "transformers Llama", _transformers("Llama", call={"all_outputs": True}), "all outputs returned",
         jit=Reason.LOGITS_RETURNED, dynamo=Reason.LOGITS_RETURNED,
     ),
     Entry("litgpt Pythia", _litgpt("pythia-14m")),
@@ -210,7 +189,7 @@ ENTRIES = [
     Entry(
         "litgpt Mixtral", _litgpt("Mixtral-8x7B-v0.1", n_layer=1),
         "experts chosen by the data, where Dynamo breaks the graph",
-        jit=Raises(NotImplementedError), dynamo=Reason.ARGUMENT,
+        jit=NotImplementedError, dynamo=Reason.ARGUMENT,
     ),
 ]  # fmt: skip
 
@@ -231,7 +210,9 @@ def table() -> str:
 
 
 def _cell(outcome: Outcome) -> str:
-    return f"not fused: {outcome.value}" if isinstance(outcome, Reason) else str(outcome)
+    if isinstance(outcome, Reason):
+        return f"not fused: {outcome.value}"
+    return outcome if outcome == FUSED else f"thunder raises `{outcome.__name__}`"
 
 
 def write_page() -> None:
@@ -242,7 +223,4 @@ def write_page() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--write"]:
-        write_page()
-    else:
-        print(table())
+    write_page()
