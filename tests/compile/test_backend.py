@@ -17,7 +17,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.checkpoint import checkpoint
 
 import thunder_flce
-from front_ends import CLOSE, H, Model, V, assert_agrees, assert_fused, batch, run
+from front_ends import CLOSE, H, Model, V, assert_agrees, assert_fused, batch, flattened_loss, run
 from test_patterns import _arguments, patterns
 from thunder_flce import NotFusedError, NotFusedWarning
 from thunder_flce.backend import compile_graph
@@ -96,18 +96,23 @@ def operands(tokens):
     return torch.randn(tokens, H).requires_grad_(), torch.randn(V, H).requires_grad_(), torch.randint(V, (tokens,))
 
 
+def _losses(h, w, y):
+    return F.cross_entropy(F.linear(h, w), y, reduction="none")
+
+
 def _log_probs(h, w, y):
     return F.log_softmax(F.linear(h, w), -1).gather(-1, y.unsqueeze(-1)).squeeze(-1)
 
 
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
-def test_rows_that_a_mask_selects():
-    """Their number is known when the program runs."""
-
-    def program(h, w, y, mask):
-        losses = F.cross_entropy(F.linear(h[mask], w), y[mask], reduction="none")
-        return losses.mean() + _log_probs(h[mask], w, y[mask]).mean()
-
+@pytest.mark.parametrize("program", [
+    lambda h, w, y, mask: _losses(h[mask], w, y[mask]).mean() + _log_probs(h[mask], w, y[mask]).mean(),
+    lambda h, w, y, mask: _losses(h, w, y)[mask].sum(),
+    lambda h, w, y, mask: _losses(h, w, y).masked_select(mask).sum() / mask.sum(),
+    lambda h, w, y, mask: _losses(h, w, y)[mask].mean(),
+])  # fmt: skip
+def test_rows_that_a_mask_selects(program):
+    """Their number is known when the program runs; gradients of losses that are selected wait."""
     compiled = compiled_with(program, fullgraph=True)
     for length in (9, 12, 7):
         tensors = *operands(length), torch.arange(length) % 3 > 0
@@ -132,39 +137,32 @@ def test_graphs_of_two_functions():
     assert [len(thunder_flce.explain(each)) for each in compiled] == [1, 1]
 
 
-def test_an_ignore_index_that_changes():
-    """Dynamo has it as a symbol; each value is compiled. Without a linear there is nothing to report."""
-
-    def step(tokens, labels, ignored):
-        return F.cross_entropy(model.logits(tokens).view(-1, V), labels.view(-1), ignore_index=ignored)
-
-    def without_linear(tokens, labels):
-        return F.cross_entropy(F.embedding(tokens, table).view(-1, V), labels.view(-1))
-
-    model, table, arguments = Model(), torch.randn(V, V), batch()
-    compiled = compiled_with(step, dynamic=True, options={"strict": True})
-    for ignored in (-100, 3):
-        labels = arguments[1].masked_fill(arguments[1] == -100, ignored)
-        torch.testing.assert_close(compiled(arguments[0], labels, ignored), step(arguments[0], labels, ignored))
-    assert_fused(compiled, times=2)
-    compiled = compiled_with(without_linear, options={"strict": True})
-    torch.testing.assert_close(compiled(*arguments), without_linear(*arguments))
+def test_no_linear():
+    """There is nothing to report."""
+    table, arguments = torch.randn(V, V), batch()
+    program = lambda tokens, labels: flattened_loss(F.embedding(tokens, table), labels)  # noqa: E731
+    compiled = compiled_with(program, options={"strict": True})
+    torch.testing.assert_close(compiled(*arguments), program(*arguments))
     assert [each.reason for each in thunder_flce.explain(compiled).decisions] == [Reason.NO_LINEAR]
 
 
 @pytest.mark.inductor
-def test_a_label_smoothing_that_changes(monkeypatch):
+@pytest.mark.parametrize(("name", "values", "times"), [
+    ("ignore_index", (-100, 3), 2), ("label_smoothing", (0.25, 0.5), None),
+])  # fmt: skip
+def test_a_setting_that_changes(name, values, times, monkeypatch):
     """Dynamo has it as a symbol at first, and AOTAutograd has it trace the program once more with the number."""
     monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", lambda graph, inputs, **_: aot_eager(graph, inputs))
 
-    def step(tokens, labels, smoothing):
-        return F.cross_entropy(model.logits(tokens).view(-1, V), labels.view(-1), label_smoothing=smoothing)
+    def step(tokens, labels, value):
+        return F.cross_entropy(model.logits(tokens).view(-1, V), labels.view(-1), **{name: value})
 
-    model, arguments = Model(), batch()
+    model, (tokens, labels) = Model(), batch()
     compiled = compiled_with(step, dynamic=True, options={"strict": True})
-    for smoothing in (0.25, 0.5):
-        torch.testing.assert_close(compiled(*arguments, smoothing), step(*arguments, smoothing))
-    assert_fused(compiled)
+    for value in values:
+        given = tokens, labels.masked_fill(labels == -100, value) if name == "ignore_index" else labels, value
+        torch.testing.assert_close(compiled(*given), step(*given))
+    assert_fused(compiled, times)
 
 
 @pytest.mark.gpu
@@ -265,22 +263,6 @@ def on_gpu(monkeypatch):
     monkeypatch.setattr(fusion, "is_small", is_small_on_gpu)
     monkeypatch.setattr(lengths, "ONE_CHUNK_BYTES", 2**20)
     monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", lambda gm, inputs, **others: gm.forward)
-
-
-@pytest.mark.parametrize("reduced", [
-    lambda losses, mask: losses[mask].sum(), lambda losses, mask: losses.masked_select(mask).sum() / mask.sum(),
-    lambda losses, mask: losses[mask].mean(),
-])  # fmt: skip
-def test_a_sum_of_as_many_tokens_as_a_mask_has(reduced):
-    """Their number depends on values: gradients wait."""
-
-    def program(hidden, weight, labels, mask):
-        return reduced(F.cross_entropy(F.linear(hidden, weight), labels, reduction="none"), mask)
-
-    arguments = *operands(12), torch.rand(12) > 0.5
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        compiled = compiled_with(program, fullgraph=True)
-        torch.testing.assert_close(run(compiled, arguments), run(program, arguments))
 
 
 @pytest.mark.inductor
@@ -437,21 +419,9 @@ def test_ddp_and_its_split_graphs(tmp_path):
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
     try:
-        model = nn.Sequential(nn.Linear(H, 2**14), nn.ReLU(), nn.Linear(2**14, H))  # 1 MiB each
-
-        class WithLoss(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.body, self.head = model, nn.Linear(H, V, bias=False)
-
-            def forward(self, hidden, labels):
-                return F.cross_entropy(self.head(self.body(hidden)), labels)
-
-        module = WithLoss()
-        ddp = nn.parallel.DistributedDataParallel(module, bucket_cap_mb=1)
-        compiled = compiled_with(ddp)
-        hidden, labels = torch.randn(6, H), torch.randint(V, (6,))
-        assert_agrees(module, lambda: module(hidden, labels), lambda: compiled(hidden, labels), **CLOSE)
+        model, arguments = Model(vocab=2**14), batch()  # The embedding and the head have 1 MiB each.
+        compiled = compiled_with(nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1))
+        assert_agrees(model, lambda: model(*arguments), lambda: compiled(*arguments), **CLOSE)
         assert_fused(compiled, times=1)
         assert len(thunder_flce.explain(compiled)) > 1
     finally:
