@@ -179,28 +179,28 @@ def test_trainer(name, compile_layers, tmp_path, monkeypatch):
     torch.testing.assert_close(found, right)
 
 
-ON_RANKS = {"lengths": {}, "all": {"bf16": True, "label_smoothing_factor": 0.1, "gradient_checkpointing": True}}
+ALL = {"bf16": True, "label_smoothing_factor": 0.1, "gradient_checkpointing": True}
 
 
-def _on_a_rank(rank, names, folder):
-    """What the Trainer logs with these settings, and what ours does, as torchrun starts them."""
+def _on_a_rank(rank, folder):
+    """Compares what the Trainer logs with what ours does, as torchrun starts them; returns the latter."""
+    found = []
     environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}
-    found = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch._TorchCompileInductorWrapper, "__call__", lambda self, graph, inputs: graph)
         for name, value in environment.items():
             patch.setenv(name, str(value))
-        for name in names:
-            settings = {"average_tokens_across_devices": True, "ddp_backend": "gloo", **ON_RANKS[name]}
-            layers = int(name == "all")
-            trainers = [
+        for others, layers in (({}, 0), (ALL, 1)):
+            settings = {"average_tokens_across_devices": True, "ddp_backend": "gloo", **others}
+            theirs, ours = (
                 train(each, folder, model=tiny.model(num_hidden_layers=layers), settings=settings, rows=tiny.rows(32))
                 for each in (transformers.Trainer, OurTrainer)
-            ]
+            )
             # Mixed precision of accelerate has a forward of its own there.
-            assert len({"forward" in vars(each.model) for each in trainers}) == 1
-            assert_fused(trainers[1])
-            found[name] = [history(each) for each in trainers]
+            assert ("forward" in vars(theirs.model)) == ("forward" in vars(ours.model))
+            assert_fused(ours)
+            assert_same(theirs, ours, 2e-2 if others else 1e-4)
+            found.append(history(ours))
             accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
             torch._dynamo.reset()
     return found
@@ -208,19 +208,10 @@ def _on_a_rank(rank, names, folder):
 
 def test_two_processes(tmp_path):
     """The same as without us and, but for the evaluation, as one process with the same batches."""
-    found = as_processes(2, partial(_on_a_rank, names=list(ON_RANKS), folder=str(tmp_path)))
-    assert all(isinstance(each, dict) for each in found), found
-    for name, (theirs, ours) in found[0].items():
-        assert [each for each, _ in ours] == [each for each, _ in theirs]
-        torch.testing.assert_close(
-            *(torch.tensor([value for _, value in each]) for each in (ours, theirs)),
-            rtol=2e-2 if name == "all" else 1e-4,
-            atol=1e-5,
-        )
+    found = as_processes(2, partial(_on_a_rank, folder=str(tmp_path)))
+    assert all(isinstance(each, list) for each in found), found
     one = train(transformers.Trainer, tmp_path, settings={"gradient_accumulation_steps": 4}, rows=tiny.rows(32))
-    of_one, of_two = (
-        [value for name, value in each if "eval" not in name] for each in (history(one), found[0]["lengths"][1])
-    )
+    of_one, of_two = ([value for name, value in each if "eval" not in name] for each in (history(one), found[0][0]))
     torch.testing.assert_close(torch.tensor(of_two), torch.tensor(of_one), rtol=1e-4, atol=1e-5)
 
 
@@ -532,14 +523,10 @@ def test_numbers_of_the_head(monkeypatch, dtypes, temperature, softcap, scale):
     if of_hidden == torch.float64:
         assert torch.equal(results[4], expected[4])
     weights = torch.randn(2, 11, dtype=torch.float64)
-    for each in (results, expected):
-        for operand in given[:3]:
-            operand.grad = None
-        (weights[0] * each[0] + weights[1] * each[1]).sum().backward()
-        gradients = [operand.grad.double() for operand in given[:3]]
-        if each is results:
-            ours = gradients
-    torch.testing.assert_close(ours, gradients, rtol=tolerance, atol=20 * tolerance)
+    gradients = (
+        torch.autograd.grad((weights * torch.stack(each[:2])).sum(), given[:3]) for each in (results, expected)
+    )
+    torch.testing.assert_close(*gradients, rtol=tolerance, atol=20 * tolerance)
 
 
 def test_calls_of_the_head(monkeypatch):
