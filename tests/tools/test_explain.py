@@ -37,12 +37,9 @@ def mixed(hidden, weight, labels):
     return fused + declined
 
 
-def _explained(program, *, requires_grad=True, jit=thunder_flce.jit, sizes=SIZES, **settings):
+def _explained(program, *, jit=thunder_flce.jit, **settings):
     jitted = jit(program, **settings)
-    arguments = programs.arguments(program, sizes, device="cpu", dtype=torch.float32)
-    if not requires_grad:
-        arguments = [argument.detach() for argument in arguments]
-    jitted(*arguments)
+    jitted(*programs.arguments(program, SIZES, device="cpu", dtype=torch.float32))
     return thunder_flce.explain(jitted)
 
 
@@ -103,16 +100,14 @@ def test_a_plan_for_any_number_of_tokens():
     assert str(second).endswith(", chunks of 6 tokens (for 6 tokens; other numbers have plans of their own)")
 
 
-def test_what_thunder_did_not_compile():
-    for compiled in (programs.litgpt, torch.compile(programs.litgpt, backend="eager")):
-        with pytest.raises(TypeError, match="compiled must be of thunder, or of torch.compile .*, but got function"):
+def test_what_we_did_not_compile():
+    """Also an object that is wrapped in itself, such as one that keeps who it belongs to."""
+    wrapped = SimpleNamespace()
+    wrapped.module = SimpleNamespace(module=wrapped)
+    by_eager = torch.compile(programs.litgpt, backend="eager")
+    for compiled, kind in ((programs.litgpt, "function"), (by_eager, "function"), (wrapped, "SimpleNamespace")):
+        with pytest.raises(TypeError, match=f"compiled must be of thunder, or of torch.compile .*, but got {kind}"):
             thunder_flce.explain(compiled)
-
-
-def compiled_by(compile, **settings):
-    compiled = compile(Model(), **settings)
-    compiled(*batch()).backward()
-    return compiled
 
 
 def test_thunders_own_thunderfx():
@@ -120,7 +115,8 @@ def test_thunders_own_thunderfx():
     with pytest.raises(ValueError, match="compile it with thunder_flce.thunderfx"):
         thunder_flce.explain(thunderfx(Model()))
     executors = [thunder_flce.executor, *thunder.get_default_executors()]
-    compiled = compiled_by(thunderfx, executors=executors, transforms=[FuseLinearCrossEntropy()])
+    compiled = thunderfx(Model(), executors=executors, transforms=[FuseLinearCrossEntropy()])
+    compiled(*batch()).backward()
     report = thunder_flce.explain(compiled)
     assert report[0].compiled_by == "thunderfx" and [decision.fused for decision in report.decisions] == [True]
 
@@ -131,7 +127,9 @@ def test_thunders_own_thunderfx():
 @pytest.fixture
 def compiled():
     """A model that the backend of torch.compile has compiled."""
-    return compiled_by(torch.compile, backend=compile_graph)
+    compiled = torch.compile(Model(), backend=compile_graph)
+    compiled(*batch()).backward()
+    return compiled
 
 
 class Forwarding:
@@ -164,14 +162,6 @@ def test_a_wrapped_module(wrap, compiled):
     assert report[0].to_dict()["saved_for_backward"] is None
 
 
-def test_a_module_that_wraps_itself():
-    """Such as one that keeps who it belongs to."""
-    wrapped = SimpleNamespace()
-    wrapped.module = SimpleNamespace(module=wrapped)
-    with pytest.raises(TypeError, match="but got SimpleNamespace"):
-        thunder_flce.explain(wrapped)
-
-
 def test_all_of_the_process():
     """The latest decisions, whoever compiled."""
     decisions.LOG.clear()
@@ -190,9 +180,8 @@ def test_all_of_the_process():
 
 @pytest.mark.parametrize("value", ["1", "0", "", None])
 def test_each_decision_is_printed_where_the_environment_says_so(value, monkeypatch, capsys):
-    if value is None:
-        monkeypatch.delenv("THUNDER_FLCE_EXPLAIN", raising=False)
-    else:
+    monkeypatch.delenv("THUNDER_FLCE_EXPLAIN", raising=False)
+    if value is not None:
         monkeypatch.setenv("THUNDER_FLCE_EXPLAIN", value)
     report = _explained(mixed)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("thunder_flce: ")]
