@@ -7,6 +7,7 @@ import subprocess
 import sys
 import weakref
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -331,26 +332,19 @@ def test_what_failed_has_let_go_of_its_memory_when_it_is_released(monkeypatch):
 
 def test_a_changed_working_tree_is_marked(tmp_path, monkeypatch):
     """As `git describe --dirty` does; what --commit says stands as it is."""
-
-    def commit():
-        subprocess.run(
-            "git add . && git -c user.name=a -c user.email=a commit -m a", shell=True, cwd=tmp_path, check=True
-        )
-        return output.commit_of(tmp_path / "package")
-
-    subprocess.run(["git", "init"], cwd=tmp_path, check=True)
-    files = [tmp_path / name for name in ("package/a.py", "lab/a.py", "package/new.py")]
-    for file in files[:2]:
-        file.parent.mkdir()
-        file.write_text("1")
-    assert output.commit_of(files[0].parent) is None
-    for changed in files:
-        clean = commit()
+    commit = "git add . && git -c user.name=a -c user.email=a commit -m a"
+    shell = partial(subprocess.run, shell=True, cwd=tmp_path, check=True)
+    package = tmp_path / "package"
+    shell("git init && mkdir package lab && touch package/a.py lab/a.py")
+    assert output.commit_of(package) is None
+    for changed in ("package/a.py", "lab/a.py", "package/new.py"):
+        shell(commit)
+        clean = output.commit_of(package)
         assert re.fullmatch("[0-9a-f]{12}", clean)
         (tmp_path / "results.jsonl").write_text(clean)
-        assert output.commit_of(files[0].parent) == clean
-        changed.write_text("2")
-        assert output.commit_of(files[0].parent) == f"{clean}-dirty"
+        assert output.commit_of(package) == clean
+        (tmp_path / changed).write_text("2")
+        assert output.commit_of(package) == f"{clean}-dirty"
     monkeypatch.setattr(output, "commit_of", lambda package: "abc-dirty")
     assert output.context("", device="cpu")["commit"] == "abc-dirty"
     assert output.context("", device="cpu", commit="abc")["commit"] == "abc"
