@@ -28,21 +28,18 @@ def flattened_loss(logits, labels):
 class Model(nn.Module):
     """An embedding, a hidden layer and a head with its loss."""
 
-    def __init__(self, loss=flattened_loss, *, vocab=V, bias=False, dtype=torch.float32):
+    def __init__(self, loss=flattened_loss, *, vocab=V, bias=False):
         super().__init__()
-        self.embedding = nn.Embedding(vocab, H, dtype=dtype)
-        self.hidden = nn.Linear(H, H, dtype=dtype)
-        self.lm_head = nn.Linear(H, vocab, bias=bias, dtype=dtype)
+        self.embedding = nn.Embedding(vocab, H)
+        self.hidden = nn.Linear(H, H)
+        self.lm_head = nn.Linear(H, vocab, bias=bias)
         self.loss = loss
-
-    def after_head(self, logits):
-        return logits
 
     def last_hidden(self, tokens):
         return torch.tanh(self.hidden(self.embedding(tokens)))
 
     def logits(self, tokens):
-        return self.after_head(self.lm_head(self.last_hidden(tokens)))
+        return self.lm_head(self.last_hidden(tokens))
 
     def forward(self, tokens, labels):
         return self.loss(self.logits(tokens), labels)

@@ -362,8 +362,7 @@ def test_an_exported_module(name, reduction):
 
 def test_strict():
     """The error itself, and none of Dynamo's around it; at each call."""
-    model = Model()
-    model.after_head = torch.relu
+    model = Model(lambda logits, labels: flattened_loss(logits.relu(), labels))
     compiled = compiled_with(model, options={"strict": True})
     for _ in range(2):
         with pytest.raises(NotFusedError, match=r"front_ends.py:\d+: not fused, because .* \(by relu\)"):
