@@ -678,6 +678,14 @@ def operands_written_without_gradients(h, w, y, a, m):
     return losses(h, w, y).mean()
 
 
+@expect(IN_FORWARD, thunder=True)
+def products_of_16_bits(h, w, y, a, m):
+    """A derivative in float32, of products with tensors of 16 bits; gradients in 16 bits would not agree."""
+    x, of_tokens = log_probs(h.bfloat16(), w.bfloat16(), y), m.bfloat16()
+    loss = (x @ of_tokens.t()).sum() + torch.dot(x[0], of_tokens[0]) + torch.mv(x, of_tokens[1]).sum()
+    return loss * 0.0, loss.detach()
+
+
 @expect(IN_FORWARD)
 def a_checkpoint_under_autocast_before_the_head(h, w, y, a, m):
     """What is cast in it stays there."""
