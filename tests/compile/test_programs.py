@@ -244,6 +244,15 @@ def tokens_as_indices(h, w, y, a, m):
     return torch.zeros_like(a).flatten().index_add(0, (x.detach() < -4).long(), x).square().sum() + x.sum()
 
 
+@expect(IN_FORWARD, thunder=True)
+def slices_without_infinite_tokens(h, w, y, a, m):
+    """Some of the first tokens are certain, and 0 is no place where the square root could be asked for."""
+    x = log_probs(torch.cat([h[:, :1] * 1e4, h[:, 1:]], 1), w, y)
+    of_answer = x[:, 1:]
+    unlikely = (1 - of_answer.exp()).log() - (of_answer + (a[:, 1:].abs() + 100)).sqrt()
+    return (unlikely * m[:, 1:]).sum() + (x * m).sum(), x.detach()
+
+
 @expect(IN_FORWARD)
 def slices_of_losses(h, w, y, a, m):
     """Ignored ones among them."""
@@ -390,6 +399,13 @@ def gspo(h, w, y, a, m):
 @expect("needs a gradient, too", thunder=True)
 def trained_weights(h, w, y, a, m):
     return (torch.exp(log_probs(h, w, y) - a) * h.mean(-1).exp().square()).sum()
+
+
+@expect(FUSED, thunder=True)
+def scalar_and_vector(h, w, y, a, m):
+    """thunder lacks the sum of a scalar's gradient, where that is broadcast on a CPU, and a method of tensors."""
+    of_tokens = losses(h, w, y % 3)
+    return of_tokens.mean() + of_tokens * of_tokens.mean() - of_tokens.sum() + torch.arange(3).sum()
 
 
 LOG_SOFTMAX = nn.LogSoftmax()
