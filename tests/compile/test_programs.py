@@ -556,7 +556,11 @@ def columns_of_logits_beside_a_loss(h, w, y, a, m):
 OF_LOSSES = {
     "padded": lambda s, m: F.pad(s, (0, 2), value=5.0).sum() + F.pad(s[None], (0, 2), mode="replicate").sum(),
     "by keyword": lambda s, m: (
-        s.diff(prepend=m[:, :1]).sum() + torch.add(s, other=m).sum() + torch.div(s.sum(), other=3.0)
+        s.diff(prepend=m[:, :1]).sum()
+        + torch.add(s, other=m).sum()
+        + torch.div(s.sum(), other=3.0)
+        + s.where(condition=m > 0, other=m).sum()
+        + torch.where(other=m, condition=m > 0, input=s).mean()
     ),
     "under a view": lambda s, m: (s.view(-1), s.mul_(m))[0].sum(),
     "under a detached view": lambda s, m: (s.detach().mul_(m), (s * m).sum())[1],
