@@ -69,28 +69,6 @@ def test_any_number_of_tokens(program):
     assert compilations[:2] == [1, 1]
 
 
-@pytest.mark.parametrize("are_labels_first", [False, True])
-def test_labels_with_sizes_of_their_own(are_labels_first):
-    """Dynamo has symbols of their own for tokens and labels; only a guard says that there are as many of both."""
-    model = Model()
-
-    def last(tokens, labels):
-        logits = model.logits(tokens)
-        return F.cross_entropy(logits.view(-1, V), labels.view(-1))
-
-    def labels_first(tokens, labels):
-        rows, weights = labels.view(-1), (labels != -100).float().view(-1)
-        losses = F.cross_entropy(model.logits(tokens).view(-1, V), rows, reduction="none")
-        return (losses * weights).sum() / weights.sum()
-
-    step = labels_first if are_labels_first else last
-    compiled = compiled_with(step, fullgraph=True, options={"strict": True})
-    for shape in ((1, 4), (3, 4), (2, 5), (4, 6)):
-        arguments = batch(*shape)
-        assert_agrees(model, lambda a=arguments: step(*a), lambda a=arguments: compiled(*a), **CLOSE)
-    assert_fused(compiled)
-
-
 def operands(tokens):
     """Hidden states, a head and labels."""
     return torch.randn(tokens, H).requires_grad_(), torch.randn(V, H).requires_grad_(), torch.randint(V, (tokens,))
