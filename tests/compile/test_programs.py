@@ -669,6 +669,16 @@ def operand_changed(h, w, y, a, m):
     return F.cross_entropy(logits.flatten(0, 1), y.flatten()) + x.sum()
 
 
+@expect(FUSED, thunder=True)
+def embeddings_of_labels_changed(h, w, y, a, m):
+    """They share no memory with the labels and row numbers that they come from."""
+    positions, rows = torch.arange(y.shape[1]), torch.arange(B)
+    x = (F.embedding(y, w) + F.embedding(positions, w)).relu_()
+    x = F.linear(x, w).log_softmax(-1)
+    parts = [row.gather(-1, of[:, None]).squeeze(-1) for row, of in zip(x, y, strict=True)]
+    return (torch.stack(parts) + x[rows[:, None], positions, y]).sum() + h.sum()
+
+
 # Gradient modes, and other things that Dynamo has.
 
 
@@ -704,6 +714,15 @@ def products_of_16_bits(h, w, y, a, m):
     x, of_tokens = log_probs(h.bfloat16(), w.bfloat16(), y), m.bfloat16()
     loss = (x @ of_tokens.t()).sum() + torch.dot(x[0], of_tokens[0]) + torch.mv(x, of_tokens[1]).sum()
     return loss * 0.0, loss.detach()
+
+
+@expect(FUSED)
+def a_sum_that_ends_under_autocast(h, w, y, a, m):
+    """The derivative of its matmul stands where autocast is on; gradients in float32 would not agree."""
+    of_sequences = log_probs(h.float(), w.float(), y) @ a.float().t()
+    with torch.autocast("cpu", torch.bfloat16):
+        total = of_sequences.sum() * 2
+    return total * 0.0, total.detach()
 
 
 @expect(IN_FORWARD)
