@@ -179,7 +179,6 @@ def test_arguments():
     def run(rank):
         group = dist.group.WORLD
         for arguments, message in (
-            ({"vocab_parallel": "tp"}, "vocab_parallel must be a ProcessGroup or a DeviceMesh .*, but got str"),
             ({"vocab_parallel": VocabParallel(group=group), "weight": torch.ones(50)}, r"weight must be .*\(101,\)"),
             ({"vocab_parallel": group, "vocab_size": 102}, "vocab_size must be between 1 and .* 101, but got 102"),
             ({"vocab_parallel": VocabParallel(group=group, start=rank)}, "start must be None .* 0 with 50 rows, 1 "),
