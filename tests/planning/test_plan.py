@@ -58,7 +58,6 @@ DEVICES = {
     # Its memory is the host's, whose clock nobody tells.
     "GB10": gpu("NVIDIA GB10", 48, 128, (12, 1), 2418, threads=1536),
     "MI300X": replace(gpu("AMD Instinct MI300X", 304, 192, (9, 4), 2100, 1300, 8192), is_hip=True, warp_size=64),
-    "CPU": Device("cpu", 64, 3e12, 3e11),
 }
 
 
