@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from random_calls import chooser, named
-from reference import error
+from reference import doubled, error
 from thunder_flce import Options, linear_kl_divergence
 from thunder_flce.operation.divergence import KINDS
 
@@ -57,34 +57,41 @@ OPTIONS = (
 )  # fmt: skip
 
 
+def check_call(number: int, *, dtype=torch.float64, is_compiled=False) -> None:
+    """What needs no gradient gets none, and the teacher's weight none even if it requires one."""
+    one_of, (*tensors, target) = chooser(number), operands(dtype)
+    settings = {"reduction": one_of("mean", "sum", "none"), "divergence": one_of(*KINDS)}
+    settings |= {"beta": one_of(0.5, 0.3), "temperature": one_of(1.0, 1.7), "ignore_index": one_of(-100, 0)}
+    options, needed = one_of(*OPTIONS), one_of((True, True), (True, False), (False, True), (False, False))
+    for tensor, is_needed in zip(tensors[:2], needed, strict=True):
+        tensor.requires_grad_(is_needed)
+    tensors[3] = torch.nn.Parameter(tensors[3])
+    target = one_of(target, target, None)
+    if target is not None and settings["ignore_index"] == 0:
+        target = target.clamp(min=0)
+    call = partial(linear_kl_divergence, options=options, **settings)
+    if is_compiled:
+        torch._dynamo.reset()
+        call = torch.compile(call, backend="aot_eager", fullgraph=True)
+    exact = tuple(map(doubled, tensors))
+    close = {} if dtype is torch.float64 else {"rtol": 1e-4, "atol": 1e-6, "check_dtype": False}
+    with named((number, settings, options, needed, target is None)):
+        loss, right = call(*tensors, target), composed(*exact, target, **settings)
+        torch.testing.assert_close(loss, right, **close)
+        assert loss.requires_grad == any(needed)
+        upstream = torch.randn_like(loss)
+        needing, of_exact = ([each for each in of[:2] if each.requires_grad] for of in (tensors, exact))
+        if needing:
+            got = torch.autograd.grad(loss, needing, upstream, retain_graph=True)
+            torch.testing.assert_close(got, torch.autograd.grad(right, of_exact, upstream.double()), **close)
+            loss.backward(upstream)
+            assert [tensor.grad is not None for tensor in tensors] == [*needed, False, False]
+
+
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "torch.compile"])
 def test_any_call(is_compiled):
-    """What needs no gradient gets none, and the teacher's weight none even if it requires one."""
     for number in range(25 if is_compiled else 150):
-        one_of, (*tensors, target) = chooser(number), operands()
-        settings = {"reduction": one_of("mean", "sum", "none"), "divergence": one_of(*KINDS)}
-        settings |= {"beta": one_of(0.5, 0.3), "temperature": one_of(1.0, 1.7), "ignore_index": one_of(-100, 0)}
-        options, needed = one_of(*OPTIONS), one_of((True, True), (True, False), (False, True), (False, False))
-        for tensor, is_needed in zip(tensors[:2], needed, strict=True):
-            tensor.requires_grad_(is_needed)
-        tensors[3] = torch.nn.Parameter(tensors[3])
-        target = one_of(target, target, None)
-        if target is not None and settings["ignore_index"] == 0:
-            target = target.clamp(min=0)
-        call = partial(linear_kl_divergence, options=options, **settings)
-        if is_compiled:
-            torch._dynamo.reset()
-            call = torch.compile(call, backend="aot_eager", fullgraph=True)
-        with named((number, settings, options, needed, target is None)):
-            loss, right = call(*tensors, target), composed(*tensors, target, **settings)
-            torch.testing.assert_close(loss, right)
-            assert loss.requires_grad == any(needed)
-            needing, upstream = [each for each in tensors[:2] if each.requires_grad], torch.randn_like(right)
-            if needing:
-                got, right = (torch.autograd.grad(of, needing, upstream, retain_graph=True) for of in (loss, right))
-                torch.testing.assert_close(got, right)
-                loss.backward(upstream)
-                assert [tensor.grad is not None for tensor in tensors] == [*needed, False, False]
+        check_call(number, is_compiled=is_compiled)
 
 
 @pytest.mark.parametrize("divergence", KINDS)
