@@ -193,8 +193,11 @@ class Call:
         def rand(*shape: int) -> Tensor:
             return torch.rand(shape, generator=generator)
 
-        is_number = not isinstance(self.num_items, str)
-        arguments["num_items"] = self.num_items if is_number else torch.tensor(int(self.num_items), device=device)
+        arguments["num_items"] = self.num_items
+        if isinstance(self.num_items, str):
+            # In dtypes that do not hold twice as much, as ranks of data parallel have it.
+            dtype = torch.uint8 if int(self.num_items) < 256 else torch.float16
+            arguments["num_items"] = torch.tensor(int(self.num_items), dtype=dtype, device=device)
         if self.token_weights is not None:
             weights = (rand(*tokens) + 0.1).masked_fill(rand(*tokens) < 0.2, 0)
             arguments["token_weights"] = weights.to(device, self.token_weights).masked_fill(ignored, torch.nan)
@@ -284,7 +287,7 @@ def plain_call(one_of: Callable, device: str, vocabularies: tuple[int, ...] = ()
         terms=one_of((), (), tuple(ranks)),
         grad=one_of("one", "power of two", "random", "expanded", "transposed", "zero first"),
         layouts=tuple(one_of(*LAYOUTS) for _ in range(5)),
-        num_items=one_of(None, None, 17, 2.5, "5", "0") if reduction == "mean" else None,
+        num_items=one_of(None, None, 17, 2.5, "200", "40000", "0") if reduction == "mean" else None,
         loss={
             "reduction": reduction,
             "ignore_index": one_of(-100, -1, 2**40, (vocab_size or vocab) - 1),
@@ -456,7 +459,7 @@ def on_ranks(of_tokens: str = "") -> Callable:
         if averages and arguments["reduction"] == "sum":
             arguments |= {"reduction": "mean", "num_items": float(ranks)}
         elif averages and arguments["num_items"] is not None:
-            arguments["num_items"] = arguments["num_items"] * ranks
+            arguments["num_items"] = float(arguments["num_items"]) * ranks
         return result, case, grad, arguments
 
     return run
@@ -534,7 +537,7 @@ def drawn_call(one_of: Callable, device: str, way: str = "eager") -> Call:
             call = replace(call, num_items=None)
     if way == "DTensors":
         # A mean over each rank's tokens has no meaning.
-        call = replace(call, num_items=one_of(17, 2.5, "5") if loss["reduction"] == "mean" else None)
+        call = replace(call, num_items=one_of(17, 2.5, "200", "40000") if loss["reduction"] == "mean" else None)
         loss["outputs"] = tuple(name for name in loss["outputs"] if name != "accuracy")
     differentiable = [name for name in loss["outputs"] if name in DIFFERENTIABLE_OUTPUTS]
     return replace(

@@ -373,17 +373,3 @@ def test_what_is_wrong_on_all_ranks_of_data_parallel():
     ):
         found = errors_of(2, partial(run, wrong=wrong))
         assert all(message in str(each) for each in found), found
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16], ids=str)
-def test_num_items_in_a_narrow_dtype(dtype):
-    """Times the number of ranks, they would not fit."""
-    case, count = make_case(), 200 if dtype is torch.uint8 else 40000
-
-    def run(rank):
-        mine = part_of(case, parts((50, 51))[rank])
-        parallel, items = VocabParallel(group=dist.group.WORLD, data_parallel=True), torch.tensor(count, dtype=dtype)
-        return linear_cross_entropy(mine.x, mine.weight, mine.target, num_items=items, vocab_parallel=parallel)
-
-    for loss in as_threads(2, run):
-        assert error(loss.detach(), truth(case, num_items=count).loss) < 1e-6
