@@ -35,6 +35,8 @@ VOCABULARIES = {"cpu": (2, 3, 7, 8, 33, 101, 1009, 16383, 16385), "cuda": (7, 10
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 SHAPES = ((), (0,), (1,), (2,), (13,), (3, 5), (2, 3, 4))
 LAYOUTS = ("contiguous", "transposed", "sliced", "offset", "expanded")
+# Twice as much, as ranks of data parallel have it, does not fit the last two.
+ITEMS = {"5": torch.int64, "0": torch.int64, "200": torch.uint8, "40000": torch.float16}
 SPECIAL = {
     "masked columns": float("-inf"),
     "masked target": float("-inf"),
@@ -195,9 +197,7 @@ class Call:
 
         arguments["num_items"] = self.num_items
         if isinstance(self.num_items, str):
-            # In dtypes that do not hold twice as much, as ranks of data parallel have it.
-            dtype = torch.uint8 if int(self.num_items) < 256 else torch.float16
-            arguments["num_items"] = torch.tensor(int(self.num_items), dtype=dtype, device=device)
+            arguments["num_items"] = torch.tensor(int(self.num_items), dtype=ITEMS[self.num_items], device=device)
         if self.token_weights is not None:
             weights = (rand(*tokens) + 0.1).masked_fill(rand(*tokens) < 0.2, 0)
             arguments["token_weights"] = weights.to(device, self.token_weights).masked_fill(ignored, torch.nan)
@@ -287,7 +287,7 @@ def plain_call(one_of: Callable, device: str, vocabularies: tuple[int, ...] = ()
         terms=one_of((), (), tuple(ranks)),
         grad=one_of("one", "power of two", "random", "expanded", "transposed", "zero first"),
         layouts=tuple(one_of(*LAYOUTS) for _ in range(5)),
-        num_items=one_of(None, None, 17, 2.5, "200", "40000", "0") if reduction == "mean" else None,
+        num_items=one_of(None, None, 17, 2.5, *ITEMS) if reduction == "mean" else None,
         loss={
             "reduction": reduction,
             "ignore_index": one_of(-100, -1, 2**40, (vocab_size or vocab) - 1),
@@ -537,7 +537,7 @@ def drawn_call(one_of: Callable, device: str, way: str = "eager") -> Call:
             call = replace(call, num_items=None)
     if way == "DTensors":
         # A mean over each rank's tokens has no meaning.
-        call = replace(call, num_items=one_of(17, 2.5, "200", "40000") if loss["reduction"] == "mean" else None)
+        call = replace(call, num_items=one_of(17, 2.5, "5", "200", "40000") if loss["reduction"] == "mean" else None)
         loss["outputs"] = tuple(name for name in loss["outputs"] if name != "accuracy")
     differentiable = [name for name in loss["outputs"] if name in DIFFERENTIABLE_OUTPUTS]
     return replace(
