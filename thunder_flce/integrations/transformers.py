@@ -133,9 +133,7 @@ class LossTrainerMixin:
             loss = self._inside_wrappers(model, inputs, labels, num_items_in_batch)
             return {} if loss is None else {"loss": loss}
 
-        # What models log once, such as that GPT-2's loss has no type, would break the graph before the loss.
-        ignored = {*torch._dynamo.config.ignore_logger_methods, logging.Logger.warning_once}  # type: ignore[attr-defined]
-        with torch._dynamo.config.patch(ignore_logger_methods=ignored), self._traceable_checkpoints():
+        with _untraced_logs(), self._traceable_checkpoints():
             if self.compute_loss_func is None:
                 # Not compiled: what the Trainer does beside, Dynamo does not trace in each version.
                 loss = super().compute_loss(call, inputs, num_items_in_batch=num_items_in_batch)  # type: ignore[misc]
@@ -249,6 +247,22 @@ class LossTrainerMixin:
             reduction="mean" if num_items_in_batch is None else "sum",
         )
         return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+@contextmanager
+def _untraced_logs() -> Iterator[None]:
+    """Leaves out what models log once, such as that GPT-2's loss has no type: it would break the graph before the loss.
+
+    torch 2.11 cannot write such a setting into its metrics of compilations, and would log an error each time.
+    """
+    ignored = {*torch._dynamo.config.ignore_logger_methods, logging.Logger.warning_once}  # type: ignore[attr-defined]
+    metrics = logging.getLogger("torch._dynamo.metrics_context")
+    before, metrics.disabled = metrics.disabled, True
+    try:
+        with torch._dynamo.config.patch(ignore_logger_methods=ignored):
+            yield
+    finally:
+        metrics.disabled = before
 
 
 @contextmanager
