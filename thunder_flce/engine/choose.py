@@ -53,7 +53,8 @@ TILE = (128, 256)
 FULL_WAVE = 0.8
 # A single chunk spares the sum over chunks. It is considered where its logits need no more memory than this factor
 # times the gradients, which are there anyway, or than these bytes, which a GPU hardly misses (8192 × 32000 × 2048 takes
-# 0.87 of the time of three chunks), and taken where smaller ones are predicted to take this much longer.
+# 0.87 of the time of three chunks), with up to twice `CHUNK_ROWS` tokens than `CHUNK_BYTES`, and taken where smaller
+# ones are predicted to take this much longer.
 ONE_CHUNK, ONE_CHUNK_BYTES = 1.2, 2**29
 WORTH_MEMORY = 1.03
 # On a CPU, the logits of a chunk have so many bytes for each thread, of at least two, and for all of them together. But
@@ -447,7 +448,8 @@ class _Choice:
             plan = min(self._in_16_bits(self._balanced(self._exact_rows)), self._wide(default), key=self._bytes)
         # All tokens, where their logits take little memory.
         one = self._in_16_bits(max(self.tokens, 1))
-        little = max(ONE_CHUNK * call.gradient_bytes, ONE_CHUNK_BYTES)
+        least = CHUNK_BYTES if self.tokens <= 2 * CHUNK_ROWS else ONE_CHUNK_BYTES
+        little = max(ONE_CHUNK * call.gradient_bytes, least)
         is_little = self.row_bytes * self.tokens <= min(little, self.most_by_default)
         if self.common.strategy == GRADIENTS_IN_FORWARD and is_little:
             if seconds(call, plan, self.device) > WORTH_MEMORY * seconds(call, one, self.device):
