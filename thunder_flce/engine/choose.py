@@ -39,6 +39,8 @@ FREQUENT_OF_SEVERAL = 4
 # Chunks of fewer rows leave the matmuls of an H200 memory-bound: each reads all of W, and reads and writes all of dW.
 # On other devices, as many more or fewer, in powers of two, as they compute more or less while they move a byte.
 CHUNK_ROWS = 2048
+# Of a quarter more tokens, halves take 1.14 of the time of one chunk (2304 × 151936 × 896, H200), of half more 1.00.
+ONE_CHUNK_ROWS = CHUNK_ROWS * 5 // 4
 # Unless the user gives a budget, chunks are no larger than this part of the device's memory, as far as dW allows.
 PART_OF_MEMORY = 1 / 20
 # Larger chunks gain nothing where H is large; where it is small, what a chunk costs beside its matmuls (about 0.1 ms)
@@ -53,8 +55,7 @@ TILE = (128, 256)
 FULL_WAVE = 0.8
 # A single chunk spares the sum over chunks. It is considered where its logits need no more memory than this factor
 # times the gradients, which are there anyway, or than these bytes, which a GPU hardly misses (8192 × 32000 × 2048 takes
-# 0.87 of the time of three chunks), with up to twice `CHUNK_ROWS` tokens than `CHUNK_BYTES`, and taken where smaller
-# ones are predicted to take this much longer.
+# 0.87 of the time of three chunks), and taken where smaller ones are predicted to take this much longer.
 ONE_CHUNK, ONE_CHUNK_BYTES = 1.2, 2**29
 WORTH_MEMORY = 1.03
 # On a CPU, the logits of a chunk have so many bytes for each thread, of at least two, and for all of them together. But
@@ -357,7 +358,7 @@ class _Choice:
             threads = max(device.multiprocessors, CPU_FEWEST_THREADS)
             allowed = min(threads * CPU_THREAD_BYTES, CPU_CHUNK_BYTES) // self.row_bytes
             return max(allowed, int(call.hidden * CPU_PART_OF_HIDDEN), self.smallest)
-        least = rows = max(self.compute_bound_rows, CHUNK_ROWS if self.tokens <= CHUNK_ROWS else 0)
+        least = rows = max(self.compute_bound_rows, self.tokens if self.tokens <= ONE_CHUNK_ROWS else 0)
         enough = int(CHUNK_SECONDS * device.matmul_rate / (6 * max(call.hidden, 1) * max(call.vocab, 1)))
         part = -(-self.tokens // (FEWEST_CHUNKS * TILE_ROWS)) * TILE_ROWS
         rows = max(rows, min(enough, CHUNK_BYTES // self.row_bytes, part))
@@ -448,8 +449,7 @@ class _Choice:
             plan = min(self._in_16_bits(self._balanced(self._exact_rows)), self._wide(default), key=self._bytes)
         # All tokens, where their logits take little memory.
         one = self._in_16_bits(max(self.tokens, 1))
-        least = CHUNK_BYTES if self.tokens <= 2 * CHUNK_ROWS else ONE_CHUNK_BYTES
-        little = max(ONE_CHUNK * call.gradient_bytes, least)
+        little = max(ONE_CHUNK * call.gradient_bytes, ONE_CHUNK_BYTES)
         is_little = self.row_bytes * self.tokens <= min(little, self.most_by_default)
         if self.common.strategy == GRADIENTS_IN_FORWARD and is_little:
             if seconds(call, plan, self.device) > WORTH_MEMORY * seconds(call, one, self.device):
