@@ -954,6 +954,9 @@ LOOKALIKES = {
     "row's mean before a softcap": lambda z, y: _of_labels(3 * torch.tanh(_straight_through(z, torch.mean) / 3), y),
     "row's mean before a bias": lambda z, y: (_straight_through(z, torch.mean) + COLUMNS).logsumexp(-1),
     "row's maximum before a softcap": lambda z, y: _of_labels(3 * torch.tanh(_straight_through(z, torch.amax) / 3), y),
+    "row's log-sum-exp before a factor": lambda z, y: (2 * _straight_through(z, torch.logsumexp)).logsumexp(-1),
+    "row's log-sum-exp before a slice": lambda z, y: _straight_through(z, torch.logsumexp)[:, : V - 2].logsumexp(-1),
+    "row less itself at another temperature": lambda z, y: (x := _of_labels(2 * z, y)) - x.detach() + z.logsumexp(-1),
     # Hidden states (H,), and results without dimensions.
     "entropy of one row": lambda z, y: -(z[0].softmax(-1) * z[0].log_softmax(-1)).sum() - z[1].softmax(-1)[3].log(),
     "entr of one row": lambda z, y: torch.special.entr(z[0].softmax(-1)).sum(-1),

@@ -62,6 +62,11 @@ def value(sum_: Poly) -> dict[str, Fraction]:
     return {name: factor for name, factor in total.items() if factor}
 
 
+def atoms(sum_: Poly) -> set[str]:
+    """The names of its atoms, also of one that cancels but for its gradient."""
+    return {atom.name for atom, _ in sum_}
+
+
 def has_grad(sum_: Poly) -> bool:
     """Whether any part of it has a gradient."""
     return any(atom.has_grad for atom, _ in sum_)
@@ -362,7 +367,7 @@ class Row:
     @property
     def is_whole(self) -> bool:
         """Whether a region can return it: it does not hang on the maximum."""
-        return not any(atom.name in ("M", "u") for atom, _ in self.sum)
+        return atoms(self.sum).isdisjoint(("M", "u"))
 
 
 def scaled(number: Any, factor: Fraction | float, call: Callable[..., Any]) -> Any:

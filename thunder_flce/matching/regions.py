@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from thunder_flce.engine.plan import GRADIENTS_IN_FORWARD
-from thunder_flce.matching.algebra import Argmax, Row
+from thunder_flce.matching.algebra import Argmax, Row, atoms
 from thunder_flce.matching.decisions import Decision, NotFused, Reason
 from thunder_flce.matching.interpreter import Interpreter, Result, is_head
 from thunder_flce.matching.parts import Part, parts_of
@@ -121,7 +121,7 @@ def _problem(part: Part, known: Interpreter) -> NotFused | None:
     escapes = [each for each in known.escapes if not part.logits.linears.isdisjoint(each.value.logits.linears)]
     if escapes:
         return min(escapes, key=lambda each: each.user is not None).problem
-    if all({atom.name for atom, _ in each.row.sum} - {"1"} == {"y"} for each in part.rows):
+    if all(atoms(each.row.sum) - {"1"} == {"y"} for each in part.rows):
         return NotFused(Reason.NOT_A_LOG_PROBABILITY, "by gather alone")
     if part.has_grad and not any(each.row.variables for each in part.rows):
         # A region gives them no gradient, which is 0.
@@ -181,8 +181,7 @@ def _escaped(known: Interpreter, parts: Sequence[Part]) -> list[Decision]:
         of, linears = escape.value, escape.value.logits.linears
         if escape.user is None or not told.isdisjoint(linears) or isinstance(of, Row) or not is_head(of.logits):
             continue
-        names = {atom.name for atom, _ in of.sum}
-        is_normalised = "L" in names and (of.of_u == 1 or of.form == "p" or not of.form)
+        is_normalised = "L" in atoms(of.sum) and (of.of_u == 1 or of.form == "p" or not of.form)
         if not is_normalised or not escape.tensor.needs_grad:
             continue
         told |= linears

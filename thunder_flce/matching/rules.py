@@ -28,6 +28,7 @@ from thunder_flce.matching.algebra import (
     Term,
     Value,
     added,
+    atoms,
     has_grad,
     poly,
     value,
@@ -317,7 +318,7 @@ def _pick(of: Class, key: tuple[Any, ...], shape: tuple[Any, ...]) -> Class:
         # To ask adds the guard that there are so many columns in every call.
         is_part = type(columns.stop) is int and columns.stop > 0 and bool(columns.stop <= of.columns)
         kept = columns.stop if is_part else shape[dim]
-        if type(kept) is not int or of.form or value(of.sum) != {"u": 1} or not kept:
+        if type(kept) is not int or not of.is_shifted_logits or of.rest or not kept:
             raise Unknown
         logits = replace(logits, vocab_size=kept)
         shape = (*shape[:dim], kept, *shape[dim + 1 :])
@@ -440,7 +441,7 @@ def _scaled(of: _Scaled, factor: Fraction) -> _Scaled:
         return replace(of, factor=of.factor * factor) if of.is_exp else replace(of, sum=added((factor, of.sum)))
     if of.form == "exp":
         return replace(of, factor=of.factor * factor)
-    is_u_alone = of.is_shifted_logits and set(value(of.rest)) <= {"M", "1"}
+    is_u_alone = of.is_shifted_logits and atoms(of.rest) <= {"M", "1"}
     if not is_u_alone or (factor < 0 and (of.rest or of.logits.softcap is not None)):
         return replace(of, sum=added((factor, of.sum)))
     constant = value(of.rest).get("1", 0)
@@ -570,7 +571,7 @@ def _in_terms_of(row: Row, logits: Logits) -> Row | None:
     if own.softcap is not None or replace(own, scale=logits.scale) != logits:
         return None
     ratio = own.scale / logits.scale
-    if ratio == 1 or not set(value(row.sum)) <= ({"y", "U"} if ratio < 0 else {"y", "U", "M"}):
+    if ratio == 1 or not atoms(row.sum) <= ({"y", "U"} if ratio < 0 else {"y", "U", "M"}):
         return row if ratio == 1 else None
     return replace(row, logits=logits, sum=added((ratio, row.sum)))
 
@@ -854,7 +855,7 @@ def _loss(
     if of.form:
         raise NotFused(Reason.TRANSFORMED_LOGITS, "by softmax" if of.is_probability else "by exp")
     is_nll = op.name == "nll_loss"
-    if is_nll and (value(of.sum) != value(LOG_PROBABILITY) or any(atom.name == "M" for atom, _ in of.sum)):
+    if is_nll and (value(of.sum) != value(LOG_PROBABILITY) or "M" in atoms(of.sum)):
         raise NotFused(Reason.NOT_LOG_PROBABILITIES)
     if not of.is_shifted_logits:
         raise NotFused(Reason.TRANSFORMED_LOGITS, "by a factor after log_softmax")
