@@ -142,6 +142,7 @@ RUNS = {
     "lengths": {},
     "bf16": {"settings": {"bf16": True}},
     "logged warnings": {"model": partial(tiny.model, "Gemma2", num_hidden_layers=0, use_cache=False)},
+    "a decoder in what is not called": {"model": partial(tiny.model, "OPT", ffn_dim=48, word_embed_proj_dim=32)},
     "label smoothing": {"settings": {"label_smoothing_factor": 0.1}},
     "gradient checkpointing": {"settings": CHECKPOINTS, "model": tiny.model},
     "predictions and metrics": {"settings": {"max_steps": 1}, "compute_metrics": accuracy},
@@ -325,6 +326,42 @@ def test_layers(prefix, compile_layers, tmp_path, monkeypatch):
     inputs = collate(tiny.rows(4))
     torch.testing.assert_close(trainer.compute_loss(model, dict(inputs)), model(**inputs).loss)
     assert traced == [compile_layers, False]
+
+
+def test_layers_that_call_themselves(tmp_path):
+    model = tiny.model("Llama")
+
+    def looped(input_ids=None, own=model.model.forward, **given):
+        if input_ids is not None:
+            given["inputs_embeds"] = model.model.embed_tokens(input_ids)
+            given["inputs_embeds"] = model.model(**given).last_hidden_state
+        return own(**given)
+
+    model.model.forward = looped
+    inputs = collate(tiny.rows(4))
+    loss = OurTrainer(model=model, args=arguments(tmp_path)).compute_loss(model, dict(inputs))
+    torch.testing.assert_close(loss, model(**inputs).loss)
+
+
+def test_random_numbers_before_the_layers(tmp_path):
+    """A mask of the inputs that the loss has, too, would be drawn twice; what the loss does not read may be."""
+    model = tiny.model("Llama")
+
+    def masked(input_ids, labels, own=model.forward, is_lost=False, **given):
+        is_masked = torch.rand(input_ids.shape) < 0.5
+        labels = labels if is_lost else labels.masked_fill(~is_masked, -100)
+        return own(input_ids=input_ids.masked_fill(is_masked, 2), labels=labels, **given)
+
+    inputs, losses = collate(tiny.rows(4)), []
+    model.forward = partial(masked, is_lost=True)
+    for trainer_class in (transformers.Trainer, OurTrainer):
+        trainer = trainer_class(model=model, args=arguments(tmp_path))
+        transformers.set_seed(0)
+        losses.append([trainer.compute_loss(model, dict(inputs)).item() for _ in range(2)])
+    assert losses[0] == pytest.approx(losses[1])
+    model.forward = masked
+    with pytest.raises(RuntimeError, match="draws random numbers there, .* set compile_layers = True in the class"):
+        trainer.compute_loss(model, dict(inputs))
 
 
 def test_hooks(tmp_path):

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import get_device_states
 
 from thunder_flce.backend import compile_graph
 from thunder_flce.matching.decisions import NotFusedError, NotFusedWarning
@@ -41,7 +42,8 @@ class LossTrainerMixin:
         NotFusedError: with `strict`, also where the Trainer's training step does not take the compiled loss.
         ValueError: with `compile_layers`, for reentrant gradient checkpointing of a model that needs a hook for it, as
             with peft.
-        RuntimeError: where the layers are not compiled, for a model that calls them twice in a forward.
+        RuntimeError: where the layers are not compiled, for a model that calls them twice in a forward, or draws random
+            numbers before them and for its loss.
     """
 
     backend_options: Mapping[str, Any] = {}
@@ -201,10 +203,13 @@ class LossTrainerMixin:
 
         So the head and the loss are one graph, which the hooks around each sharded layer would break.
         """
-        own = decoder.forward
+        own, before, draws_before = decoder.forward, _random_states(inputs), False
 
         def interrupting(*args: Any, **kwargs: Any) -> NoReturn:
-            raise _Decoded(own(*args, **kwargs))
+            nonlocal draws_before
+            draws_before = _random_states(inputs) != before
+            with _forward_of(decoder, own):  # It may call itself.
+                raise _Decoded(own(*args, **kwargs))
 
         try:
             with _forward_of(decoder, interrupting):
@@ -213,11 +218,17 @@ class LossTrainerMixin:
             self._calls_decoder = False
         except _Decoded as decoded:
             self._decoded.append(decoded.output)
+        before = _random_states(inputs)
         with _forward_of(decoder, self._returning) if self._decoded else nullcontext():
             try:
                 yield
             finally:
                 self._decoded.clear()
+        if draws_before and _random_states(inputs) != before:
+            raise RuntimeError(
+                "LossTrainerMixin runs a forward twice up to the layers, and this model's draws random numbers there, "
+                f"which its loss may need again; {_CURE}"
+            )
 
     def _loss(
         self,
@@ -287,8 +298,11 @@ def _layers_of(model: nn.Module) -> nn.Module | None:
     """What a model of transformers calls for its hidden states; None where that is itself."""
     whole = _without_peft(model)
     found = getattr(whole, "base_model", whole)
-    if found is whole and hasattr(whole, "get_decoder") and not whole.config.is_encoder_decoder:
-        found = whole.get_decoder()  # Gemma 3's base_model is the model itself.
+    if hasattr(whole, "get_decoder") and not whole.config.is_encoder_decoder:
+        decoder = whole.get_decoder()
+        # Gemma 3's base_model is the model itself, and OPT calls the decoder in it.
+        if found is whole or getattr(found, "decoder", None) is decoder:
+            found = decoder
     return None if found is whole else found
 
 
@@ -310,11 +324,18 @@ def _around_sharded(model: nn.Module) -> nn.Module | None:
     return None
 
 
+def _random_states(inputs: Mapping[str, Any]) -> list[bytes]:
+    """Of the generators of the inputs' devices."""
+    return [state.numpy().tobytes() for state in (torch.get_rng_state(), *get_device_states(*inputs.values())[1])]
+
+
+_CURE = "set compile_layers = True in the class or, under FSDP, leave the mixin out"
+
+
 def _once(outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
     if not outputs:
         raise RuntimeError(
-            "LossTrainerMixin runs the layers once a step, and this model's forward calls them again; set "
-            "compile_layers = True in the class or, under FSDP, leave the mixin out"
+            f"LossTrainerMixin runs the layers once a step, and this model's forward calls them again; {_CURE}"
         )
     return outputs.pop()
 
