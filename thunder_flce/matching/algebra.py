@@ -23,6 +23,10 @@ import torch
 from thunder_flce.matching.program import Tensor
 
 
+class Unknown(Exception):
+    """Raised for what cannot be described; says what about the operation, if its name does not."""
+
+
 class Atom(NamedTuple):
     """One of the numbers that sums are made of."""
 
@@ -215,12 +219,16 @@ class Class:
     """Where the classes are in the shape"""
     shape: tuple[Any, ...]
     sum: Poly
-    """a u + r"""
+    """a u + r, each atom either with its gradient or without"""
     form: str = ""
     """"", "exp" for factor * exp(sum), "p" for softmax(u) * sum"""
     factor: Fraction = Fraction(1)
     p_has_grad: bool = True
     """Of the form "p": whether the probability has its gradient"""
+
+    def __post_init__(self) -> None:
+        if len(atoms(self.sum)) < len(self.sum):
+            raise Unknown("with a part that has no gradient")
 
     @property
     def columns(self) -> Any:
@@ -260,7 +268,7 @@ class Class:
 
     @property
     def is_shifted_logits(self) -> bool:
-        """Whether it is u plus something of each row, whatever part of u has a gradient."""
+        """Whether it is u plus something of each row."""
         return self.form == "" and self.of_u == 1
 
     @property

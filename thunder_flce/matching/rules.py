@@ -26,6 +26,7 @@ from thunder_flce.matching.algebra import (
     Row,
     RowStep,
     Term,
+    Unknown,
     Value,
     added,
     atoms,
@@ -54,10 +55,6 @@ from thunder_flce.matching.program import (
 
 if TYPE_CHECKING:
     from thunder_flce.matching.interpreter import Interpreter
-
-
-class Unknown(Exception):
-    """Raised for what cannot be described; says what about the operation, if its name does not."""
 
 
 RULES: dict[str, Callable[..., Any]] = {}
@@ -626,7 +623,7 @@ def _capped(known: "Interpreter", op: Op, input: Class) -> Class:
     """sigmoid(u) is (1 + tanh(u / 2)) / 2."""
     logits = input.logits
     if not input.is_logits or logits.softcap is not None:
-        raise Unknown("after their maximum was subtracted" if "M" in value(input.sum) else "")
+        raise Unknown("after their maximum was subtracted" if "M" in atoms(input.sum) else "")
     if op.name == "tanh":
         return replace(input, logits=replace(logits, softcap=Fraction(1)))
     half = Fraction(1, 2)
@@ -732,11 +729,9 @@ def _summed(of: Class, shape: tuple[Any, ...]) -> Row:
         raise Unknown
     # Σ p u = E. Without p's gradient, that of Σ p u is p, which is L's; without u's, it is what is left of E's.
     expected = poly(E=1) if of.p_has_grad else without_grad(poly(E=1))
-    parts: list[Any] = [(1, of.rest), (of.of_u, expected)]
-    for atom, factor in of.u:
-        own = factor * (atom.has_grad - of.p_has_grad)
-        parts += [(own, poly(L=1)), (-own, without_grad(poly(L=1)))]
-    return Row(of.logits, shape, added(*parts))
+    own, log_sum = of.of_u * (has_grad(of.u) - of.p_has_grad), poly(L=1)
+    of_row = added((1, of.rest), (of.of_u, expected), (own, log_sum), (-own, without_grad(log_sum)))
+    return Row(of.logits, shape, of_row)
 
 
 @rule("entr")
@@ -855,7 +850,7 @@ def _loss(
     if of.form:
         raise NotFused(Reason.TRANSFORMED_LOGITS, "by softmax" if of.is_probability else "by exp")
     is_nll = op.name == "nll_loss"
-    if is_nll and (value(of.sum) != value(LOG_PROBABILITY) or "M" in atoms(of.sum)):
+    if is_nll and value(of.sum) != value(LOG_PROBABILITY):
         raise NotFused(Reason.NOT_LOG_PROBABILITIES)
     if not of.is_shifted_logits:
         raise NotFused(Reason.TRANSFORMED_LOGITS, "by a factor after log_softmax")
