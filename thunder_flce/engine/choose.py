@@ -55,9 +55,9 @@ TILE = (128, 256)
 FULL_WAVE = 0.8
 # A single chunk spares the sum over chunks. It is considered where its logits need no more memory than this factor
 # times the gradients, which are there anyway, or than these bytes, which a GPU hardly misses (8192 × 32000 × 2048 takes
-# 0.87 of the time of three chunks), and taken where smaller ones are predicted to take this much longer.
+# 0.87 of the time of three chunks), and taken where smaller ones are predicted to take this part of its time longer.
 ONE_CHUNK, ONE_CHUNK_BYTES = 1.2, 2**29
-WORTH_MEMORY = 1.03
+WORTH_MEMORY = 0.03
 # On a CPU, the logits of a chunk have so many bytes for each thread, of at least two, and for all of them together. But
 # each chunk reads all of W and adds to all of dW: with fewer rows than this part of H, their traffic takes longer than
 # the logits'. On two cores, 1024 × 128256 × 2048 in float32 takes 13.4, 11.8, 10.5 and 10.3 s with chunks of 64, 128,
@@ -160,27 +160,22 @@ def alternatives(call: Call, plan: Plan, device: Device) -> list[Plan]:
 # Time and memory.
 
 
-def matmul_seconds(call: Call, device: Device, *, again: int = 0) -> float:
-    """The predicted time of logits, dX and dW; of so many tokens, logits are computed `again`."""
+def matmul_seconds(call: Call, device: Device) -> float:
+    """The predicted time of logits, dX and dW."""
     logits = sum(spec.shape[-1] for name, spec in call.tensors.items() if argument(name).role == HIDDEN)
     gradients = sum(_hidden_sizes(call, HIDDEN)) + sum(_hidden_sizes(call, COLUMN))
-    operations = 2.0 * call.vocab * (call.tokens * (logits + gradients) + again * logits)
+    operations = 2.0 * call.vocab * call.tokens * (logits + gradients)
     return operations * SLOWER_MATMULS.get(call.dtype.itemsize, 1.0) / device.matmul_rate
 
 
-def seconds(call: Call, plan: Plan, device: Device) -> float:
-    """The time of forward and backward, only to decide between plans: nothing overlaps, all tokens are computed."""
-    rest = call.tokens - plan.rows_saved(call.tokens)
-    chunks = (rest < call.tokens) + -(-rest // max(plan.chunk_rows, 1))
-    moved = _logits_bytes(call, plan) * call.tokens * (1.0 if plan.strategy == LOSS_ONLY else 3.0)
-    division, columns = 0.0, sum(_hidden_sizes(call, COLUMN))
-    if chunks > 1 and columns:
-        itemsize, is_wide = call.dtype.itemsize, plan.float32_accumulator
-        sums = 2.0 * (chunks - 1) * (4 if is_wide else itemsize) * SUM_PART
-        moved += call.weight_rows * columns * (sums + is_wide * (4 + itemsize))
-        division = DIVISION_SECONDS
-    again = rest if plan.strategy in (SAVE_LOGITS, RECOMPUTE_LOGITS) else 0
-    return matmul_seconds(call, device, again=again) + moved / device.bandwidth + division
+def division_seconds(call: Call, plan: Plan, device: Device) -> float:
+    """The predicted time that chunks cost, beside what all tokens at once would take."""
+    columns, itemsize, is_wide = sum(_hidden_sizes(call, COLUMN)), call.dtype.itemsize, plan.float32_accumulator
+    chunks = -(-call.tokens // plan.chunk_rows)
+    if chunks == 1 or not columns:
+        return 0.0
+    sums = 2.0 * (chunks - 1) * (4 if is_wide else itemsize) * SUM_PART + is_wide * (4 + itemsize)
+    return DIVISION_SECONDS + call.weight_rows * columns * sums / device.bandwidth
 
 
 def temporary_bytes(call: Call, plan: Plan, device: Device | None = None) -> int:
@@ -452,7 +447,9 @@ class _Choice:
         little = max(ONE_CHUNK * call.gradient_bytes, ONE_CHUNK_BYTES)
         is_little = self.row_bytes * self.tokens <= min(little, self.most_by_default)
         if self.common.strategy == GRADIENTS_IN_FORWARD and is_little:
-            if seconds(call, plan, self.device) > WORTH_MEMORY * seconds(call, one, self.device):
+            # Logits are written once, and read and written in place.
+            of_one = matmul_seconds(call, self.device) + 3.0 * self.row_bytes * self.tokens / self.device.bandwidth
+            if division_seconds(call, plan, self.device) > WORTH_MEMORY * of_one:
                 return one
         return plan
 
