@@ -162,6 +162,11 @@ def softcapped_by_a_sigmoid(hidden, weight, labels):
     return _loss(30 * torch.sigmoid(F.linear(hidden, weight).float() / 7.5), labels)
 
 
+def softcapped_by_a_shifted_sigmoid(hidden, weight, labels):
+    """As modded-nanogpt has it since 2025."""
+    return _loss(23 * torch.sigmoid((F.linear(hidden, weight) + 5) / 7.5), labels)
+
+
 def softcapped_and_shifted(hidden, weight, bias, labels):
     logits = 3 * (F.linear(hidden, weight, bias).float() / 3).tanh()
     return F.cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="sum")
@@ -647,6 +652,7 @@ FUSED: tuple[Callable, ...] = (
     softcapped,
     softcapped_in_one_line,
     softcapped_by_a_sigmoid,
+    softcapped_by_a_shifted_sigmoid,
     softcapped_and_shifted,
     matmul_operator,
     torch_matmul,

@@ -622,6 +622,22 @@ def capped_by_a_sigmoid_by_hand(h, w, y, a, m):
 
 
 @expect(IN_FORWARD, thunder=True)
+def shifted_before_a_cap(h, w, y, a, m):
+    """Also with a bias, and of a frozen head."""
+    logits, other = F.linear(h, w, w[:, 0]), F.linear(2 * h, w.detach())
+    capped = 3 * torch.sigmoid((2 * logits - 1) / 5)
+    right = (capped.argmax(-1) == y).sum()
+    return of_rows(capped, y) + (capped.logsumexp(-1) * m).sum() + of_rows(4 * ((other + 3) / 4).tanh(), y), right
+
+
+@expect(Reason.TRANSFORMED_LOGITS, thunder=True)
+def shifted_in_float32(h, w, y, a, m):
+    """A region would add the constant before it rounds the logits to 16 bits."""
+    logits = F.linear(h.bfloat16(), w.bfloat16()).float()
+    return of_rows(23 * torch.sigmoid((logits + 5) / 7.5), y)
+
+
+@expect(IN_FORWARD, thunder=True)
 def sum_of_exp_that_is_a_constant(h, w, y, a, m):
     """Of classes whose probabilities are shifted, beside their loss: e in each row."""
     x = F.linear(h, w).log_softmax(-1)

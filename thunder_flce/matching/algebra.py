@@ -147,7 +147,7 @@ class RowStep:
 
 @dataclass(frozen=True)
 class Logits:
-    """Some rows of softcap * tanh(scale * z), or of scale * z without a softcap; z is a sum of linears.
+    """Some rows of softcap * tanh(scale * z + shift), or of scale * z without a softcap; z is a sum of linears.
 
     Factors are fractions, so that z / 49 * 49 is z.
     """
@@ -159,6 +159,7 @@ class Logits:
     """Whether gradients flow to the bias, which may be added after the terms were detached"""
     scale: Fraction = Fraction(1)
     softcap: Fraction | None = None
+    shift: Fraction = Fraction(0)
     vocab_size: int | None = None
     """The number of columns, where only the first columns of the vocabulary are kept"""
     rows: tuple[RowStep, ...] = ()
@@ -197,7 +198,7 @@ class Logits:
         """What two have in common whose largest is in one place: any increasing function of logits keeps it."""
         terms = tuple(replace(term, has_grad=False) for term in self.terms)
         sign = Fraction(1 if self.scale > 0 else -1)
-        return replace(self, terms=terms, bias_has_grad=False, scale=sign, softcap=None)
+        return replace(self, terms=terms, bias_has_grad=False, scale=sign, softcap=None, shift=Fraction(0))
 
     @property
     def is_linear(self) -> bool:

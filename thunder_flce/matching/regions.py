@@ -240,8 +240,9 @@ def _head(part: Part) -> Any:
     terms = tuple(
         (term.weight, term.weight_dims, term.factor, term.has_grad, term.input.needs_grad) for term in logits.terms
     )
-    bias = (logits.bias, logits.bias_has_grad, logits.scale, logits.softcap, logits.vocab_size, str(logits.group))
-    return terms, bias, part.class_weight, part.ignore_index, part.has_grad, logits.dtype
+    bias = (logits.bias, logits.bias_has_grad, logits.shift)
+    of_logits = (logits.scale, logits.softcap, logits.vocab_size, str(logits.group))
+    return terms, bias, of_logits, part.class_weight, part.ignore_index, part.has_grad, logits.dtype
 
 
 def _with_sum(parts: list[Part], known: Interpreter, options: Options) -> Region:

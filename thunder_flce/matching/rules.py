@@ -621,14 +621,17 @@ def _sum_of_linears(known: "Interpreter", a: Class, b: Class, op: Op) -> Class:
 @rule("tanh", "sigmoid")
 def _capped(known: "Interpreter", op: Op, input: Class) -> Class:
     """sigmoid(u) is (1 + tanh(u / 2)) / 2."""
-    logits = input.logits
-    if not input.is_logits or logits.softcap is not None:
+    logits, shift = input.logits, value(input.rest).get("1", Fraction(0))
+    if not input.is_shifted_logits or not atoms(input.rest) <= {"1"} or logits.softcap is not None:
         raise Unknown("after their maximum was subtracted" if "M" in atoms(input.sum) else "")
+    if shift and (op.operands[0].dtype != logits.dtype or logits.group is not None):
+        # A region adds it in the linear's dtype, and ranks have parts of the vocabulary.
+        raise Unknown("after a constant was added")
     if op.name == "tanh":
-        return replace(input, logits=replace(logits, softcap=Fraction(1)))
+        return replace(input, logits=replace(logits, softcap=Fraction(1), shift=shift), sum=input.u)
     half = Fraction(1, 2)
-    logits = replace(logits, scale=half * logits.scale, softcap=half)
-    return replace(input, logits=logits, sum=added((1, input.sum), (half, ONE)))
+    logits = replace(logits, scale=half * logits.scale, shift=half * shift, softcap=half)
+    return replace(input, logits=logits, sum=added((1, input.u), (half, ONE)))
 
 
 @rule("exp")
@@ -877,7 +880,8 @@ def _check_class_weights(weight: Tensor, logits: Logits) -> None:
 
 
 def has_float_factors(logits: Logits) -> bool:
-    """Whether scale, softcap and the factors of the terms, which may be products, are in the range of floats."""
+    """Whether scale, softcap, shift and the factors of the terms, which may be products, are in the range of floats."""
     softcap = Fraction(1) if logits.softcap is None else logits.softcap
     factors = (softcap, logits.scale * softcap, *(term.factor for term in logits.terms))
-    return all(float_info.min <= abs(factor) <= float_info.max for factor in factors)
+    are_floats = all(float_info.min <= abs(factor) <= float_info.max for factor in factors)
+    return are_floats and abs(logits.shift / logits.scale) <= float_info.max

@@ -199,7 +199,13 @@ class _Writing:
         bias, logits = self._logits.bias, self._logits
         if bias is not None and logits.has_grad and not logits.bias_has_grad:
             bias = self._call(torch.detach, bias)
-        return bias if bias is None or bias.ndim == 1 else self._call(torch.flatten, bias)
+        if bias is not None and bias.ndim > 1:
+            bias = self._call(torch.flatten, bias)
+        if not logits.shift:
+            return bias
+        size, number = (logits.terms[0].columns,), float(logits.shift / logits.scale)
+        shift = self._call(torch.full, size, number, dtype=logits.dtype, device=logits.terms[0].weight.device)
+        return shift if bias is None else self._call(torch.add, bias, shift)
 
     # What the region computes.
 
