@@ -33,8 +33,6 @@ try:
     )
     from thunder.distributed import get_skip_data_parallel_grad_sync
     from thunder.distributed.tensor_parallel.common import TensorParallelLayerType, TransformForTensorParallel
-    from thunder.distributed.transforms.ddp_v2 import DDPTransform
-    from thunder.distributed.transforms.fsdp_v2 import FSDPTransform
     from thunder.dynamo.compiler import ThunderCompiler, ThunderFXCompiledObject
     from thunder.executors.nvfuserex import nvfuser_available
     from thunder.torch import _torch_to_thunder_function_map as torch_to_thunder_functions
