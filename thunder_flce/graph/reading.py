@@ -33,9 +33,6 @@ def read(trace: TraceCtx) -> Program:
         if bsym.sym.id == prims.PrimIDs.RETURN:
             results = [of(each) for each in tree_flatten((bsym.args, bsym.kwargs))[0] if isinstance(each, TensorProxy)]
             continue
-        outs = {out.name for out in bsym.flat_proxy_outs}
-        if outs and outs <= {arg.name for arg in bsym.flat_proxy_args}:
-            continue  # Returns its argument, such as a reshape to the same shape.
         args, kwargs = tree_map(of, (tuple(bsym.args), dict(bsym.kwargs)))
         name, output = bsym.sym.name, tree_map(of, bsym.output)
         if name == "nll_loss":
