@@ -27,11 +27,6 @@ from thunder_flce.operation.call import Call, named_tensors, operand_names
 from thunder_flce.options import Options
 from thunder_flce.vocab_parallel import as_literal
 
-_FUNCTIONS: dict[Any, Callable] = {
-    operator.getitem: ltorch.getitem, torch.Tensor.to: ltorch.to, torch.Tensor.expand: ltorch.expand,
-    torch.detach: ltorch.detach, torch.where: ltorch.where,
-}  # fmt: skip
-
 
 def write_regions(
     trace: TraceCtx, regions: Sequence[Region], known: Interpreter, *, options: Options
@@ -113,7 +108,7 @@ class _Writer:
         """The result of a function of PyTorch's."""
         needs_grad = function is not torch.detach and any(each.needs_grad for each in tensors_in((args, kwargs)))
         args, kwargs = tree_map(self._argument, (args, kwargs))
-        function = _FUNCTIONS.get(function) or torch_to_thunder_functions[function]
+        function = ltorch.getitem if function is operator.getitem else torch_to_thunder_functions[function]
         return tensor_of(function(*args, **kwargs), needs_grad=needs_grad)
 
     def _argument(self, given: Any) -> Any:
