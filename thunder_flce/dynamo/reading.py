@@ -73,7 +73,7 @@ class _Reader:
             if node.target is torch._C._set_grad_enabled:
                 self._grad_mode = bool(node.args[0])
             elif node.op == "output":
-                returned = map_arg(node.args[0], self._of)
+                returned = map_arg(node.args[0], self._values.__getitem__)
                 if inside is None:
                     self.results = [each for each in tree_flatten(returned)[0] if isinstance(each, Tensor)]
                 return returned
@@ -87,15 +87,10 @@ class _Reader:
                 self._add(node, inside)
         return None
 
-    def _of(self, node: Node) -> Any:
-        if node not in self._values:
-            value = value_of(node)
-            self._values[node] = tree_map(lambda each: _tensor(each, node), value)
-        return self._values[node]
-
     def _read_checkpoint(self, gm: GraphModule, node: Node, inside: Node | None) -> None:
         body, (_, *operands) = body_of(gm, node), node.args
-        arguments = dict(zip(body.graph.find_nodes(op="placeholder"), map_arg(tuple(operands), self._of), strict=True))
+        given = map_arg(tuple(operands), self._values.__getitem__)
+        arguments = dict(zip(body.graph.find_nodes(op="placeholder"), given, strict=True))
         self._values[node] = self.read(body, arguments, inside or node)
         # The results of the node are the tensors of the body, which outside of it have nodes of their own.
         for user in node.users:
@@ -113,7 +108,7 @@ class _Reader:
             self._values[node] = value
             return
         if node.target is operator.getitem and isinstance(value_of(node.args[0]), tuple | list):  # type: ignore[arg-type]
-            self._values[node] = self._of(node.args[0])[node.args[1]]  # type: ignore[arg-type]
+            self._values[node] = self._values[node.args[0]][node.args[1]]  # type: ignore[index]
             if isinstance(self._values[node], Tensor):
                 self._values[node].handle = node
             return
@@ -130,7 +125,7 @@ class _Reader:
             is_product, is_of_labels = name in LINEARS, not labels or not value_of(labels).is_floating_point()
             if is_of_labels and (value.dtype.itemsize == 2 or not is_product):
                 self._write_casts(node, value.dtype, inside)
-        args, kwargs = map_arg((tuple(node.args), dict(node.kwargs)), self._of)
+        args, kwargs = map_arg((tuple(node.args), dict(node.kwargs)), self._values.__getitem__)
         if node.target is getattr:
             args = args[:1]
         if name == "where" and node.op == "call_method":
@@ -146,7 +141,7 @@ class _Reader:
         if not self._grad_mode:
             for tensor, out in zip(tensors_in(output), outs, strict=True):
                 tensor.needs_grad = out.requires_grad and _has_grad_fn(out)
-        writes = tuple(dict.fromkeys(self._of(each) for each in written))
+        writes = tuple(dict.fromkeys(self._values[each] for each in written))
         self.ops.append(
             Op(
                 NAMES.get(name, name),
