@@ -146,7 +146,7 @@ class _Graph:
         """Erases operations that nothing needs any more; sizes that are read of them are read elsewhere."""
         for op in reversed(ops):
             node = op.handle
-            if op.inside is not None or node.op in ("placeholder", "get_attr"):
+            if op.inside is not None:
                 continue
             for user in _readers_of_parts(node)[::-1]:
                 if isinstance(value_of(user), torch.SymInt) and user.users:
