@@ -220,13 +220,10 @@ class _Search:
             mask = recorder.add_input(torch.bool)
             tensor = part.logits.terms[0].input
             part.inputs[mask] = TokenInput(tensor, op.output.shape, op.position, slices=slices, is_mask=True)
+        handle = handle if op.output.needs_grad else recorder.detached(handle)
         picked = recorder.write("where", (mask, handle, 0.0), {})
-        self._whole[picked] = handle = self._whole.get(handle, handle)
-        if op.output.needs_grad:
-            return picked
-        detached = recorder.detached(picked)
-        self._whole[detached] = recorder.detached(handle)
-        return detached
+        self._whole[picked] = self._whole.get(handle, handle)
+        return picked
 
     def scalars(self) -> Iterator[Tensor]:
         """The scalars through which alone gradients come to the sources, in order."""
