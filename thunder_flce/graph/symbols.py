@@ -192,10 +192,8 @@ def add_region(
 ) -> tuple[tuple[TensorProxy, ...], PlannedRegion]:
     """Adds a region to a trace, with its plan; returns its loss and outputs, and how it runs."""
     planned = _planned(call, vocab_parallel, options)
-    settings, tensors = calls.settings_of_call(*planned), dict(call.tensors)
-    if not settings.finishes_in_forward and tensors.pop("expected_gradient", None) is not None:
-        settings = replace(settings, names=tuple(tensors))
-    return flce_linear_cross_entropy(tuple(tensors.values()), **settings.values), planned
+    settings = calls.settings_of_call(*planned)
+    return flce_linear_cross_entropy(tuple(call.tensors.values()), **settings.values), planned
 
 
 def is_region(bsym: BoundSymbol) -> bool:
