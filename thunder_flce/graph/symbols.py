@@ -204,8 +204,6 @@ def is_region(bsym: BoundSymbol) -> bool:
 # The user's call.
 
 _SIGNATURE = inspect.signature(functional.linear_cross_entropy)
-# Of the settings: None says that there is none.
-_MAY_BE_NONE = {name for name, each in _SIGNATURE.parameters.items() if each.default is None}
 
 
 def linear_cross_entropy(
@@ -213,20 +211,22 @@ def linear_cross_entropy(
 ) -> TensorProxy | tuple[TensorProxy, ...]:
     """`functional.linear_cross_entropy` in a trace: a region. `vocab_parallel` is a `VocabParallel` by `as_literal`."""
     try:
-        given = dict(_SIGNATURE.bind(input, linear_weight, target, **arguments).arguments)
+        bound = _SIGNATURE.bind(input, linear_weight, target, **arguments)
     except TypeError as error:
         raise TypeError(f"linear_cross_entropy() {error}") from error
-    if given.pop("options", None) is not None:
+    bound.apply_defaults()
+    given = dict(bound.arguments)
+    if given.pop("options") is not None:
         raise ValueError("options is for eager calls; inside thunder.jit, give them to thunder_flce.jit")
     data, dtype = get_compile_data(), None
     if data is not None and isinstance(input, TensorProxy):
         dtype = data.autocast_stack.get_dtype_for_device_if_enabled(input.device.type)
     for name in ("input", "linear_weight", "linear_bias", "terms"):
-        if dtype is not None and given.get(name) is not None:
+        if dtype is not None and given[name] is not None:
             given[name] = tree_map(lambda each: maybe_downcast_to(dtypes.to_dtype(dtype), (each,))[0], given[name])
     settings = {each.name: plain(given[each.name]) for each in fields(Loss) if each.name in given}
-    loss = Loss(**{name: value for name, value in settings.items() if value is not None or name not in _MAY_BE_NONE})
-    vocab_parallel = given.get("vocab_parallel")
+    loss = Loss(**settings | {"token_loss": settings["token_loss"] or ""})
+    vocab_parallel = given["vocab_parallel"]
     if vocab_parallel is None and is_static(*tree_flatten(given)[0]):
         check_call(given, loss=loss)
     call = Call(tensors=named_tensors(given), loss=loss)
