@@ -243,37 +243,31 @@ class _Graph:
         placeholders = traced.graph.find_nodes(op="placeholder")
         inlined: dict[Node, Any] = dict(zip(placeholders[len(starts) :], others, strict=True))
         (output,) = traced.graph.find_nodes(op="output")
+        needed = set(output.args[0])
+        for node in reversed(traced.graph.nodes):
+            if node in needed and not isinstance(node.meta.get("val"), torch.SymInt):
+                needed.update(node.all_input_nodes)
         with self._graph.inserting_before(self._end):
-            return [self._inlined(each, inlined, set(placeholders[: len(starts)])) for each in output.args[0]]
+            for node in traced.graph.nodes:
+                if node in needed and node not in inlined:
+                    inlined[node] = self._inlined(node, inlined, traced)
+            return [self._made(inlined[each], each.meta["val"]) for each in output.args[0]]
 
-    def _inlined(self, result: Node, inlined: dict[Node, Any], rows: set[Node]) -> Tensor:
-        """Adds what a node of a derivative's graph needs."""
-        needed, waiting = set(), [result]
-        while waiting:
-            node = waiting.pop()
-            if node in inlined or node in needed:
-                continue
-            if isinstance(node.meta.get("val"), torch.SymInt):
-                inlined[node] = self._size(node.meta["val"])
-                continue
-            if node in rows:
-                # The derivative of something linear is the same at 0.
-                rows_of = node.meta["val"]
-                zeros = self.call(torch.zeros, tuple(rows_of.shape), dtype=rows_of.dtype, device=rows_of.device)
-                inlined[node] = zeros.handle
-                continue
-            needed.add(node)
-            waiting += node.all_input_nodes
-        for node in result.graph.nodes:
-            if node in needed:
-                inlined[node] = self._graph.node_copy(node, lambda each: inlined[each])
-                inlined[node].meta = {"example_value": node.meta.get("val")}
-                if node.op == "get_attr":
-                    # A constant of the derivative's own.
-                    name = f"{result.name}_{node.target}_{len(self._positions)}"
-                    setattr(self._gm, name, getattr(result.graph.owning_module, str(node.target)))
-                    inlined[node].target = name
-        return self._made(inlined[result], result.meta["val"])
+    def _inlined(self, node: Node, inlined: dict[Node, Any], traced: GraphModule) -> Any:
+        """What stands here for a node of a derivative's graph."""
+        value: Any = node.meta.get("val")
+        if isinstance(value, torch.SymInt):
+            return self._size(value)
+        if node.op == "placeholder":
+            # Rows: the derivative of something linear is the same at 0.
+            return self.call(torch.zeros, tuple(value.shape), dtype=value.dtype, device=value.device).handle
+        copy = self._graph.node_copy(node, inlined.__getitem__)
+        copy.meta = {"example_value": value}
+        if node.op == "get_attr":
+            # A constant of the derivative's own.
+            copy.target = f"weights_{copy.name}"
+            setattr(self._gm, copy.target, getattr(traced, str(node.target)))
+        return copy
 
     def region(self, call: Call, group: Any) -> tuple[list[Tensor], PlannedRegion]:
         """See `Writer`: the operator, which makes its plan when it runs."""
