@@ -1,7 +1,7 @@
 """From the tensors of a call, by name, to one that is checked and planned, and runs.
 
-What was found out about a call is kept for all that differ from it in the number of tokens alone: they are not checked
-again, and planned again for each number as far as plans depend on it (`operators.planned_tokens`).
+What was found out about a call is kept for all that differ from it in the number of tokens alone, as far as plans do not
+depend on that (`operators.planned_tokens`): these are neither checked nor planned again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,9 +26,8 @@ if TYPE_CHECKING:
 
 
 _known: dict[Any, Settings] = {}
-"""Of direct calls, by what those have in common that run alike, and the number of tokens that their plan is for"""
-_checked: dict[Any, Loss] = {}
-"""What has been checked, for any number of tokens. The address of the loss is in the key, so that it has to live."""
+"""Of direct calls, by what those have in common that run alike, and the number of tokens that their plan is for. The
+address of the loss is in the key; the settings keep it alive."""
 _MOST_KNOWN = 4096
 
 
@@ -47,32 +46,25 @@ def run(
     """
     tensors = with_tensors(arguments)
     # Inside of transforms of torch.func, a tensor does not say whether an outer one needs its gradient.
-    kind = key = settings = None
-    if not torch._C._are_functorch_transforms_active():
-        kind = _kind(tensors)
-    if kind is not None:
+    key = None if torch._C._are_functorch_transforms_active() else _kind(tensors)
+    if key is not None:
         # A loss that is equal may have a number of another type, which is to be checked.
-        kind = (kind, id(loss), options, ranks, torch.is_grad_enabled())
-        key = (kind, planned_tokens(tensors["input"].shape[:-1].numel()))
-        try:
-            settings = _known.get(key)
-        except TypeError:  # Not hashable: the checks say what is wrong.
-            kind = key = None
+        key = (key, id(loss), options, ranks, torch.is_grad_enabled())
+    settings = _known.get(key)
     runs_directly = settings is not None
     if settings is None:
-        settings = _prepared(tensors, loss, options, ranks=ranks, is_checked=kind in _checked)
+        settings = _prepared(tensors, loss, options, ranks=ranks)
         runs_directly = settings.options is None and all(map(is_direct, tensors.values()))
-        if kind is not None and runs_directly:
+        if key is not None and runs_directly:
             if len(_known) >= _MOST_KNOWN:
                 _known.clear()
-                _checked.clear()
-            _known[key], _checked[kind] = settings, loss
+            _known[key] = settings
     runs_directly = runs_directly and not is_watched()
     return differentiable_forward(settings, [*tensors.values()], is_direct=runs_directly)[: 1 + len(loss.outputs)]
 
 
 def _kind(tensors: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    """What tensors have in common that differ in their number of tokens alone.
+    """What tensors have in common that differ in their number of tokens alone, but are planned for the same number.
 
     None where something is no tensor, of a class of its own, or of other tokens than the input.
     """
@@ -80,7 +72,8 @@ def _kind(tensors: Mapping[str, Any]) -> tuple[Any, ...] | None:
     if input is None or type(input) not in PLAIN:
         return None
     names, dimensions = tuple(tensors), input.ndim - 1
-    tokens, found = input.shape[:dimensions], [names, dimensions]
+    tokens = input.shape[:dimensions]
+    found = [names, dimensions, planned_tokens(tokens.numel())]
     for value, is_of_tokens in zip(tensors.values(), are_of_tokens(names), strict=True):
         if type(value) not in PLAIN:
             return None
@@ -94,11 +87,11 @@ def _kind(tensors: Mapping[str, Any]) -> tuple[Any, ...] | None:
 
 
 def _prepared(
-    tensors: Mapping[str, Any], loss: Loss, options: Options, *, ranks: "Agreement | str | None", is_checked: bool
+    tensors: Mapping[str, Any], loss: Loss, options: Options, *, ranks: "Agreement | str | None"
 ) -> Settings:
-    """Plans a call, and checks it unless such ones have been checked."""
+    """Checks and plans a call."""
     literal, agreement = (ranks, None) if isinstance(ranks, str) else (None, ranks)
-    if literal is None and not is_checked:  # Otherwise ranks agree, and check the call, when the operator runs.
+    if literal is None:  # Otherwise ranks agree, and check the call, when the operator runs.
         vocab = None if agreement is None else agreement.weight_rows
         check_call(tensors, loss=loss, vocab=vocab)
     shard, device = (None, None) if agreement is None else (agreement.shard, agreement.device)
