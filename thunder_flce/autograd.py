@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.utils import unwrap_dead_wrappers
 
 from thunder_flce import operators
 from thunder_flce.engine.kernels.scaling import factor_of, graph_is_kept, scaled_gradients
@@ -34,10 +33,9 @@ def differentiable_forward(settings: Settings, tensors: Sequence[Tensor], *, is_
         return _TransformedLinearCrossEntropy.apply(settings, *tensors)
     if settings.needs_grad:
         return _LinearCrossEntropy.apply(settings, is_direct, *tensors)
-    # Tensors that have left their transform have no memory of their own. An autograd function unwraps them, too.
     # A teacher's weight, which gets no gradient, may require one.
     with torch.no_grad():
-        return _run(settings, is_direct, unwrap_dead_wrappers(tuple(tensors)))
+        return _run(settings, is_direct, tensors)
 
 
 def _run(settings: Settings, is_direct: bool, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -178,9 +176,6 @@ def _autograd_kernel(tensors: list[Tensor], settings: str) -> list[Tensor]:
         needed = [name for name, each in operands.items() if each.requires_grad and name != "teacher_weight"]
     if not needed:
         with torch._C._AutoDispatchBelowAutograd():
-            # In a compiled program, where to go through the dispatcher again would take the host time for nothing.
-            if all(map(operators.is_direct, tensors)) and not operators.is_watched():
-                return operators.run_forward(tensors, settings)
             return torch.ops.thunder_flce.linear_cross_entropy(tensors, settings)
     for name in needed:
         if name not in known.needs_grad:
