@@ -297,8 +297,7 @@ PLAIN = (Tensor, torch.nn.Parameter)
 
 def is_direct(tensor: Tensor) -> bool:
     """Whether the engine may run on a tensor without the dispatcher, unless something listens to that."""
-    is_plain = type(tensor) in PLAIN and not torch._is_functional_tensor(tensor)
-    return is_plain and not tensor.is_meta and not tensor.is_neg()
+    return type(tensor) in PLAIN and not tensor.is_meta and not tensor.is_neg()
 
 
 def is_watched() -> bool:
