@@ -5,8 +5,8 @@ depend on that (`operators.planned_tokens`): these are neither checked nor plann
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
-from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +19,7 @@ from thunder_flce.operation.call import Call, are_of_tokens, operand_names
 from thunder_flce.operation.checks import check_call, check_scalar
 from thunder_flce.operation.loss import Loss
 from thunder_flce.operators import PLAIN, Settings, is_direct, is_traced, is_watched, plan_for, planned_tokens
-from thunder_flce.options import Options
+from thunder_flce.options import Options, plain
 
 if TYPE_CHECKING:
     from thunder_flce.vocab_parallel import Agreement
@@ -121,8 +121,7 @@ def unplanned(call: Call, options: Options, *, vocab_parallel: str | None = None
             "which has to know how many columns of the logits this rank saves"
         )
     if strategy != LOSS_ONLY:
-        given = {name: plain(value) for name, value in options.non_defaults().items()}
-        options = Options(**given | {"strategy": strategy})
+        options = replace(options, strategy=strategy)
     plan = Plan(strategy=strategy, float32_logits=options.has_float32_logits(call.dtype))
     return settings_of_call(call, plan, options=options, vocab_parallel=vocab_parallel)
 
@@ -179,12 +178,3 @@ def autocast(operands: tuple[Any, ...]) -> tuple[Any, ...]:
         return operand.to(dtype) if is_cast else operand
 
     return cast(operands)
-
-
-def plain(number: Any) -> Any:
-    """A number as Python's own, which the operator's settings need: it may be NumPy's, or a compiler's symbol."""
-    if number is None or type(number) in (int, float, bool):
-        return number
-    if isinstance(number, Integral | torch.SymInt):
-        return int(number)
-    return float(number) if isinstance(number, Real | torch.SymFloat) else number

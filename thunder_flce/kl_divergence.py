@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from thunder_flce.calls import autocast, loss_of, plain, run
+from thunder_flce.calls import autocast, loss_of, run
 from thunder_flce.functional import one_call
 from thunder_flce.operation.call import named_tensors
 from thunder_flce.operation.divergence import Divergence
 from thunder_flce.operation.loss import NOTHING_IGNORED
-from thunder_flce.options import Options, as_options
+from thunder_flce.options import Options, as_options, plain
 
 _NO_THUNDER = "linear_kl_divergence does not run inside thunder.jit: call it outside, or compile with torch.compile"
 _NO_TRANSFORMS = "linear_kl_divergence has no transforms of torch.func: call backward, or torch.autograd.grad"

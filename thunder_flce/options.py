@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, fields
+from numbers import Integral, Real
 from typing import Any, TypeGuard, cast
 
 import torch
@@ -22,13 +23,19 @@ def as_options(options: "Options | tuple[Any, ...] | None") -> "Options":
     if options is None:
         return _DEFAULTS
     if isinstance(options, tuple) and options[:1] == (FIELDS,):
-        # To make a number of a symbol adds a guard: another one compiles anew.
-        kinds = {torch.SymInt: int, torch.SymFloat: float}
-        values = [kinds[type(each)](each) if type(each) in kinds else each for each in options]
-        return Options(**dict(zip(OPTIONS, values[1:], strict=True)))
+        return Options(**dict(zip(OPTIONS, map(plain, options[1:]), strict=True)))
     if not isinstance(options, Options):
         raise TypeError(f"options must be thunder_flce.Options or None, but got {type(options).__name__}")
     return options
+
+
+def plain(number: Any) -> Any:
+    """A number as Python's own, where it may be NumPy's, or a compiler's symbol, of which another one compiles anew."""
+    if number is None or type(number) in (int, float, bool):
+        return number
+    if isinstance(number, Integral | torch.SymInt):
+        return int(number)
+    return float(number) if isinstance(number, Real | torch.SymFloat) else number
 
 
 class PlainValues:
