@@ -1,7 +1,7 @@
 """From the tensors of a call, by name, to one that is checked and planned, and runs.
 
-What was found out about a call is kept for all that differ from it in the number of tokens alone, as far as plans do not
-depend on that (`operators.planned_tokens`): these are neither checked nor planned again.
+What was found out about a call is kept for all that differ from it in the number of tokens alone, as far as plans do
+not depend on that (`operators.planned_tokens`): these are neither checked nor planned again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -86,9 +86,7 @@ def _kind(tensors: Mapping[str, Any]) -> tuple[Any, ...] | None:
     return tuple(found)
 
 
-def _prepared(
-    tensors: Mapping[str, Any], loss: Loss, options: Options, *, ranks: "Agreement | str | None"
-) -> Settings:
+def _prepared(tensors: Mapping[str, Any], loss: Loss, options: Options, *, ranks: "Agreement | str | None") -> Settings:
     """Checks and plans a call."""
     literal, agreement = (ranks, None) if isinstance(ranks, str) else (None, ranks)
     if literal is None:  # Otherwise ranks agree, and check the call, when the operator runs.

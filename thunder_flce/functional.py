@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from thunder_flce.calls import autocast, loss_of, run
-from thunder_flce.importing import dynamo_is_at_work, when_imported
+from thunder_flce.importing import when_imported, without_dynamo
 from thunder_flce.operation.call import named_tensors
 from thunder_flce.options import FIELDS, OPTIONS, Options, as_options
 from thunder_flce.ranks import run_on_ranks
@@ -24,14 +24,8 @@ def one_call(function: Callable[..., Any]) -> Callable[..., Any]:
 
     The graph breaks around DTensors, and where ranks tell each other how many tokens they have.
     """
-    eager = function
-
-    def register() -> None:
-        nonlocal eager
-        torch.compiler.allow_in_graph(function)
-        eager = torch.compiler.disable(function, reason=ONLY_EAGER)
-
-    when_imported("torch._dynamo", register)
+    eager = without_dynamo(function, ONLY_EAGER)
+    when_imported("torch._dynamo", lambda: torch.compiler.allow_in_graph(function))
 
     # Dynamo looks into this wrapper, and sees one call of `function` in it.
     @functools.wraps(function)
@@ -41,7 +35,7 @@ def one_call(function: Callable[..., Any]) -> Callable[..., Any]:
             if callable(kwargs["token_loss"]):
                 kwargs["token_loss"] = token_loss_of(kwargs["token_loss"], kwargs.get("token_inputs", ()))
         if not torch.compiler.is_dynamo_compiling():
-            return (eager if dynamo_is_at_work() else function)(*args, **kwargs)
+            return eager(*args, **kwargs)
         parallel = kwargs.get("vocab_parallel")
         if has_dtensor((*args, *kwargs.values())) or getattr(parallel, "data_parallel", False):
             return eager(*args, **kwargs)

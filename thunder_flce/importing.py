@@ -8,7 +8,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
+import torch
 
 
 def when_imported(
@@ -21,9 +21,16 @@ def when_imported(
         sys.meta_path.insert(0, _Finder(name, then, within))
 
 
-def dynamo_is_at_work() -> bool:
-    """Whether Dynamo would look into what runs: inside of a compiled program, after a break of its graph."""
-    return get_eval_frame_callback() is not None
+def without_dynamo(function: Callable[..., Any], reason: str | None = None) -> Callable[..., Any]:
+    """A function into which Dynamo does not look: `torch.compiler.disable`, which would import Dynamo, once it is."""
+    called = function
+
+    def disable() -> None:
+        nonlocal called
+        called = torch.compiler.disable(function, reason=reason)
+
+    when_imported("torch._dynamo", disable)
+    return lambda *args, **kwargs: called(*args, **kwargs)
 
 
 class _Finder(MetaPathFinder):

@@ -27,11 +27,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakIdRef
 
-from thunder_flce.importing import dynamo_is_at_work
+from thunder_flce.importing import without_dynamo
 
 VARIABLES = ("log_prob", "entropy", "log_sum_exp", "mean_logit")
 """What is known of a row, and has a gradient: outputs of `loss.OUTPUTS`."""
@@ -86,6 +85,7 @@ def called(function: Callable[..., Any], arguments: Mapping[str, Any], by_name: 
 _TEXTS: dict[Any, TokenLoss] = {}
 
 
+@without_dynamo
 def written(function: Callable[..., Any], input_dtypes: Sequence[torch.dtype]) -> TokenLoss:
     """The text of a function of (log_prob, entropy, *inputs), and of log_sum_exp where it has that argument.
 
@@ -95,10 +95,6 @@ def written(function: Callable[..., Any], input_dtypes: Sequence[torch.dtype]) -
     Raises:
         TypeError: where it takes other arguments, or does what is no operation on single tokens.
     """
-    return (_without_dynamo if dynamo_is_at_work() else _written)(function, input_dtypes)
-
-
-def _written(function: Callable[..., Any], input_dtypes: Sequence[torch.dtype]) -> TokenLoss:
     try:
         key = (*input_dtypes, _state(function, ()))
     except (ValueError, RuntimeError):
@@ -112,9 +108,6 @@ def _written(function: Callable[..., Any], input_dtypes: Sequence[torch.dtype]) 
     if len(_TEXTS) >= 256:
         _TEXTS.clear()
     return text if key is None else _TEXTS.setdefault(key, text)
-
-
-_without_dynamo = _disable_dynamo(_written)
 
 
 def _traced(function: Callable[..., Any], dtypes: Sequence[torch.dtype]) -> TokenLoss:
