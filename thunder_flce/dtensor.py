@@ -114,6 +114,7 @@ def run_divided(tensors: Mapping[str, Any], loss: Loss, options: Options) -> tup
 
     results = run({name: part(name, value) for name, value in tensors.items()}, loss, options, ranks=agreement)
     is_whole = all(isinstance(placement, Replicate) for placement in of_tokens)
+    of_sums = tuple(Partial() if at in summed else Replicate() for at in range(mesh.ndim))
     shape = input.shape[:-1]
     strides = tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
 
@@ -123,9 +124,7 @@ def run_divided(tensors: Mapping[str, Any], loss: Loss, options: Options) -> tup
             return result if is_whole else DTensor.from_local(
                 result, mesh, of_tokens, run_check=False, shape=shape, stride=strides
             )  # fmt: skip
-        for at in summed:
-            result = _Sum.apply(result, mesh.get_group(at))
-        return result
+        return DTensor.from_local(result, mesh, of_sums, run_check=False).full_tensor() if summed else result
 
     return tuple(map(result_of_all, results))
 
@@ -149,20 +148,6 @@ def _tokens_part(
     elif tensor.device_mesh != mesh:
         raise ValueError(f"{name} must be on input's mesh, {mesh}, but is on {tensor.device_mesh}")
     return _local(tensor, of_tokens)
-
-
-class _Sum(torch.autograd.Function):
-    """The sum over ranks of a number, whose upstream gradient all of them have."""
-
-    @staticmethod
-    def forward(ctx: Any, number: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total = number.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
 
 
 class _Arrival(torch.autograd.Function):
