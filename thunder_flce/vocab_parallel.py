@@ -6,20 +6,18 @@ was given, and the few numbers in which ranks may differ, such as its rows of th
 numbers of all ranks, and only these decide what comes next:
 
 - where all hashes are equal, what the ranks agree on is computed from the numbers alone; where those of their devices
-  are not, they tell each other these, too, the first time,
+  are not, they tell each other these, too,
 - where they are not, or a rank has refused its arguments, all ranks tell each other the words, and all raise.
 
-No rank remembers earlier calls but for the devices, of which all learn in one call, so none can be wrong about what
-another one knows. The host waits for the numbers: for the other ranks where the group communicates on the CPU (gloo,
-also beside NCCL), and for the device where it is NCCL alone. While a CUDA graph is captured it cannot wait for a
-device. Such a call has to be one that the ranks agreed on before; that hashes are equal is then an assertion on the
-device, at each replay.
+No rank remembers earlier calls, so none can be wrong about what another one knows. The host waits for the numbers: for
+the other ranks where the group communicates on the CPU (gloo, also beside NCCL), and for the device where it is NCCL
+alone. While a CUDA graph is captured it cannot wait for a device. Such a call has to be one that the ranks agreed on
+before; that hashes are equal is then an assertion on the device, at each replay.
 """
 
 import ast
 import os
 import sys
-from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
@@ -158,10 +156,8 @@ _NONE = -1
 _All = tuple[list[_Told], list[Device | None]]
 """What all ranks told, and their devices"""
 # By what this rank told, for captured CUDA graphs; None where others have told different things.
-_agreed: "WeakKeyDictionary[ProcessGroup, OrderedDict[_Told, _All | None]]" = WeakKeyDictionary()
+_agreed: "WeakKeyDictionary[ProcessGroup, dict[_Told, _All | None]]" = WeakKeyDictionary()
 _REMEMBERED = 256
-# Devices of all ranks, by their digests, where they differ.
-_devices: "WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], list[Device | None]]]" = WeakKeyDictionary()
 
 
 def is_dtensor(value: Any) -> TypeGuard["DTensor"]:
@@ -231,7 +227,7 @@ def agree(
         if any(each.digest != told.digest for each in given):
             _raise_difference(_words_of_all(group, call))
         is_one = all(each.device == told.device for each in given)
-        devices = [device] if is_one else _devices_of_all(group, tuple([each.device for each in given]), device)
+        devices = [device] if is_one else _words_of_all(group, device)
         _remember(group, told, (given, devices))
     of_input = getattr(input, "dtype", None)
     if parallel.input_grad_dtype not in (None, torch.float32, of_input):
@@ -307,24 +303,16 @@ def _told_while_capturing(group: "ProcessGroup", told: _Told) -> _All:
 
 def _remember(group: "ProcessGroup", told: _Told, given: _All) -> None:
     if _exchange_device(group).type == "cuda":
-        known = _agreed.setdefault(group, OrderedDict())
+        known = _agreed.setdefault(group, {})
         known[told] = given if known.pop(told, given) == given else None
         if len(known) > _REMEMBERED:
-            known.popitem(last=False)
+            known.pop(next(iter(known)))
 
 
 def _words_of_all(group: "ProcessGroup", words: Any) -> list[Any]:
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, words, group=group)
     return found
-
-
-def _devices_of_all(group: "ProcessGroup", digests: tuple[int, ...], device: Device | None) -> list[Device | None]:
-    """What ranks whose devices have these digests tell each other, once: all of them know whether they have."""
-    known = _devices.setdefault(group, {})
-    if digests not in known:
-        known[digests] = _words_of_all(group, device)
-    return known[digests]
 
 
 def _raise_difference(words: list[Any]) -> NoReturn:
