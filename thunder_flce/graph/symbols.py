@@ -226,10 +226,9 @@ def linear_cross_entropy(
             given[name] = tree_map(lambda each: maybe_downcast_to(dtypes.to_dtype(dtype), (each,))[0], given[name])
     settings = {each.name: plain(given[each.name]) for each in fields(Loss) if each.name in given}
     loss = Loss(**settings | {"token_loss": settings["token_loss"] or ""})
-    vocab_parallel = given["vocab_parallel"]
+    call, vocab_parallel = Call(tensors=named_tensors(given), loss=loss), given["vocab_parallel"]
     if vocab_parallel is None and is_static(*tree_flatten(given)[0]):
-        check_call(given, loss=loss)
-    call = Call(tensors=named_tensors(given), loss=loss)
+        check_call(call.tensors, loss=loss)
     known = calls.unplanned(specs(call), Options(), vocab_parallel=vocab_parallel)
     results = flce_linear_cross_entropy(tuple(call.tensors.values()), **known.values)
     return results if loss.outputs else results[0]

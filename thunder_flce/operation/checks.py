@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from thunder_flce.operation import pointwise
-from thunder_flce.operation.call import CLASS, HIDDEN, SCALAR, TOKEN, argument, is_tensor, named_tensors
+from thunder_flce.operation.call import CLASS, HIDDEN, SCALAR, TOKEN, argument, is_tensor
 from thunder_flce.operation.divergence import KINDS
 from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS, OUTPUTS, Loss
 from thunder_flce.operation.pointwise import VARIABLES
@@ -29,7 +29,7 @@ def check_call(arguments: Mapping[str, Any], *, loss: Loss, vocab: int | None = 
     """Raises for arguments that have no meaning.
 
     Args:
-        arguments: of `linear_cross_entropy`, or of `linear_kl_divergence`, by name, the names of `call.ARGUMENTS`.
+        arguments: of `linear_cross_entropy`, or of `linear_kl_divergence`, as `call.named_tensors` has them.
             num_items and expected_gradient may be numbers.
         loss: everything about the loss that is a plain value.
         vocab: V, where linear_weight has a part of the rows only.
@@ -40,8 +40,7 @@ def check_call(arguments: Mapping[str, Any], *, loss: Loss, vocab: int | None = 
     """
     divergence = loss.divergence
     others = ("target",) if divergence is None else ("teacher_input", "teacher_weight")
-    required = {name: arguments.get(name) for name in ("input", "linear_weight", *others)}
-    given = required | named_tensors(arguments)
+    given = {**dict.fromkeys(("input", "linear_weight", *others)), **arguments}
     numbers = {name: value for name, value in given.items() if name in _SCALAR_RULES and not is_tensor(value)}
     tensors = {name: tensor for name, tensor in given.items() if name not in numbers}
     for name in tensors:
