@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from thunder_flce.calls import loss_of, run
-from thunder_flce.operation.call import INTEGERS, has_tokens, named_tensors
+from thunder_flce.operation.call import OF_TOKENS, argument, named_tensors
+from thunder_flce.operation.checks import check_call
 from thunder_flce.operation.loss import Loss
 from thunder_flce.operators import is_traced
 from thunder_flce.options import Options
@@ -24,8 +24,6 @@ from thunder_flce.vocab_parallel import (
     refuse,
     settings_of,
 )
-
-_INTEGERS = tuple(getattr(torch, name) for name in INTEGERS)
 
 
 def run_on_ranks(
@@ -69,29 +67,27 @@ def _run_averaged(tensors: Mapping[str, Any], loss: Loss, options: Options, agre
 
     What comes before averages a rank's gradients over the ranks, as FSDP and DDP do, so what is differentiated is the
     mean over ranks of their losses. That is a call with `sequence_parallel`, once all ranks have as many tokens: to
-    those with fewer, ignored ones are added. `tensors` are by name, not checked yet; what is wrong stays so.
+    those with fewer, ignored ones are added.
     """
-    input, ranks = tensors.get("input"), agreement.shard.ranks
-    shape = input.shape[:-1] if isinstance(input, Tensor) else torch.Size()
+    check_call(tensors, loss=loss, vocab=agreement.weight_rows)
+    shape, ranks = tensors["input"].shape[:-1], agreement.shard.ranks
     count, most = shape.numel(), agreement.most_tokens
 
     def padded(name: str, tensor: Any) -> Any:
         """(most, ...) where the tensor has this rank's tokens."""
-        if not isinstance(tensor, Tensor) or not has_tokens(name, tensor.shape, shape):
+        if argument(name).role not in OF_TOKENS:
             return tensor
-        flat, fill = tensor.reshape(count, *tensor.shape[len(shape) :]), 0
-        if name == "target" and tensor.dtype in _INTEGERS:
-            # A narrow dtype may not hold ignore_index.
-            is_index = type(loss.ignore_index) is int and -(2**63) <= loss.ignore_index < 2**63
-            flat, fill = flat.long(), loss.ignore_index if is_index else 0
+        # A narrow dtype may not hold ignore_index.
+        given, fill = (tensor.long(), loss.ignore_index) if name == "target" else (tensor, 0)
+        flat = given.reshape(count, *given.shape[len(shape) :])
         return torch.cat([flat, flat.new_full((most - count, *flat.shape[1:]), fill)]) if count < most else flat
 
     changed = {name: padded(name, tensor) for name, tensor in tensors.items()}
     # The mean over the ranks divides by their number, too.
-    if loss.reduction == "sum" and "num_items" not in tensors:
+    if loss.reduction == "sum":
         loss, changed["num_items"] = loss_of(**asdict(loss) | {"reduction": "mean"}), float(ranks)
-    elif loss.reduction == "mean" and "num_items" in tensors:
-        changed["num_items"] = _times(tensors["num_items"], ranks)
+    elif (number := changed.get("num_items")) is not None:
+        changed["num_items"] = (number.double() if isinstance(number, Tensor) else number) * ranks
 
     def own(result: Tensor) -> Tensor:
         """Of a result with one number a token, those of this rank's tokens."""
@@ -102,12 +98,3 @@ def _run_averaged(tensors: Mapping[str, Any], loss: Loss, options: Options, agre
         return result[:count].reshape(shape)
 
     return tuple(map(own, run(changed, loss, options, ranks=agreement)))
-
-
-def _times(number: Any, factor: int) -> Any:
-    """A number, or a tensor of one in a dtype that may be too narrow, times a factor; anything else as it is."""
-    if not isinstance(number, Tensor):
-        return number * factor if isinstance(number, Real) and not isinstance(number, bool) else number
-    if number.is_floating_point():
-        return number.to(torch.promote_types(number.dtype, torch.float32)) * factor
-    return number.long() * factor if number.dtype in _INTEGERS else number

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from thunder_flce.device import Device
 from thunder_flce.importing import when_imported
-from thunder_flce.operation.call import COLUMN, Call, argument, has_tokens
+from thunder_flce.operation.call import COLUMN, OF_TOKENS, Call, argument
 from thunder_flce.operation.checks import check_call
 from thunder_flce.operation.loss import Loss
 from thunder_flce.operation.shard import Shard
@@ -355,7 +355,7 @@ def _described(
         known, shape = argument(name), tuple[Any, ...](value.shape)
         if known.role == COLUMN and (is_dtensor(value) or _rows(value) == rows):
             shape = ("V", *shape[1:])
-        elif tokens is not None and has_tokens(name, shape, tokens):
+        elif tokens is not None and known.role in OF_TOKENS and shape[: len(tokens)] == tokens:
             shape = ("T", *shape[len(tokens) :])
         needs = value.requires_grad and (torch.is_grad_enabled() or not known.differentiable)
         if known.differentiable and needs_grad is not None:

@@ -79,11 +79,6 @@ def are_of_tokens(names: tuple[str, ...]) -> tuple[bool, ...]:
     return tuple([argument(name).role in OF_TOKENS for name in names])
 
 
-def has_tokens(name: str, shape: Sequence[int], tokens: Sequence[int]) -> bool:
-    """Whether a tensor of this name and shape has something of each of the tokens (...)."""
-    return argument(name).role in OF_TOKENS and shape[: len(tokens)] == tokens
-
-
 def named_tensors(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The tensors among the arguments of a function, by name: those that are given, in the order of `ARGUMENTS`.
 
