@@ -51,7 +51,6 @@ The functions below are these formulas. Legend: N rows, V vocabulary.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -123,18 +122,16 @@ class Output:
     """Its value in ignored rows; None where these are computed, too."""
 
 
-OUTPUTS: MappingProxyType[str, Output] = MappingProxyType(
-    {
-        "log_prob": Output(lambda row, columns: row.target_logit - row.max - row.log_sum),
-        "entropy": Output(lambda row, columns: row.log_sum - row.moments["expected"], ("expected",)),
-        "log_sum_exp": Output(lambda row, columns: row.max + row.log_sum),
-        "argmax": Output(lambda row, columns: row.argmax, is_index=True, ignored=None),
-        "valid_argmax": Output(lambda row, columns: row.argmax, is_index=True, ignored=-1),
-        "accuracy": Output(lambda row, columns: row.argmax, is_mean=True),
-        "mean_logit": Output(lambda row, columns: row.max + row.moments["shifted_sum"] / columns, ("shifted_sum",)),
-        "log_sum_sq_probs": Output(lambda row, columns: torch.log(row.moments["sum_sq"]), ("sum_sq",)),
-    }
-)
+OUTPUTS = {
+    "log_prob": Output(lambda row, columns: row.target_logit - row.max - row.log_sum),
+    "entropy": Output(lambda row, columns: row.log_sum - row.moments["expected"], ("expected",)),
+    "log_sum_exp": Output(lambda row, columns: row.max + row.log_sum),
+    "argmax": Output(lambda row, columns: row.argmax, is_index=True, ignored=None),
+    "valid_argmax": Output(lambda row, columns: row.argmax, is_index=True, ignored=-1),
+    "accuracy": Output(lambda row, columns: row.argmax, is_mean=True),
+    "mean_logit": Output(lambda row, columns: row.max + row.moments["shifted_sum"] / columns, ("shifted_sum",)),
+    "log_sum_sq_probs": Output(lambda row, columns: torch.log(row.moments["sum_sq"]), ("sum_sq",)),
+}
 DIFFERENTIABLE_OUTPUTS = VARIABLES
 """What a token loss may read: its gradient comes through these."""
 NOTHING_IGNORED = -(2**62) - 1
