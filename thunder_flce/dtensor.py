@@ -62,11 +62,6 @@ def local_weight(name: str, value: DTensor, parallel: VocabParallel) -> Tensor:
     return _arrived(value.to_local())
 
 
-def whole(value: Any) -> Any:
-    """All of a DTensor, for which this rank waits for those with the other parts; anything else as it is."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
 def run_divided(tensors: Mapping[str, Any], loss: Loss, options: Options) -> tuple[Tensor, ...]:
     """The loss and its outputs, from tensors by name, not checked yet, of which some are DTensors.
 
@@ -108,7 +103,7 @@ def run_divided(tensors: Mapping[str, Any], loss: Loss, options: Options) -> tup
         if role == COLUMN:
             return _local(value, of_weight, weight_grads)
         if role != TOKEN or not isinstance(value, Tensor):
-            return whole(value)
+            return value.full_tensor() if isinstance(value, DTensor) else value
         has_several = "target_weights" in tensors and name in ("target", "target_weights")
         return _tokens_part(name, value, input, own.shape[:-1], of_tokens, value.shape[-1:] if has_several else ())
 

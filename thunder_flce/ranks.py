@@ -48,15 +48,15 @@ def run_on_ranks(
         tensors = named_tensors(arguments)
         divided = {name: value for name, value in tensors.items() if is_dtensor(value)}
         if divided:
-            from thunder_flce.dtensor import local_weight, whole
+            from thunder_flce.dtensor import local_weight
 
             tensors |= {name: local_weight(name, value, parallel) for name, value in divided.items()}
     except (TypeError, ValueError) as error:
         refuse(parallel, error)
     agreement = agree(parallel, tensors, loss=loss, options=options)
-    if is_dtensor(tensors.get("weight")):
+    if is_dtensor(weight := tensors.get("weight")):
         # Not before all ranks have come so far.
-        tensors["weight"] = whole(tensors["weight"])
+        tensors["weight"] = weight.full_tensor()
     if parallel.data_parallel:
         return _run_averaged(tensors, loss, options, agreement)
     return run(tensors, loss, options, ranks=agreement)
