@@ -281,7 +281,7 @@ def _gathered(group: "ProcessGroup", mine: Tensor) -> Tensor:
 def _told_by_all(group: "ProcessGroup", told: _Told, device: torch.device | None = None) -> list[_Told]:
     where = _exchange_device(group)
     # From pinned memory, so that the host waits only once.
-    mine = torch.tensor(told, pin_memory=where.type == "cuda")
+    mine = torch.tensor(told, device="cpu", pin_memory=where.type == "cuda")
     mine = mine.to(device if device is not None and device.type == where.type else where, non_blocking=True)
     return [_Told(*numbers) for numbers in _gathered(group, mine).tolist()]
 

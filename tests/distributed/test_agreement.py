@@ -46,6 +46,18 @@ def test_heads_of_which_a_rank_has_as_many_rows(run):
         torch.testing.assert_close(torch.stack(losses).exp(), torch.tensor([1.0, 2.0, 1.0, 2.0]))
 
 
+def test_a_default_device():
+    """What ranks tell each other is not made there: not of pinned memory on a GPU, which there is not."""
+
+    def run(rank):
+        x, weight, target = torch.ones(6, 4), torch.ones(1, 4), torch.zeros(6, dtype=torch.long)
+        with torch.device("meta"):
+            return linear_cross_entropy(x, weight, target, vocab_parallel=dist.group.WORLD)
+
+    for loss in as_threads(2, run):
+        torch.testing.assert_close(loss.exp(), torch.tensor(2.0))
+
+
 @pytest.mark.parametrize("others", [("H100", "L40S"), ("H200", "A100"), ("A100", "3090"), ("H200", "H200")], ids=str)
 def test_ranks_with_different_gpus_make_one_plan(others, monkeypatch):
     """Or they would run another number of chunks, and wait for each other. Products are tuned if all are Hopper's.
