@@ -13,7 +13,7 @@ from thunder_flce.operation.call import named_tensors
 from thunder_flce.options import FIELDS, OPTIONS, Options, as_options
 from thunder_flce.ranks import run_on_ranks
 from thunder_flce.token_losses import check_function, token_loss_of
-from thunder_flce.vocab_parallel import ONLY_EAGER, VocabParallel, as_literal, has_dtensor, settings_of
+from thunder_flce.vocab_parallel import ONLY_EAGER, VocabParallel, as_literal, has_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
@@ -40,7 +40,7 @@ def one_call(function: Callable[..., Any]) -> Callable[..., Any]:
         if has_dtensor((*args, *kwargs.values())) or getattr(parallel, "data_parallel", False):
             return eager(*args, **kwargs)
         if parallel is not None:
-            kwargs = {**kwargs, "vocab_parallel": as_literal(**settings_of(parallel))}
+            kwargs = {**kwargs, "vocab_parallel": as_literal(parallel)}
         if isinstance(options := kwargs.get("options"), Options):
             # Dynamo would make an object of them whose numbers are its symbols.
             kwargs = {**kwargs, "options": (FIELDS, *(getattr(options, name) for name in OPTIONS))}

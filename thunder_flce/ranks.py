@@ -22,7 +22,6 @@ from thunder_flce.vocab_parallel import (
     has_dtensor,
     is_dtensor,
     refuse,
-    settings_of,
 )
 
 
@@ -43,7 +42,7 @@ def run_on_ranks(
         if has_dtensor([*arguments.values()]):
             raise NotImplementedError(ONLY_EAGER)
         # They agree, and the arguments are checked, when the operator runs.
-        return run(named_tensors(arguments), loss, options, ranks=as_literal(**settings_of(parallel)))
+        return run(named_tensors(arguments), loss, options, ranks=as_literal(parallel))
     try:
         tensors = named_tensors(arguments)
         divided = {name: value for name, value in tensors.items() if is_dtensor(value)}

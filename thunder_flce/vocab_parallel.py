@@ -430,22 +430,20 @@ def _shard(parallel: VocabParallel, loss: Loss, all_rows: tuple[int, ...], start
 # A VocabParallel in a graph.
 
 
-def settings_of(vocab_parallel: Any) -> dict[str, Any]:
-    """The fields of what `linear_cross_entropy` takes; Dynamo looks into this."""
-    if not isinstance(vocab_parallel, VocabParallel):
-        return {"group": vocab_parallel}
-    return {name: getattr(vocab_parallel, name) for name in _FIELDS}
-
-
-def as_literal(**settings: Any) -> str:
-    """The fields of a `VocabParallel` as a literal, for a graph; the group is given by its name.
+def as_literal(vocab_parallel: Any) -> str:
+    """What `linear_cross_entropy` takes as a literal, for a graph; the group is given by its name.
 
     Raises:
         NotImplementedError: with `data_parallel`.
         TypeError, ValueError: see `VocabParallel`.
     """
-    # Of a group that is given without a VocabParallel, `settings_of` has nothing else.
-    parallel = VocabParallel.of(settings["group"]) if len(settings) == 1 else VocabParallel(**settings)
+    if not isinstance(vocab_parallel, VocabParallel):
+        return _as_literal(group=vocab_parallel)
+    return _as_literal(**{name: getattr(vocab_parallel, name) for name in _FIELDS})
+
+
+def _as_literal(**fields: Any) -> str:
+    parallel = VocabParallel.of(fields["group"]) if len(fields) == 1 else VocabParallel(**fields)
     if parallel.data_parallel:
         raise NotImplementedError(ONLY_EAGER)
     changed = parallel.non_defaults()
@@ -454,8 +452,8 @@ def as_literal(**settings: Any) -> str:
     return repr({**changed, "group": parallel.process_group.group_name})
 
 
-# Dynamo does not look into it.
-when_imported("torch._dynamo", lambda: torch.compiler.assume_constant_result(as_literal))
+# Dynamo does not look into it, but into its caller.
+when_imported("torch._dynamo", lambda: torch.compiler.assume_constant_result(_as_literal))
 
 
 def _from_literal(literal: str) -> VocabParallel:

@@ -29,7 +29,7 @@ from thunder_flce.graph.token_functions import interpreted_token_loss
 from thunder_flce.operators import Settings
 from thunder_flce.options import Options
 from thunder_flce.token_losses import check_function
-from thunder_flce.vocab_parallel import ONLY_EAGER, as_literal, settings_of
+from thunder_flce.vocab_parallel import ONLY_EAGER, as_literal
 
 UNGUARDED = (
     "thunder does not notice when vocab_parallel changes that the jitted function itself makes, such as by "
@@ -112,7 +112,7 @@ def _add_check(wrapped: Any) -> bool:
 
 def _literal(vocab_parallel: Any) -> str | None:
     """A plain value for a `VocabParallel`, or its group."""
-    return None if vocab_parallel is None else as_literal(**settings_of(vocab_parallel))
+    return None if vocab_parallel is None else as_literal(vocab_parallel)
 
 
 def _check_vocab_parallel_impl(vocab_parallel: Any, literal: str | None) -> None:

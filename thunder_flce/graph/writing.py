@@ -157,7 +157,7 @@ class _Writer:
 
     def region(self, call: Call, group: Any) -> tuple[list[Tensor], PlannedRegion]:
         """The region's symbol, with its plan."""
-        return self._region(call, None if group is None else as_literal(group=group))
+        return self._region(call, None if group is None else as_literal(group))
 
     def _region(self, call: Call, vocab_parallel: str | None) -> tuple[list[Tensor], PlannedRegion]:
         of_proxies = call.map(lambda _, given: self._argument(given))
