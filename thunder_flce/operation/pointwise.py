@@ -397,10 +397,10 @@ def _as_in_eager() -> Iterator[None]:
 
 
 _PYTORCH_NAMES = {
-    **{"truediv": "true_divide", "truediv_": "true_divide_", "floordiv": "floor_divide", "mod": "remainder"},
-    **{"and_": "bitwise_and", "or_": "bitwise_or", "xor": "bitwise_xor", "torch_max": "max"},
-    **{"inv": "bitwise_not", "invert": "bitwise_not", "stop_gradient": "detach", "log_sigmoid": "logsigmoid"},
-}
+    "truediv": "true_divide", "truediv_": "true_divide_", "floordiv": "floor_divide", "mod": "remainder",
+    "and_": "bitwise_and", "or_": "bitwise_or", "xor": "bitwise_xor", "invert": "bitwise_not",
+    "log_sigmoid": "logsigmoid",
+}  # fmt: skip
 
 
 def _result_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
