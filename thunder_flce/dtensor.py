@@ -159,7 +159,7 @@ class _Arrival(torch.autograd.Function):
 
 def _check_operand(name: str, tensors: Mapping[str, Any]) -> None:
     """Raises where an operand of a linear is no DTensor on the mesh of all."""
-    tensor, input = tensors[name], tensors["input"]
+    tensor = tensors.get(name)
     if not isinstance(tensor, DTensor):
         others = {other.partition("[")[0] for other, value in tensors.items() if isinstance(value, DTensor)}
         raise TypeError(
@@ -167,6 +167,7 @@ def _check_operand(name: str, tensors: Mapping[str, Any]) -> None:
             f"{type(tensor).__name__}; pass DTensor.from_local({name}, mesh, placements), which says what the other "
             f"ranks have; {_IN_FSDP}"
         )
+    input = tensors["input"]
     if tensor.device_mesh != input.device_mesh:
         cure = "" if name.endswith("input") else f"; {_IN_FSDP}"
         raise ValueError(f"{name} must be on input's mesh, {input.device_mesh}, but is on {tensor.device_mesh}{cure}")

@@ -138,6 +138,7 @@ REFUSED = [
     ((Shard(0),), (Shard(0),), {"target": torch.zeros(2, 4)}, r"target .*\(4, 8\), or .* rank's tokens, \(2, 8\), but"),
     ((R,), (Shard(0),), {"token_weights": torch.zeros(4, 5)}, r"token_weights must .*\(4, 8\), but got \(4, 5\)"),
     ((R,), (Shard(0),), {"input": torch.zeros(4, 8, 8)}, "input must be a DTensor where .*linear_weight"),
+    ((R,), (Shard(0),), {"input": None}, "input must be a DTensor where .*linear_weight.* but got NoneType"),
     ((R,), (Shard(0),), {"linear_weight": torch.zeros(41, 8)}, r"linear_weight must be a DTensor .*fully_shard"),
     ((R,), (Shard(0),), {"linear_bias": torch.zeros(41)}, "linear_bias must be a DTensor"),
     ((R,), (Shard(0),), {"terms": [(torch.zeros(4, 8, 2),)]}, r"terms\[0\] must be a pair"),
