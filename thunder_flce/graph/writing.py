@@ -23,7 +23,7 @@ from thunder_flce.matching.program import Op, Tensor, tensors_in
 from thunder_flce.matching.regions import Region, ordered
 from thunder_flce.matching.sums import PRODUCTS
 from thunder_flce.matching.writing import write
-from thunder_flce.operation.call import Call, named_tensors, operand_names
+from thunder_flce.operation.call import Call, operand_names
 from thunder_flce.options import Options
 from thunder_flce.vocab_parallel import as_literal
 
@@ -95,9 +95,8 @@ class _Writer:
         if op.outs[0].needs_grad:
             needs_grad = tuple(name for name in operand_names(settings.names) if call.tensors[name].needs_grad)
             call = replace(call, needs_grad=needs_grad)
-        if call.needs_grad:
-            expected = {"expected_gradient": self._options.expected_gradient, **call.tensors}
-            call = replace(call, tensors=named_tensors(expected))
+        if call.needs_grad and (expected := self._options.expected_gradient) is not None:
+            call = replace(call, tensors={**call.tensors, "expected_gradient": expected, **call.tensors})
         results, planned = self._region(call, settings.vocab_parallel)
         self.decisions.append(Decision(op.source, planned))
         return dict(zip(op.outs, results, strict=True))

@@ -99,7 +99,7 @@ class _Writing:
         needs_grad = tuple(name for name in operand_names(tensors) if tensors[name].needs_grad)
         needs_grad = needs_grad if region.has_grad else ()
         if needs_grad:
-            tensors = named_tensors({**tensors, "expected_gradient": self._expected_gradient()})
+            tensors = named_tensors({**arguments, "expected_gradient": self._expected_gradient()})
         call = Call(tensors=tensors, loss=loss, needs_grad=needs_grad)
         results, planned = self._writer.region(call, logits.group)
         found = dict(zip(("loss", *outputs), results, strict=True))

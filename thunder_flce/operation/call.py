@@ -91,8 +91,7 @@ def named_tensors(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if (terms := arguments.get("terms")) is not None and terms is not _EMPTY:
         for number, (x, weight) in enumerate(_checked_pairs(terms)):
             found |= {f"terms[{number}].input": x, f"terms[{number}].weight": weight}
-    # Those that are named so already.
-    return found | {name: value for name, value in arguments.items() if "[" in name}
+    return found
 
 
 def checked_token_inputs(inputs: Any) -> Sequence[Any]:
