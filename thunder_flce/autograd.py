@@ -8,6 +8,7 @@ from torch import Tensor
 
 from thunder_flce import operators
 from thunder_flce.engine.kernels.scaling import factor_of, graph_is_kept, scaled_gradients
+from thunder_flce.inductor import scale_gradient
 from thunder_flce.operators import Settings
 
 _NO_SECOND_DERIVATIVE = "linear_cross_entropy has no second derivative"
@@ -136,10 +137,8 @@ def _backward(settings: Settings, *tensors: Any) -> Any:
         valid_count, gradients = known[0], known[1:needed]
         expected = known[needed] if "expected_gradient" in settings.names else None
         if is_traced:
-            from thunder_flce import inductor  # noqa: F401 (it defines the operator)
-
             factor = factor_of(upstream[0], None, expected)
-            return tuple(torch.ops.thunder_flce.scale_gradient(each, factor, valid_count) for each in gradients)
+            return tuple(scale_gradient(each, factor, valid_count) for each in gradients)
         return scaled_gradients(
             gradients, upstream[0], valid_count=valid_count, expected=expected, may_overwrite=may_overwrite
         )

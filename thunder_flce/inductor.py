@@ -1,6 +1,6 @@
 """How Inductor multiplies a finished gradient by the upstream gradient: in place, or together with what follows.
 
-Compiled programs say `torch.ops.thunder_flce.scale_gradient`, which returns a new tensor. Inductor knows whether it may
+Compiled programs say `scale_gradient`, which returns a new tensor. Inductor knows whether it may
 overwrite the finished gradient, which nobody but the backward reads: it then calls `scale_gradient_` for a large one,
 and for a factor of 1 that ends before it touches memory. That saves a read and a write of the weight's gradient, 0.4 of
 39 ms at Llama 3.1 8B's head.
@@ -39,6 +39,7 @@ define("scale_gradient", "(Tensor gradient, Tensor factor, Tensor valid_count) -
 define(
     "scale_gradient_", "(Tensor(a!) gradient, Tensor factor, Tensor valid_count) -> ()", _scale, lambda *operands: None
 )
+scale_gradient = torch.ops.thunder_flce.scale_gradient
 
 
 @cache
