@@ -14,7 +14,12 @@ from thunder.core.proxies import TensorProxy
 
 from thunder_flce.graph.reading import is_static, loss_dtype
 from thunder_flce.graph.symbols import executor
-from thunder_flce.graph.thunder_private import get_grad, nvfuser_available, put_grad
+from thunder_flce.graph.thunder_private import (
+    get_grad,
+    nvfuser_available,
+    put_grad,
+    vjp,
+)
 from thunder_flce.graph.unfused_cross_entropy import symbols
 
 
@@ -33,11 +38,6 @@ class CrossEntropy(NamedTuple):
     reduce: None = None
     reduction: str = "mean"
     label_smoothing: float = 0.0
-
-    @property
-    def class_dimension(self) -> int:
-        """Where the classes are in the logits' shape."""
-        return min(1, self.logits.ndim - 1)
 
     @property
     def has_probabilities(self) -> bool:
@@ -80,11 +80,8 @@ def _from_rows(rows: TensorProxy, like: TensorProxy) -> TensorProxy:
     return ltorch.permute(last, (0, like.ndim - 1, *range(1, like.ndim - 1)))
 
 
-# A forward returns the loss, and what the gradient is computed from beside the arguments.
-
-
 def _forward(call: CrossEntropy) -> tuple[TensorProxy, tuple[TensorProxy, ...]]:
-    """The symbol for indices of classes."""
+    """The loss by the symbol for indices of classes, and what the gradient is computed from."""
     logits = _to_rows(call.logits)
     target = call.target if call.target.ndim == 1 else ltorch.reshape(call.target, (-1,))
     loss, *statistics = symbols.cross_entropy_fwd(logits, target, **call.settings)
@@ -93,68 +90,45 @@ def _forward(call: CrossEntropy) -> tuple[TensorProxy, tuple[TensorProxy, ...]]:
     return loss, (logits, target, *statistics)
 
 
-def _backward(call: CrossEntropy, grad: TensorProxy, saved: tuple[TensorProxy, ...]) -> None:
-    grad = ltorch.reshape(grad, (-1,)) if call.reduction == "none" and grad.ndim != 1 else grad
-    gradient = symbols.cross_entropy_bwd(grad, *saved, **call.settings)
-    put_grad(call.logits, _from_rows(gradient, call.logits))
-
-
-# No log_softmax: thunder's torch.compile executor would take it out of the fusion. The backward computes log p again,
-# so that only the log-sum-exp is saved.
-
-
-def _probabilities_forward(call: CrossEntropy) -> tuple[TensorProxy, tuple[TensorProxy, ...]]:
+def _of_probabilities(call: CrossEntropy) -> TensorProxy:
     """The loss for class probabilities y: -Σ_v q_v log p_v with q = w ((1 - ε) y + ε / V)."""
-    classes = call.class_dimension
-    log_sum_exp = ltorch.logsumexp(ltorch.to(call.logits, loss_dtype(call.logits)), classes, keepdim=True)
-    loss = ltorch.sum(_share(call) * (log_sum_exp - call.logits), classes)
+    # No log_softmax: thunder's torch.compile executor would take it out of the fusion.
+    classes, dtype = min(1, call.logits.ndim - 1), loss_dtype(call.logits)
+    logits, share = ltorch.to(call.logits, dtype), ltorch.to(call.target, dtype)
+    if call.label_smoothing:
+        share = share * (1 - call.label_smoothing) + call.label_smoothing / logits.shape[classes]
+    if call.weight is not None:
+        share = share * ltorch.reshape(call.weight, (-1, *[1] * (logits.ndim - 2)))
+    loss = ltorch.sum(share * (ltorch.logsumexp(logits, classes, keepdim=True) - logits), classes)
     if call.reduction != "none":
         rows, loss = loss.numel, ltorch.sum(loss)
         loss = loss / rows if call.reduction == "mean" else loss
-    return ltorch.to(loss, call.logits.dtype), (log_sum_exp,)
-
-
-def _probabilities_backward(call: CrossEntropy, grad: TensorProxy, saved: tuple[TensorProxy, ...]) -> None:
-    """dlogits = p Σ q - q and dy = -w (1 - ε) log p, times the upstream gradient."""
-    classes, (log_sum_exp,) = call.class_dimension, saved
-    grad = ltorch.to(grad, log_sum_exp.dtype)
-    if call.reduction == "none":
-        grad = ltorch.unsqueeze(grad, classes)
-    elif call.reduction == "mean":
-        grad = grad / (call.logits.numel // call.logits.shape[classes])
-    share, log_prob = _share(call), call.logits - log_sum_exp
-    gradient = (ltorch.exp(log_prob) * ltorch.sum(share, classes, keepdim=True) - share) * grad
-    put_grad(call.logits, ltorch.to(gradient, call.logits.dtype))
-    slope = log_prob * (grad * (call.label_smoothing - 1))
-    put_grad(call.target, ltorch.to(slope if call.weight is None else slope * _along_classes(call), call.target.dtype))
-
-
-def _share(call: CrossEntropy) -> TensorProxy:
-    """q, the weight of each class's loss."""
-    share = ltorch.to(call.target, loss_dtype(call.logits))
-    if call.label_smoothing:
-        share = share * (1 - call.label_smoothing) + call.label_smoothing / call.logits.shape[call.class_dimension]
-    return share if call.weight is None else share * _along_classes(call)
-
-
-def _along_classes(call: CrossEntropy) -> TensorProxy:
-    """The class weights, to be multiplied with logits."""
-    return ltorch.reshape(call.weight, (-1, *[1] * (call.logits.ndim - 2)))
+    return ltorch.to(loss, call.logits.dtype)
 
 
 def _transform(*args: Any, **kwargs: Any) -> TensorProxy:
     call = CrossEntropy(*args, **kwargs)
-    forward = _probabilities_forward if call.has_probabilities else _forward
-    return forward(call)[0]
+    return _of_probabilities(call) if call.has_probabilities else _forward(call)[0]
 
 
 def _grad(*args: Any, **kwargs: Any) -> TensorProxy:
     call = CrossEntropy(*args, **kwargs)
-    forward, backward = _forward, _backward
     if call.has_probabilities:
-        forward, backward = _probabilities_forward, _probabilities_backward
-    loss, saved = forward(call)
-    backward(call, get_grad(loss), saved)
+        loss = _of_probabilities(call)
+        tensors = {name: each for name, each in call._asdict().items() if isinstance(each, TensorProxy)}
+
+        def of_tensors(*given: TensorProxy) -> TensorProxy:
+            return _of_probabilities(call._replace(**dict(zip(tensors, given, strict=True))))
+
+        _, (of_logits, of_target, *_) = vjp(of_tensors)((*tensors.values(),), (get_grad(loss),))
+        put_grad(call.logits, of_logits)
+        put_grad(call.target, of_target)
+        return loss
+    loss, saved = _forward(call)
+    grad = get_grad(loss)
+    grad = ltorch.reshape(grad, (-1,)) if call.reduction == "none" and grad.ndim != 1 else grad
+    gradient = symbols.cross_entropy_bwd(grad, *saved, **call.settings)
+    put_grad(call.logits, _from_rows(gradient, call.logits))
     return loss
 
 
