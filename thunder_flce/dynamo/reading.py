@@ -94,10 +94,9 @@ class _Reader:
         self._values[node] = self.read(body, arguments, inside or node)
         # The results of the node are the tensors of the body, which outside of it have nodes of their own.
         for user in node.users:
-            if user.target is operator.getitem:
-                result = self._values[user] = self._values[node][user.args[1]]
-                if isinstance(result, Tensor) and result.handle.graph is body.graph:
-                    result.handle = user
+            result = self._values[user] = self._values[node][user.args[1]]
+            if isinstance(result, Tensor) and result.handle.graph is body.graph:
+                result.handle = user
 
     def _add(self, node: Node, inside: Node | None) -> None:
         value = value_of(node)
