@@ -85,9 +85,7 @@ class _Writer:
                 self.trace.pop_scope()
         where = {"source_filename": source.source_filename, "source_positions": source.source_positions}
         self.trace.bound_symbols += [bsym.from_bsym(**where, tags=source.tags | bsym.tags) for bsym in scope]
-        for tensor, new in results.items():
-            if tensor.name != new.name:
-                self._swapped[variableify(tensor.handle)] = new.handle
+        self._swapped |= {variableify(tensor.handle): new.handle for tensor, new in results.items()}
 
     def _planned(self, op: Op) -> dict[Tensor, Tensor]:
         settings, (tensors,) = settings_of(op.handle.kwargs), op.args
