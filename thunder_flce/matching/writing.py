@@ -31,7 +31,7 @@ from thunder_flce.matching.regions import Region, is_compared_with_labels
 from thunder_flce.matching.sums import Summand
 from thunder_flce.operation.call import Call, named_tensors, operand_names
 from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS, NOTHING_IGNORED, Loss
-from thunder_flce.operation.pointwise import VARIABLES, Handle, numbered
+from thunder_flce.operation.pointwise import Handle, numbered
 from thunder_flce.options import Options
 
 
@@ -368,9 +368,9 @@ class _Writing:
                     if total is None and (name == "log_prob" or self._loss is not None):
                         continue  # The loss says it.
                     found[name] = found.get(name, False) or (factor != 0 and result.tensor.needs_grad and total is None)
-            for name in dict.fromkeys(self._argmax_output(part) for _ in part.argmaxes):
-                found[name] = False
-        return dict(sorted(found.items(), key=lambda item: _ORDER.index(item[0])))
+            if part.argmaxes:
+                found[self._argmax_output(part)] = False
+        return found
 
     def _argmax_output(self, part: Part) -> str:
         """In ignored rows, valid_argmax is -1, which no other label may be."""
@@ -478,7 +478,6 @@ class _Writing:
         return number if result is None or result.dtype.itemsize >= 4 else _rounded(number, result.dtype)
 
 
-_ORDER = (*VARIABLES, "argmax", "valid_argmax")
 _REDUCTIONS = {"sum": torch.sum, "mean": torch.mean}
 
 
