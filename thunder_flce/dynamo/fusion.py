@@ -70,7 +70,7 @@ def _matched(gm: GraphModule, options: Options) -> tuple[Interpreter, list[Regio
 
 def _checkpoints_of(regions: list[Region], known: Interpreter, gm: GraphModule) -> set[Any]:
     """Those with operations that regions replace or differentiate, or with tensors inside that regions read."""
-    order, _ = ordered(regions, known)
+    order = ordered(regions, known)
     read = {tensor for region in regions for tensor in region.read_at}
     inside = {tensor.op for tensor in read if tensor.op is not None and tensor.handle.graph is not gm.graph}
     linear = {op for region in regions if region.total is not None for op in region.total.ops}

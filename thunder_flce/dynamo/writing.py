@@ -45,7 +45,7 @@ _EXAMPLE_TOKENS = 2048
 
 def write_regions(gm: GraphModule, regions: Sequence[Region], known: Interpreter, options: Options) -> list[Decision]:
     """Puts regions into a graph; returns what was decided about each."""
-    order, _ = ordered(regions, known)
+    order = ordered(regions, known)
     graph, has_grad = _Graph(gm, options), any(region.has_grad for region in regions)
     decisions = []
     for item in order:

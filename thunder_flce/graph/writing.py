@@ -33,8 +33,7 @@ def write_regions(
 ) -> tuple[TraceCtx, list[Decision]]:
     """The trace with regions, and with a plan for those that the user wrote; and what was decided about each."""
     writer = _Writer(trace, known, options)
-    order, _ = ordered(regions, known)
-    for item in order:
+    for item in ordered(regions, known):
         if isinstance(item, Op):
             writer.keep(item)
         else:

@@ -290,8 +290,8 @@ def _check_sum(parts: Sequence[Part], total: TokenSum, options: Options) -> None
 # Order.
 
 
-def ordered(regions: Sequence[Region], known: Interpreter) -> tuple[list[Op | Region], list[Region]]:
-    """Operations and regions, each after what it reads, and the regions that would have to run before themselves.
+def ordered(regions: Sequence[Region], known: Interpreter) -> list[Op | Region]:
+    """Operations and regions, each after what it reads, without those that would have to run before themselves.
 
     A region gives all its results at once, in the place of the first. What uses one before moves behind it. Operations
     whose results nothing needs any more are left out.
@@ -316,7 +316,7 @@ def ordered(regions: Sequence[Region], known: Interpreter) -> tuple[list[Op | Re
             waiting.remove(ready)
             order.append(ready)
             missing.difference_update(ready.gives if isinstance(ready, Region) else ready.outs)
-    return order, [each for each in waiting if isinstance(each, Region)]
+    return order
 
 
 def dropped_writes(regions: Sequence[Region], known: Interpreter) -> set[Op]:
@@ -331,8 +331,8 @@ def dropped_writes(regions: Sequence[Region], known: Interpreter) -> set[Op]:
 
 def _stuck(regions: Sequence[Region], known: Interpreter) -> tuple[Region, NotFused] | None:
     """A region that cannot run, since it reads what it gives, or for a change in place that it would move across."""
-    order, stuck = ordered(regions, known)
-    if stuck:
+    order = ordered(regions, known)
+    if stuck := [region for region in regions if region not in order]:
         sums = [region for region in stuck if region.total is not None]
         return (sums or stuck)[0], NotFused(Reason.LOGITS_USED, "the loss depends on their argmax or entropy")
     for region in regions:
