@@ -65,28 +65,23 @@ class _Writer:
 
     def write(self, region: Region) -> None:
         """Adds a region."""
+        self._add(region.place.handle, lambda: write(region, self, self._known, self._options))
 
-        def written() -> dict[Tensor, Tensor]:
-            results, decision = write(region, self, self._known, self._options)
-            self.decisions.append(decision)
-            return results
-
-        self._add(region.place.handle, written)
-
-    def _add(self, source: BoundSymbol, write: Callable[[], dict[Tensor, Tensor]]) -> None:
+    def _add(self, source: BoundSymbol, write: Callable[[], tuple[dict[Tensor, Tensor], Decision]]) -> None:
         """Adds what a function writes, at a line of the user's."""
         scope: list[BoundSymbol] = []
         with tracectx(self.trace):
             self.trace.push_scope(scope)
             try:
-                results = write()
+                results, decision = write()
             finally:
                 self.trace.pop_scope()
         where = {"source_filename": source.source_filename, "source_positions": source.source_positions}
         self.trace.bound_symbols += [bsym.from_bsym(**where, tags=source.tags | bsym.tags) for bsym in scope]
+        self.decisions.append(decision)
         self._swapped |= {variableify(tensor.handle): new.handle for tensor, new in results.items()}
 
-    def _planned(self, op: Op) -> dict[Tensor, Tensor]:
+    def _planned(self, op: Op) -> tuple[dict[Tensor, Tensor], Decision]:
         settings, (tensors,) = settings_of(op.handle.kwargs), op.args
         call = settings.call(tensors)
         if op.outs[0].needs_grad:
@@ -95,8 +90,7 @@ class _Writer:
         if call.needs_grad and (expected := self._options.expected_gradient) is not None:
             call = replace(call, tensors={**call.tensors, "expected_gradient": expected, **call.tensors})
         results, planned = self._region(call, settings.vocab_parallel)
-        self.decisions.append(Decision(op.source, planned))
-        return dict(zip(op.outs, results, strict=True))
+        return dict(zip(op.outs, results, strict=True)), Decision(op.source, planned)
 
     # See `matching.writing.Writer`.
 
