@@ -26,6 +26,7 @@ class Region:
     """A call of `linear_cross_entropy`, in the place of the program's own operations."""
 
     parts: list[Part]
+    """In order"""
     total: TokenSum | None = None
     """The sum that the region computes of the results of its parts, if it does"""
     note: str = ""
@@ -47,7 +48,7 @@ class Region:
         """The operation whose place it takes, at the earliest."""
         if self.total is not None and self.total.place.op is not None:
             return self.total.place.op
-        return min((part.first for part in self.parts), key=lambda op: op.position)
+        return self.parts[0].first
 
     @property
     def gives(self) -> list[Tensor]:

@@ -104,7 +104,7 @@ class _Writing:
         results, planned = self._writer.region(call, logits.group)
         found = dict(zip(("loss", *outputs), results, strict=True))
         waits = planned.plan.strategy in (SAVE_LOGITS, RECOMPUTE_LOGITS)
-        part = min(region.parts, key=lambda each: each.first.position)
+        part = region.parts[0]
         note = region.note if waits else ""
         is_example = not all(isinstance(size, int) for size in tensors["input"].shape)
         decision = Decision(part.first.source, planned, kind=part.kind, note=note, is_example=is_example)
