@@ -92,8 +92,7 @@ class _Writing:
         }
         settings |= self._of_rows() if region.total is None else self._of_total(arguments)
         outputs = self._outputs()
-        with_grad = {name for name, has_grad in outputs.items() if has_grad}
-        detached = tuple(name for name in outputs if name in DIFFERENTIABLE_OUTPUTS and name not in with_grad)
+        detached = tuple(name for name, has_grad in outputs.items() if name in DIFFERENTIABLE_OUTPUTS and not has_grad)
         loss = Loss(outputs=tuple(outputs), detached=detached, **settings)
         tensors = named_tensors(arguments)
         needs_grad = tuple(name for name in operand_names(tensors) if tensors[name].needs_grad)
@@ -108,7 +107,7 @@ class _Writing:
         note = region.note if waits else ""
         is_example = not all(isinstance(size, int) for size in tensors["input"].shape)
         decision = Decision(part.first.source, planned, kind=part.kind, note=note, is_example=is_example)
-        return self._results(found, with_grad), decision
+        return self._results(found), decision
 
     def _call(self, function: Callable, *args: Any, **kwargs: Any) -> Tensor:
         """See `Writer`; what has no gradient need not be detached."""
@@ -378,7 +377,7 @@ class _Writing:
         compared = (is_compared_with_labels(each.tensor, part, self._known.program) for each in part.argmaxes)
         return "valid_argmax" if is_free and all(compared) else "argmax"
 
-    def _results(self, found: dict[str, Tensor], with_grad: set[str]) -> dict[Tensor, Tensor]:
+    def _results(self, found: dict[str, Tensor]) -> dict[Tensor, Tensor]:
         region, total = self._region, self._region.total
         results: dict[Tensor, Tensor] = {}
         if total is not None:
