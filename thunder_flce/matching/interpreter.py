@@ -117,15 +117,13 @@ class Interpreter:
         return self.values.get(tensor) if isinstance(tensor, Tensor) else None
 
     def _interpret(self, op: Op) -> None:
-        operands = op.operands
-        described = [each for each in operands if each in self.values]
+        described = [each for each in op.operands if each in self.values]
         is_start = op.name in LINEARS or op.name in LOSSES
         if not described and not is_start:
-            self._pass_on(op, operands)
+            self._ask_for_operands(op)
             return
         if op.writes and not self._is_written_out_of_place(op):
-            self._demand_all(op, described)
-            self._pass_on(op, operands)
+            self._ask_for_operands(op)
             self._forget(op)
             return
         detail = ""
@@ -145,8 +143,7 @@ class Interpreter:
                 self._escape(each, op)
             return
         if found is None:
-            self._demand_all(op, described, detail)
-            self._pass_on(op, operands, detail)
+            self._ask_for_operands(op, detail)
             return
         several = found if isinstance(found, tuple) and not hasattr(found, "_fields") else (found,)
         for out, each in zip(op.outs, several, strict=True):
@@ -223,10 +220,6 @@ class Interpreter:
         for each in (*(row.labels.tensors if row.labels else ()), row.class_weight):
             self._demand(each, op)
 
-    def _demand_all(self, op: Op, described: list[Tensor], detail: str = "") -> None:
-        for each in dict.fromkeys(described):
-            self._demand(each, op, detail)
-
     def _demand(self, tensor: Tensor | None, user: Op | None, detail: str = "") -> None:
         found = self.get(tensor)
         if tensor is None or found is None:
@@ -241,8 +234,11 @@ class Interpreter:
         if isinstance(found, Class | Row):
             self.escapes.append(Escape(tensor, found, user, detail))
 
-    def _pass_on(self, op: Op, operands: list[Tensor], detail: str = "") -> None:
-        """Keeps in mind that a tensor is made of logits in a way that is not described."""
+    def _ask_for_operands(self, op: Op, detail: str = "") -> None:
+        """Of an operation that is not described; keeps in mind where its result is made of logits."""
+        operands = op.operands
+        for operand in dict.fromkeys(operands):
+            self._demand(operand, op, detail)
         for operand in operands:
             found, lost = self.get(operand), self._lost.get(operand)
             if isinstance(found, Class):
