@@ -122,14 +122,10 @@ class Interpreter:
         if not described and not is_start:
             self._ask_for_operands(op)
             return
-        if op.writes and not self._is_written_out_of_place(op):
-            self._ask_for_operands(op)
-            self._forget(op)
-            return
         detail = ""
         found: Any = None
         try:
-            rule = RULES.get(op.name)
+            rule = None if op.writes and not self._is_written_out_of_place(op) else RULES.get(op.name)
             if rule is not None and (given := self._arguments(rule, op)) is not None:
                 found = rule(*given.args, **given.kwargs)
             if isinstance(found, Row | Argmax) and self._is_view_of_written(op):
@@ -144,6 +140,7 @@ class Interpreter:
             return
         if found is None:
             self._ask_for_operands(op, detail)
+            self._forget(op)
             return
         several = found if isinstance(found, tuple) and not hasattr(found, "_fields") else (found,)
         for out, each in zip(op.outs, several, strict=True):
