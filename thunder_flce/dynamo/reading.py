@@ -72,20 +72,19 @@ class _Reader:
         for node in gm.graph.nodes:
             if node.target is torch._C._set_grad_enabled:
                 self._grad_mode = bool(node.args[0])
-            elif node.op == "output":
-                returned = map_arg(node.args[0], self._values.__getitem__)
-                if inside is None:
-                    self.results = [each for each in tree_flatten(returned)[0] if isinstance(each, Tensor)]
-                return returned
-            elif node in self._values:
+            elif node in self._values or node.op == "output":
                 continue
             elif node.op in ("placeholder", "get_attr"):
                 self._values[node] = tree_map(lambda value, node=node: _tensor(value, node), value_of(node))
             elif is_checkpoint(node):
                 self._read_checkpoint(gm, node, inside)
-            elif node.op.startswith("call_"):
+            else:
                 self._add(node, inside)
-        return None
+        (output,) = gm.graph.find_nodes(op="output")
+        returned = map_arg(output.args[0], self._values.__getitem__)
+        if inside is None:
+            self.results = tensors_in(returned)
+        return returned
 
     def _read_checkpoint(self, gm: GraphModule, node: Node, inside: Node | None) -> None:
         body, (_, *operands) = body_of(gm, node), node.args
