@@ -6,9 +6,9 @@ from thunder.core import devices, dtypes, prims
 from thunder.core.proxies import NumberProxy, Proxy, ProxyTag, TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map
 
-from thunder_flce.matching.program import NAMES, Op, Program, Source, Tensor
+from thunder_flce.matching.program import NAMES, Op, Program, Source, Tensor, tensors_in
 
 _NLL_LOSS = ("weight", "ignore_index", "reduction")
 
@@ -30,10 +30,10 @@ def read(trace: TraceCtx) -> Program:
     ops: list[Op] = []
     results: list[Tensor] = []
     for bsym in trace.bound_symbols:
-        if bsym.sym.id == prims.PrimIDs.RETURN:
-            results = [of(each) for each in tree_flatten((bsym.args, bsym.kwargs))[0] if isinstance(each, TensorProxy)]
-            continue
         args, kwargs = tree_map(of, (tuple(bsym.args), dict(bsym.kwargs)))
+        if bsym.sym.id == prims.PrimIDs.RETURN:
+            results = tensors_in((args, kwargs))
+            continue
         name, output = bsym.sym.name, tree_map(of, bsym.output)
         if name == "nll_loss":
             args, kwargs = args[:2], {**dict(zip(_NLL_LOSS, args[2:], strict=False)), **kwargs}
