@@ -20,8 +20,6 @@ from torch.utils._pytree import tree_flatten, tree_map
 from thunder_flce.matching.program import NAMES, Op, Program, Source, Tensor, tensors_in
 from thunder_flce.matching.rules import LINEARS
 
-CHECKPOINT = "tag_activation_checkpoint"
-
 _OF_NUMPY = {"axis": "dim", "keepdims": "keepdim", "x": "input", "x1": "input", "x2": "other"}
 _OF_ATEN = {"cross_entropy_loss": "cross_entropy", "nll_loss_nd": "nll_loss", "nll_loss": "nll_loss"}
 """ATen's losses, as in the graph of an exported module: they have a number as reduction."""
@@ -214,7 +212,7 @@ def _plain_size(size: Any) -> Any:
 
 def is_checkpoint(node: Node) -> bool:
     """Whether it is a checkpointed function without a policy of its own, for which PyTorch has to run it."""
-    return node.op == "call_function" and name_of(node) == CHECKPOINT
+    return node.op == "call_function" and name_of(node) == "tag_activation_checkpoint"
 
 
 def body_of(gm: GraphModule, checkpoint: Any) -> GraphModule:
