@@ -4,7 +4,7 @@ A `Part` is what reads the same rows for the same labels. A `Region` is one or m
 rows stand one after another, so that the head has one gradient.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -65,25 +65,25 @@ class Region:
         """The tensors that it is computed from, each with the position of what reads it in the program."""
         found: dict[Tensor, int] = {}
 
-        def add(tensors: Iterable[Tensor], op: Op) -> None:
-            for tensor in tensors:
-                found.setdefault(tensor, op.position)
+        def add(position: int, *tensors: Tensor | None) -> None:
+            for tensor in filter(None, tensors):
+                found.setdefault(tensor, position)
 
         for part in self.parts:
-            for term in part.logits.terms:
-                add((term.input, term.weight), term.output.op)  # type: ignore[union-attr, arg-type]
-            if part.logits.bias is not None:
-                add((part.logits.bias,), part.logits.terms[0].output.op)  # type: ignore[union-attr, arg-type]
-            found |= {each: at for each, at in part.logits.factors.items() if each not in found}
-            if part.labels is not None:
-                weights = () if part.class_weight is None else (part.class_weight,)
-                found |= {each: part.labels.read_at for each in (*part.labels.tensors, *weights) if each not in found}
+            logits, labels = part.logits, part.labels
+            for term in logits.terms:
+                add(term.output.op.position, term.input, term.weight)  # type: ignore[union-attr]
+            add(logits.terms[0].output.op.position, logits.bias)  # type: ignore[union-attr]
+            for factor, position in logits.factors.items():
+                add(position, factor)
+            if labels is not None:
+                add(labels.read_at, *labels.tensors, part.class_weight)
         if self.total is not None:
             made = {out for op in self.total.ops for out in op.outs} | {each.tensor for each in self.total.summands}
             for op in self.total.ops:
-                add((each for each in op.operands if each not in made), op)
+                add(op.position, *(each for each in op.operands if each not in made))
             for given in (each for summand in self.total.summands for each in summand.inputs):
-                found.setdefault(given.tensor, given.read_at)
+                add(given.read_at, given.tensor)
         return found
 
 
