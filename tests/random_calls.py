@@ -8,6 +8,7 @@ repeats it alone.
 """
 
 import argparse
+import math
 import random
 import sys
 import time
@@ -427,7 +428,7 @@ WAYS = {
 
 
 def on_ranks(of_tokens: str = "") -> Callable:
-    """The vocabulary divided among ranks, and the tokens too by sequence or data parallel."""
+    """The vocabulary divided among ranks, and the tokens, in one dimension, too by sequence or data parallel."""
 
     def run(case: Case, grad: Tensor, options: Options, arguments: dict[str, Any]) -> tuple:
         vocab, tokens = case.weight.shape[0], case.x.shape[:-1].numel()
@@ -435,21 +436,6 @@ def on_ranks(of_tokens: str = "") -> Callable:
         sizes = tuple(vocab - sum(each or 0 for each in sizes) if size is None else size for size in sizes)
         if not of_tokens or not case.needing_grad():
             return divided(case, sizes, grad, options=options, **arguments), case, grad, arguments
-
-        def flat(tensor: Tensor, dimensions: int = 0) -> Tensor:
-            shape = (tokens, *tensor.shape[tensor.ndim - dimensions :])
-            return tensor.detach().reshape(shape).requires_grad_(tensor.requires_grad)
-
-        terms = tuple((flat(x, 1), weight) for x, weight in case.terms)
-        case = replace(
-            case, x=flat(case.x, 1), target=flat(case.target, case.target.ndim - case.x.ndim + 1), terms=terms
-        )
-        grad, arguments = flat(grad) if arguments["reduction"] == "none" else grad, dict(arguments)
-        for name, dimensions in (("token_weights", 0), ("target_weights", 1)):
-            if name in arguments:
-                arguments[name] = flat(arguments[name], dimensions)
-        if "token_inputs" in arguments:
-            arguments["token_inputs"] = tuple(map(flat, arguments["token_inputs"]))
         ranks, averages = len(sizes), of_tokens == "data_parallel"
         counts = [tokens // ranks] * ranks
         if averages and ranks > 1:
@@ -457,9 +443,9 @@ def on_ranks(of_tokens: str = "") -> Callable:
         how = {of_tokens: True}
         result = divided(case, sizes, grad, counts=counts, how=how, options=options, **arguments)
         if averages and arguments["reduction"] == "sum":
-            arguments |= {"reduction": "mean", "num_items": float(ranks)}
+            arguments = arguments | {"reduction": "mean", "num_items": float(ranks)}
         elif averages and arguments["num_items"] is not None:
-            arguments["num_items"] = float(arguments["num_items"]) * ranks
+            arguments = arguments | {"num_items": float(arguments["num_items"]) * ranks}
         return result, case, grad, arguments
 
     return run
@@ -498,7 +484,9 @@ def drawn_call(one_of: Callable, device: str, way: str = "eager") -> Call:
     # No vocabulary is as large as a dimension of tokens, which ranks may divide.
     call = plain_call(one_of, device, (7, 33, 101) if way in RANKS else ())
     if way == "sequence parallel":
-        call = replace(call, shape=one_of((12,), (3, 8), (2, 3, 4), (1, 48)))
+        call = replace(call, shape=one_of((12,), (4,), (28,), (48,)))
+    elif way == "data parallel":
+        call = replace(call, shape=(math.prod(call.shape),))
     elif way == "module":
         call = replace(call, terms=(), hidden=max(call.hidden, 1))
     elif way == "DTensors":
