@@ -37,23 +37,6 @@ def test_results_may_change_in_place(shape, outputs, is_frozen):
         torch.testing.assert_close(gradient, right)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_shapes_and_dtypes_that_alternate(compiled):
-    """What is known of one number of tokens serves others, of as many dimensions and of other dtypes of weights."""
-
-    def loss(*tensors, **weights):
-        return linear_cross_entropy(*tensors, **weights, reduction="none", options=Options(strategy="save_logits"))
-
-    run = torch.compile(loss, backend="eager", dynamic=True) if compiled else loss
-    for shape in [(650,), (700,), (2, 350), (650,), (3, 5), (1,), (7, 100), (640,), (15,)]:
-        for dtype in (torch.float64, torch.float32):
-            hidden, weight, target = operands(*shape)
-            weights = torch.rand(shape, dtype=dtype)
-            losses = F.cross_entropy((hidden @ weight.T).flatten(0, -2), target.flatten(), reduction="none")
-            found = run(hidden, weight, target, token_weights=weights).sum(), (losses * weights.flatten()).sum()
-            torch.testing.assert_close(*(torch.autograd.grad(each, hidden) for each in found), rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("name", "good", "bad"),
     [
