@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from thunder_flce import Options, linear_cross_entropy
+from thunder_flce import linear_cross_entropy
 from thunder_flce.engine import rows
 
 V, H = 11, 8

@@ -7,13 +7,11 @@ import torch
 import torch.distributed as dist
 
 from ranks import as_threads
-from reference import PLANS, assert_as_exact_as_eager, error, make_case, ours, run_by, truth
+from reference import PLANS, assert_as_exact_as_eager, make_case, run_by
 from thunder_flce import Options, linear_cross_entropy
 from thunder_flce.engine import engine
-from thunder_flce.engine.primitives import Primitives, Region
+from thunder_flce.engine.primitives import Region
 from thunder_flce.options import STRATEGIES
-
-SAVING_PLANS = {name: plan for name, plan in PLANS.items() if plan.strategy != "gradients_in_forward"}
 
 
 def start_early(monkeypatch):
@@ -48,38 +46,6 @@ def test_the_first_logits_while_the_host_waits(plan, reduction, frozen, ignored,
     assert_as_exact_as_eager(case, grad, tiny=True, reduction=reduction)
     is_early = plan.strategy != "recompute_logits"
     assert started == [min(11, plan.rows_saved(41) or plan.chunk_rows)] * is_early
-
-
-@pytest.mark.parametrize("captured", ["forward", "backward", "both"])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("plan", SAVING_PLANS.values(), ids=SAVING_PLANS)
-def test_a_step_of_which_a_part_may_not_wait(plan, reduction, captured, monkeypatch):
-    """As if it were captured. The backward goes on with the rows that the forward has computed, whichever these are."""
-    run_by(monkeypatch, plan)
-    case = make_case(tokens=40, bias=True, ignored=0.5)
-    with torch.no_grad():
-        case.bias += 100
-    prepare, prepare_again = Primitives.prepare, Primitives.prepare_again
-    is_captured = {"forward": captured != "backward", "backward": captured != "forward"}
-
-    def prepared(ops, upstream, meanwhile):
-        # Only on CUDA need a forward not wait for the device.
-        ops.region.may_skip = ops.region.may_skip and not is_captured["forward"]
-        counts.append((rows := prepare(ops, upstream, meanwhile=meanwhile)).count)
-        return rows
-
-    def prepared_again(ops, upstream, count):
-        counts.append((rows := prepare_again(ops, upstream, count)).count)
-        return rows
-
-    counts = []
-    monkeypatch.setattr(Primitives, "prepare", prepared)
-    monkeypatch.setattr(Primitives, "prepare_again", prepared_again)
-    monkeypatch.setattr(Primitives, "_is_capturing", lambda ops: is_captured["backward"])
-    grad = torch.randn(40 if reduction == "none" else ())
-    results = (run(case, grad, reduction=reduction).gradients for run in (ours, truth))
-    assert all(error(got, right) < 1e-6 for got, right in zip(*results, strict=True))
-    assert counts[0] == counts[1] == (int((case.target != -100).sum()) if captured == "backward" else 40)
 
 
 # Rows that a column dominates: -log p and p - 1 keep their digits, where 1 + x and 1 - x would lose those of x.
