@@ -2,23 +2,9 @@
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
-from ranks import as_threads
 from reference import Case, ours
 from thunder_flce import count_items, shift_labels
-
-
-def test_over_two_dimensions_of_a_mesh():
-    """Data and context parallel ranks count together; those that divide the vocabulary have the same targets."""
-    target = torch.arange(12).view(4, 3)
-    target[1], target[3, 1:] = -100, -100
-
-    def run(rank):
-        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
-        return count_items(target[rank // 2], group=mesh["dp", "cp"]._flatten("tokens"))
-
-    assert as_threads(8, run) == [7 / 4] * 8
 
 
 def test_alone_it_is_the_number_of_targets():
