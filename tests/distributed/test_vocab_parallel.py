@@ -73,26 +73,6 @@ def test_input_gradients_are_summed_in_the_dtype_asked_for(strategy):
     assert error(gradient(torch.bfloat16), exact) > 1.2 * error(gradient(None), exact)
 
 
-def test_a_mesh_and_a_second_backward():
-    case = make_case(dtype=torch.float64)
-    whole = ours(case)
-
-    def run(rank):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        mine = part_of(case, parts((60, 41))[rank % 2])
-        with pytest.raises(ValueError, match=r"device mesh of one dimension, but has 2.*mesh\[\"tp\"\]"):
-            ours(mine, vocab_parallel=mesh)
-        loss = linear_cross_entropy(
-            mine.x, mine.weight, mine.target, vocab_parallel=mesh["tp"], options=Options(strategy="save_logits")
-        )
-        first = torch.autograd.grad(loss, mine.x, retain_graph=True)[0]
-        second = torch.autograd.grad(3 * loss, mine.x)[0]
-        torch.testing.assert_close(first, whole.gradients[0])
-        torch.testing.assert_close(second, 3 * whole.gradients[0])
-
-    as_threads(4, run)
-
-
 def test_weights_that_are_dtensors():
     """With `vocab_parallel`, and hidden states that are plain tensors."""
     case = make_case(tokens=36, bias=True)
@@ -177,10 +157,11 @@ def test_arguments():
     case = make_case()
 
     def run(rank):
-        group = dist.group.WORLD
+        group, two_dimensions = dist.group.WORLD, init_device_mesh("cpu", (2, 1))
         for arguments, message in (
             ({"vocab_parallel": VocabParallel(group=group), "weight": torch.ones(50)}, r"weight must be .*\(101,\)"),
             ({"vocab_parallel": group, "vocab_size": 102}, "vocab_size must be between 1 and .* 101, but got 102"),
+            ({"vocab_parallel": two_dimensions}, r"device mesh of one dimension, but has 2.*mesh\[\"tp\"\]"),
             ({"vocab_parallel": VocabParallel(group=group, start=rank)}, "start must be None .* 0 with 50 rows, 1 "),
             ({"vocab_parallel": VocabParallel(group=group, start=None if rank else 0)}, "start must be None on all"),
             (
