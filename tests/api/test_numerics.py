@@ -6,11 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from reference import (
     PLANS,
-    Case,
     assert_as_exact_as_eager,
     error,
     linear,
@@ -79,18 +77,6 @@ def test_second_backward(plan, device, monkeypatch):
     assert all(map(torch.equal, before, case.operands()))
     for gradients, copies in results:
         assert all(map(torch.equal, gradients, copies))
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_one_input_and_one_weight_in_several_terms(strategy, device):
-    """x Wᵀ + x Bᵀ + y Wᵀ: what stands in two terms gets the sum of its gradients."""
-    case = make_case(device=device, ranks=(24,))
-    ((y, other),) = case.terms
-    shared = Case(case.x, case.weight, None, case.target, terms=((case.x, other), (y, case.weight)))
-    options = Options(strategy=strategy, chunk_rows=None if strategy == "save_logits" else 10)
-    losses = results_of(shared, options=options), F.cross_entropy(linear(shared), case.target)
-    got, right = (torch.autograd.grad(loss, (case.x, case.weight, y, other)) for loss in losses)
-    torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("may_overwrite", [True, False])
