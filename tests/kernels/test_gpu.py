@@ -268,21 +268,6 @@ def test_cuda_graph_of_one_pass(strategy, captured):
     assert all(error(*pair) < 1e-5 for pair in zip(gradients, exact.gradients[:2], strict=True))
 
 
-@pytest.mark.parametrize("backend", [None, *(name for name in BACKENDS if is_installed(name))])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("rows", IGNORED_ROWS)
-@pytest.mark.parametrize("vocab", [64000, 64003])
-def test_an_adapter_beside_a_frozen_head(vocab, rows, strategy, backend):
-    """No dW, nothing as large as W beside it, and errors no larger than PyTorch's."""
-    case = make_case(
-        tokens=512, hidden=4096, vocab=vocab, dtype=torch.bfloat16, device="cuda", bias=True, ignored=0.2, ranks=(16,)
-    )
-    case.weight.requires_grad_(False)
-    options = Options(strategy=strategy, ignored_rows=rows, row_kernels=backend or "auto")
-    assert_as_exact_as_eager(case, options=options)
-    assert _peak_bytes(lambda: ours(case, options=options)) < case.weight.nbytes
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_no_synchronisation_when_asked_for_none(dtype):
     case = make_case(tokens=300, hidden=64, vocab=1009, dtype=dtype, device="cuda", bias=True)
