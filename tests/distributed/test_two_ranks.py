@@ -264,17 +264,6 @@ def fsdp2_divides_the_vocabulary_of_a_model_in_bfloat16(rank):
         model(*batch(rank, 97))
 
 
-@on_two_ranks()
-def fsdp2_of_a_tied_weight(rank):
-    """Embedding and head have one weight while they are in one unit, such as the root."""
-    model, mesh = ModelWithLoss(97, tied=True), init_device_mesh("cpu", (2,))
-    exact = exact_gradients(model)
-    fully_shard(model, mesh=mesh)
-    model(*batch(rank, 97)).backward()
-    assert model.lm_head.linear.weight is model.embedding.weight
-    check(model, exact)
-
-
 # DTensors.
 
 
