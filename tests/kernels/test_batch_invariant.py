@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from reference import error
+from reference import Case, error, make_case
 from test_plan import H200
 from test_plan import call as a_call
 from thunder_flce import Options, linear_cross_entropy, linear_kl_divergence
@@ -21,62 +21,56 @@ OUTPUTS = ("log_prob", "entropy", "mean_logit", "log_sum_sq_probs")
 SIZES = {"cpu": [(77, 33), (1003, 72), (33000, 24)], "cuda": [(1003, 70), (32000, 1024), (128257, 4096)]}
 
 
-class Batch:
-    """Tokens, of which every third is ignored, with a head and a bias."""
+def log_probs(batch: Case, rows=slice(None), *, options=INVARIANT, needs_grad=False, bias=False, **settings):
+    """Those of some rows, and other sums: beside a loss whose gradients may be computed in the forward, if needed.
 
-    def __init__(self, device, dtype, size, tokens):
-        vocab, hidden = size
-        self.x = torch.randn(tokens, hidden, dtype=dtype, device=device)
-        self.weight = torch.randn(vocab, hidden, dtype=dtype, device=device).mul_(4 / hidden**0.5)
-        self.bias = torch.randn(vocab, dtype=dtype, device=device)
-        self.target = torch.randint(vocab, (tokens,), device=device)
-        self.target[1::3] = -100
-
-    def log_probs(self, rows=slice(None), *, options=INVARIANT, needs_grad=False, bias=False, **settings):
-        """Those of some rows, and other sums: beside a loss whose gradients may be computed in the forward, if needed.
-
-        A token loss and label smoothing have theirs of them.
-        """
-        x, weight = (each.detach().clone().requires_grad_(needs_grad) for each in (self.x[rows], self.weight))
-        detached, reduction = (OUTPUTS[:3], "mean") if needs_grad else ((), "none")
-        loss, *found = linear_cross_entropy(
-            x, weight, self.target[rows], linear_bias=self.bias if bias else None, reduction=reduction,
-            outputs=OUTPUTS, detached=detached, options=options, **settings,
-        )  # fmt: skip
-        if reduction == "none":
-            assert torch.equal(loss, -found[0])
-        return torch.stack(found, 1).detach()
+    A token loss and label smoothing have theirs of them.
+    """
+    x, weight = (each.clone().requires_grad_(needs_grad) for each in (batch.x[rows], batch.weight))
+    detached, reduction = (OUTPUTS[:3], "mean") if needs_grad else ((), "none")
+    loss, *found = linear_cross_entropy(
+        x, weight, batch.target[rows], linear_bias=batch.bias if bias else None, reduction=reduction,
+        outputs=OUTPUTS, detached=detached, options=options, **settings,
+    )  # fmt: skip
+    if reduction == "none":
+        assert torch.equal(loss, -found[0])
+    return torch.stack(found, 1).detach()
 
 
 @pytest.fixture(params=range(3))
 def batch(request, device):
     dtypes = [torch.float64, torch.float32, torch.bfloat16] if device == "cpu" else [torch.bfloat16] * 3
     on_cuda = device != "cpu"
-    size = SIZES["cuda" if on_cuda else "cpu"][request.param]
+    vocab, hidden = SIZES["cuda" if on_cuda else "cpu"][request.param]
+    sizes = {"vocab": vocab, "hidden": hidden, "tokens": 4096 if on_cuda else 210, "dtype": dtypes[request.param]}
+    case = make_case(**sizes, device=device, bias=True, scale=4.0, ignored=0.0)
+    case.target[1::3] = -100
+    for tensor in case.operands():
+        tensor.requires_grad_(False)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
-    yield Batch(device, dtypes[request.param], size, tokens=4096 if on_cuda else 210)
+    yield case
     torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("settings", [{}, {"bias": True}, {"softcap": 5.0, "logit_scale": -1.5}], ids=str)
 def test_any_batch(batch, settings):
     """Fewer tokens, at other places, in memory that is laid out in another way, in chunks, and with gradients."""
-    expected, tokens = batch.log_probs(**settings), len(batch.x)
+    expected, tokens = log_probs(batch, **settings), len(batch.x)
     alone = [slice(row, row + 1) for row in (*range(0, 60, 3), tokens - 1)]
     for rows in (*alone, slice(5, 12), slice(37, 137), slice(1, None, 2)):
-        assert torch.equal(batch.log_probs(rows, **settings), expected[rows])
-    assert torch.equal(batch.log_probs(options=replace(INVARIANT, chunk_rows=59), **settings), expected)
-    assert torch.equal(batch.log_probs(options=replace(INVARIANT, ignored_rows="compute"), **settings), expected)
+        assert torch.equal(log_probs(batch, rows, **settings), expected[rows])
+    assert torch.equal(log_probs(batch, options=replace(INVARIANT, chunk_rows=59), **settings), expected)
+    assert torch.equal(log_probs(batch, options=replace(INVARIANT, ignored_rows="compute"), **settings), expected)
     for strategy in STRATEGIES:
         options = replace(INVARIANT, strategy=strategy)
-        assert torch.equal(batch.log_probs(options=options, needs_grad=True, **settings), expected)
-        assert torch.equal(batch.log_probs(slice(5, 12), options=options, needs_grad=True, **settings), expected[5:12])
+        assert torch.equal(log_probs(batch, options=options, needs_grad=True, **settings), expected)
+        assert torch.equal(log_probs(batch, slice(5, 12), options=options, needs_grad=True, **settings), expected[5:12])
 
 
 def test_layout_of_the_input(batch):
     """In memory column by column, and where no row starts at a multiple of 16 bytes."""
-    expected = batch.log_probs()
+    expected = log_probs(batch)
     wide = torch.empty(len(batch.x), batch.x.shape[1] + 1, dtype=batch.x.dtype, device=batch.x.device)
     wide[:, 1:] = batch.x
     for x in (batch.x.t().contiguous().t(), wide[:, 1:]):
@@ -87,12 +81,12 @@ def test_layout_of_the_input(batch):
 def test_a_sum_of_linears(batch):
     """An adapter beside the head, with a bias."""
     x, weight = batch.x[:, :8].contiguous(), batch.weight[:, :8].contiguous()
-    expected = batch.log_probs(terms=[(x, weight)], bias=True)
+    expected = log_probs(batch, terms=[(x, weight)], bias=True)
     logits = batch.x.double() @ batch.weight.double().t() + x.double() @ weight.double().t() + batch.bias.double()
     exact = logits.log_softmax(1).gather(1, batch.target.clamp(min=0)[:, None])[:, 0]
     exact[batch.target < 0] = 0
     assert error(expected[:, 0], exact) < 4 * torch.finfo(batch.x.dtype).eps
-    assert torch.equal(batch.log_probs(slice(5, 12), terms=[(x[5:12], weight)], bias=True), expected[5:12])
+    assert torch.equal(log_probs(batch, slice(5, 12), terms=[(x[5:12], weight)], bias=True), expected[5:12])
 
 
 @pytest.mark.parametrize(
