@@ -78,7 +78,6 @@ def make_case(
     device: str = "cpu",
     bias: bool = False,
     ignored: float = 0.3,
-    ignore_index: int = -100,
     scale: float = 1.0,
     class_weight: bool = False,
     ranks: tuple[int, ...] = (),
@@ -92,7 +91,7 @@ def make_case(
         return (torch.randn(*shape, device=device, dtype=torch.float32) * factor).to(dtype).requires_grad_()
 
     target = torch.randint(0, vocab, (tokens,), device=device)
-    target[torch.rand(tokens, device=device) < ignored] = ignore_index
+    target[torch.rand(tokens, device=device) < ignored] = -100
     return Case(
         randn(tokens, hidden),
         randn(vocab, hidden, factor=scale * hidden**-0.5),
