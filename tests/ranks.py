@@ -102,6 +102,17 @@ def errors_of(count: int, run: Callable[[int], Any]) -> list[BaseException]:
     raise AssertionError(f"no rank raised: {found}")
 
 
+def outcome(run: Callable[[], Any], *, within_s: float) -> str:
+    """What becomes of a call, in words, and that it did not take the time of a group that waits."""
+    started = time.monotonic()
+    try:
+        found = str(run())
+    except Exception as failure:
+        found = f"{type(failure).__name__}: {failure}"
+    assert time.monotonic() - started < within_s, "the timeout of the group"
+    return found
+
+
 def as_processes(count: int, run: Callable[[int], Any], *, device: str = "cpu", timeout_s: int = 300) -> list[Any]:
     """What a function of a module returns for each rank, a process each; None for one that has died.
 

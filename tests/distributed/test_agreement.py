@@ -1,7 +1,6 @@
 """What ranks agree on: plans, heads of which one has as many rows as before, and nothing new in a CUDA graph."""
 
 import threading
-import time
 from dataclasses import replace
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from divided import part_of
-from ranks import as_processes, as_threads
+from ranks import as_processes, as_threads, outcome
 from reference import make_case
 from test_plan import DEVICES, call, shard_of
 from thunder_flce import Options, VocabParallel, linear_cross_entropy, vocab_parallel
@@ -18,17 +17,6 @@ from thunder_flce.engine.choose import choose
 from thunder_flce.operation.call import named_tensors
 from thunder_flce.operation.loss import Loss
 from thunder_flce.vocab_parallel import agree
-
-
-def _outcome(call) -> str:
-    """What becomes of a call, in words, and that it did not take the time of a group that waits."""
-    started = time.monotonic()
-    try:
-        found = call()
-    except Exception as failure:
-        found = f"{type(failure).__name__}: {failure}"
-    assert time.monotonic() - started < 55, "the timeout of the group"
-    return str(found)
 
 
 def _two_heads(rank: int) -> list[torch.Tensor]:
@@ -102,10 +90,10 @@ def _captured_anew(rank: int) -> list[str]:
             step(rows)
 
     heads = [slice(0, 100) if rank == 0 else slice(100, stop) for stop in (150, 200)]
-    found.append(_outcome(lambda: captured(heads[0])))
+    found.append(outcome(lambda: captured(heads[0]), within_s=55))
     for head in heads:
         step(head)
-    found.append(_outcome(lambda: captured(heads[0])))
+    found.append(outcome(lambda: captured(heads[0]), within_s=55))
     return found
 
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_map
 
 from divided import joined, of_mesh, of_rank, part_of, parts
-from ranks import GPUS, as_processes
+from ranks import GPUS, as_processes, outcome
 from reference import Case, Result, assert_close_to_truth, captured, composed, make_case
 from thunder_flce import Options, linear_cross_entropy
 from thunder_flce.options import STRATEGIES
@@ -134,13 +134,11 @@ def _call(rank: int, group, **settings) -> str:
     """What becomes of a call, in words."""
     case = _case("cpu", torch.float32)
     part = part_of(case, parts((200, 131))[rank])
-    started = time.monotonic()
-    try:
-        loss = linear_cross_entropy(part.x, part.weight, case.target, vocab_parallel=group, **settings)
-    except Exception as failure:
-        assert time.monotonic() - started < 100, "the timeout of the default group"
-        return f"{type(failure).__name__}: {failure}"
-    return f"{loss:.4f}"
+
+    def loss():
+        return linear_cross_entropy(part.x, part.weight, case.target, vocab_parallel=group, **settings).item()
+
+    return outcome(loss, within_s=100)
 
 
 def _failures(rank: int) -> list[str]:
@@ -161,7 +159,7 @@ def test_failures():
     (found, killed) = as_processes(2, _failures)
     assert killed is None
     right, values, alone, left = found
-    assert re.fullmatch(r"\d\.\d{4}", right)
+    assert re.fullmatch(r"\d\.\d+", right)
     assert re.match(r"ValueError: all ranks .* the value of num_items is 0.0 on rank 0 and 1.0 on rank 1", values)
     for message in (alone, left):
         assert re.match(r"(RuntimeError|DistBackendError|DistNetworkError): .*(imed out|onnection)", message, re.DOTALL)

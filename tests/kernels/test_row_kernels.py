@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import fusion_interpreter
-from interpreted import INTERPRETED, prepare_row_kernels
+from interpreted import INTERPRETED, needs_triton, prepare_row_kernels
 from reference import error
 from thunder_flce.device import ABSENT_DEVICE
 from thunder_flce.engine.kernels import dispatch, layout, torch_rows
@@ -31,15 +31,14 @@ NOTHING = (False, False, False)
 SLACK = 4e-6 if INTERPRETED else 1e-6
 
 NEEDS_NVFUSER = pytest.mark.skipif(not find_spec("nvfuser_direct"), reason="needs nvFuser's Python package")
-NEEDS_TRITON = pytest.mark.skipif(not find_spec("triton"), reason="needs Triton")
 BACKENDS = (
-    [pytest.param(("triton", "cpu"), id="triton-interpreted", marks=NEEDS_TRITON)]
+    [pytest.param(("triton", "cpu"), id="triton-interpreted", marks=needs_triton)]
     if INTERPRETED
     else [
         pytest.param(("torch", "cpu"), id="torch-cpu"),
         pytest.param(("nvfuser", "cpu"), id="nvfuser-interpreted", marks=NEEDS_NVFUSER),
         pytest.param(("torch", "cuda"), id="torch-cuda", marks=pytest.mark.gpu),
-        pytest.param(("triton", "cuda"), id="triton-cuda", marks=[pytest.mark.gpu, NEEDS_TRITON]),
+        pytest.param(("triton", "cuda"), id="triton-cuda", marks=[pytest.mark.gpu, needs_triton]),
         pytest.param(("nvfuser", "cuda"), id="nvfuser-cuda", marks=[pytest.mark.gpu, NEEDS_NVFUSER]),
     ]
 )
