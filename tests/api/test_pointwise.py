@@ -38,13 +38,6 @@ FUNCTIONS = {
     "GRPO": lambda p, e, a, o, *_: (
         -torch.min(torch.exp(p - o) * a, torch.exp(p - o).clamp(0.8, 1.2) * a) + 0.04 * (torch.exp(o - p) - (o - p) - 1)
     ),
-    "dual clip": lambda p, e, a, o, *_: (
-        -torch.where(
-            a < 0,
-            torch.max(torch.min(torch.exp(p - o), torch.exp(p - o).clamp(0.8, 1.2)) * a, 3 * a),
-            a * torch.exp(p - o),
-        )
-    ),
     "CISPO": lambda p, e, a, o, *_: -torch.clamp(torch.exp(p - o), max=1.2).detach() * a * p,
     "focal": lambda p, e, *_: -((1 - p.exp()) ** 2) * p,
     "softplus": lambda p, e, *_: F.softplus(-p),
