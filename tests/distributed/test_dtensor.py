@@ -150,45 +150,39 @@ def test_refused():
     case = make_batch(bias=False, ranks=())
 
     def run(rank):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        mesh = grid["tp"]
 
-        def placed(tensor, placements):
+        def placed(tensor, placements, mesh=mesh):
             if isinstance(placements[0], Partial):
                 return DTensor.from_local(tensor.detach(), mesh, placements)
-            return distribute_tensor(tensor.detach(), mesh, placements)
+            return distribute_tensor(tensor.detach().clone(), mesh, placements)
 
         for of_x, of_weight, settings, message in REFUSED:
             given = {"input": placed(case.x, of_x), "linear_weight": placed(case.weight, of_weight)}
             with pytest.raises((TypeError, ValueError), match=message):
                 linear_cross_entropy(**{**given, "target": case.target, **settings})
-        odd = distribute_tensor(torch.zeros(4, 5, 8), mesh, [Shard(1)])
-        weight = distribute_tensor(case.weight.detach(), mesh, [Shard(0)])
-        with pytest.raises(ValueError, match="dimension 1 of 5 tokens must be a multiple of the 2 ranks"):
-            linear_cross_entropy(odd, weight, case.target[:, :5])
-        other = init_device_mesh("cpu", (1, 2))
-        with pytest.raises(ValueError, match="target must be on input's mesh"):
-            on_other = distribute_tensor(case.target, other, [R, R])
-            linear_cross_entropy(placed(case.x, [R]), weight, on_other)
-        with pytest.raises(ValueError, match="linear_weight must be on input's mesh"):
-            on_other = distribute_tensor(case.weight.detach(), other, [R, R])
-            linear_cross_entropy(placed(case.x, [R]), on_other, case.target)
-        grid = init_device_mesh("cpu", (2, 1))
-        both = distribute_tensor(case.weight.detach(), grid, [Shard(0), Shard(0)])
-        with pytest.raises(ValueError, match=r"Shard\(0\) along one dimension of the mesh at most.*fully_shard"):
-            linear_cross_entropy(distribute_tensor(case.x.detach(), grid, [R, R]), both, case.target)
-
-    as_threads(2, run)
-
-
-def test_tokens_that_two_dimensions_of_the_mesh_divide():
-    """Three tokens along the first are no two equal parts along the second."""
-    case = make_batch(bias=False, ranks=())
-
-    def run(rank):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        x = distribute_tensor(case.x.detach()[:, :6].clone(), mesh, [Shard(1), Shard(1)])
-        weight = distribute_tensor(case.weight.detach().clone(), mesh, [R, Shard(0)])
-        with pytest.raises(ValueError, match=r"1 of 6 tokens must be a multiple of the 4 ranks .* along 'tp', which"):
-            linear_cross_entropy(x, weight, case.target[:, :6], reduction="sum")
+        other = init_device_mesh("cpu", (1, 4))
+        given = {"input": placed(case.x, [R]), "linear_weight": placed(case.weight, [Shard(0)]), "target": case.target}
+        six = {"input": placed(case.x[:, :6], [Shard(1)] * 2, grid), "target": case.target[:, :6]}
+        for changes, message in (
+            (
+                {"input": placed(case.x[:, :5], [Shard(1)]), "target": case.target[:, :5]},
+                "dimension 1 of 5 tokens must be a multiple of the 2 ranks",
+            ),
+            (
+                # Three tokens along the first dimension of the mesh are no two equal parts along the second.
+                {**six, "linear_weight": placed(case.weight, [R, Shard(0)], grid)},
+                r"1 of 6 tokens must be a multiple of the 4 ranks .* along 'tp', which",
+            ),
+            ({"target": placed(case.target, [R, R], other)}, "target must be on input's mesh"),
+            ({"linear_weight": placed(case.weight, [R, R], other)}, "linear_weight must be on input's mesh"),
+            (
+                {"input": placed(case.x, [R] * 2, grid), "linear_weight": placed(case.weight, [Shard(0)] * 2, grid)},
+                r"Shard\(0\) along one dimension of the mesh at most.*fully_shard",
+            ),
+        ):
+            with pytest.raises(ValueError, match=message):
+                linear_cross_entropy(**given | changes, num_items=9)
 
     as_threads(4, run)

@@ -133,16 +133,12 @@ def test_strategies(changes, options, strategy):
 # Saved logits.
 
 
-def saved_rows(plan: Plan, tokens: int = 8192) -> int:
-    return 0 if plan.strategy != "save_logits" else tokens if plan.saved_rows is None else plan.saved_rows
-
-
 def test_as_many_logits_are_saved_as_the_budget_allows():
     each_row, whole = call(loss=EACH_ROW), 8192 * 128256 * 2
     expected = {whole: (8192, 8192), whole - 1: (4096, 8191), whole // 2: (1024, 4095), whole // 8: (0, 0)}
     for budget, (least, most) in expected.items():
         plan = choose(each_row, Options(memory_budget=budget), ABSENT_DEVICE)
-        assert least <= saved_rows(plan) <= most and temporary_bytes(each_row, plan) <= budget
+        assert least <= plan.rows_saved(8192) <= most and temporary_bytes(each_row, plan) <= budget
 
 
 # Chunks.
