@@ -1,14 +1,12 @@
 """`linear_cross_entropy` among PyTorch's own tools: compilers, exporters, transforms, modes and wrappers."""
 
 import math
-from contextlib import nullcontext
 
 import pytest
 import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
 from torch._inductor.utils import run_and_get_code
-from torch._subclasses import FakeTensorMode
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_map
 
@@ -201,27 +199,6 @@ def test_exported(needs_grad, strict):
             assert error(exported.get_parameter(f"linear.{name}").grad, right) < 1e-6
         with pytest.raises(RuntimeError, match="input requires a gradient, but this operator was traced with"):
             exported(other.x, other.target)
-
-
-# Tensors without values.
-
-
-@pytest.mark.parametrize("kind", ["meta", "fake", "fake meta"])
-def test_without_values(kind, settings):
-    def made(*shape, **others):
-        return torch.empty(*shape, device="meta" if "meta" in kind else "cpu", **others)
-
-    with FakeTensorMode() if "fake" in kind else nullcontext():
-        x, weight = made(3, 5, 24, dtype=torch.bfloat16), made(101, 24, dtype=torch.bfloat16)
-        x.requires_grad_(), weight.requires_grad_()
-        target = made(3, 5, dtype=torch.int32)
-        names = () if settings.get("options") else ("entropy", "argmax")
-        results = linear_cross_entropy(x, weight, target, outputs=("accuracy", *names), **settings)
-        loss = results[0]
-        assert loss.dtype == torch.float32 and loss.shape == (target.shape if "reduction" in settings else ())
-        assert [tuple(result.shape) for result in results[1:]] == [(), (3, 5), (3, 5)][: 1 + len(names)]
-        for operand, gradient in zip((x, weight), torch.autograd.grad(loss.sum(), (x, weight)), strict=True):
-            assert (gradient.shape, gradient.dtype, gradient.device) == (operand.shape, operand.dtype, operand.device)
 
 
 # Transforms of torch.func.
