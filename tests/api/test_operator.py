@@ -1,6 +1,7 @@
 """`linear_cross_entropy` among PyTorch's own tools: compilers, exporters, transforms, modes and wrappers."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -271,15 +272,21 @@ def test_what_transforms_do_not_have(reduction):
 # Checkpoints, hooks and modes.
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True], ids=["", "reentrant"])
-def test_checkpoint(use_reentrant, settings):
+SELECTIVE = {"context_fn": lambda: checkpoint.create_selective_checkpoint_contexts([OPERATOR])}
+
+
+@pytest.mark.parametrize("how", [{}, SELECTIVE, {"use_reentrant": True}], ids=["", "selective", "reentrant"])
+def test_checkpoint(how, settings):
+    """One that keeps what the operator has returned does not run it again."""
     case = make_case()
 
     def program(x, weight):
-        return linear_cross_entropy(x, weight, case.target, **settings)
+        return linear_cross_entropy(x * 1, weight, case.target, **settings)
 
-    loss = checkpoint.checkpoint(program, case.x, case.weight, use_reentrant=use_reentrant)
-    assert_right(loss, case, after_backward=True, **settings)
+    with RecordedCalls(OPERATOR) if how is SELECTIVE else nullcontext() as calls:
+        loss = checkpoint.checkpoint(program, case.x, case.weight, **{"use_reentrant": False, **how})
+        assert_right(loss, case, after_backward=True, **settings)
+    assert how is not SELECTIVE or len(calls) == 1
 
 
 def test_modes_and_tensors_that_are_no_plain_ones():
@@ -316,30 +323,6 @@ def test_modes_and_tensors_that_are_no_plain_ones():
         assert any("thunder_flce" in event.name for event in profile.events())
         for other in (x.as_subclass(Subclass), torch.complex(x, -x).conj().imag):
             assert torch.equal(torch.Tensor(linear_cross_entropy(other, weight, target)), expected)
-
-
-@pytest.mark.parametrize("is_saved", [True, False])
-def test_selective_checkpoint(is_saved, settings):
-    case = make_case()
-
-    def policy(ctx, op, *args, **kwargs):
-        if op is OPERATOR and is_saved:
-            return checkpoint.CheckpointPolicy.MUST_SAVE
-        return checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
-
-    def program(x, weight):
-        return linear_cross_entropy(x * 1, weight, case.target, **settings)
-
-    with RecordedCalls(OPERATOR) as calls:
-        loss = checkpoint.checkpoint(
-            program,
-            case.x,
-            case.weight,
-            use_reentrant=False,
-            context_fn=lambda: checkpoint.create_selective_checkpoint_contexts(policy),
-        )
-        assert_right(loss, case, **settings)
-    assert len(calls) == (1 if is_saved else 2)
 
 
 def test_saved_tensors_hooks(settings):
