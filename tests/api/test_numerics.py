@@ -94,23 +94,6 @@ def test_finished_gradients_are_scaled_with_one_rounding(factor, dtype, may_over
     assert may_overwrite or torch.equal(gradient, before)
 
 
-@pytest.mark.parametrize("ignore_index", [-100, 100, 2**32 + 3])
-@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8], ids=str)
-def test_dtypes_of_the_target(dtype, ignore_index, device):
-    """V and ignore_index need not fit the target's dtype: 156 is -100 in eight bits."""
-    case = make_case(vocab=70000, hidden=8, device=device, ignored=0.0)
-    case.target = torch.randint(0, torch.iinfo(dtype).max if dtype.itemsize < 4 else 70000, (37,), device=device)
-    case.target[:3] = 3
-    if dtype == torch.uint8:
-        case.target[5] = 156
-    if torch.iinfo(dtype).min <= ignore_index <= torch.iinfo(dtype).max:
-        case.target[::4] = ignore_index
-    case.target = case.target.to(dtype)
-    assert_as_exact_as_eager(case, ignore_index=ignore_index)
-    case.target = torch.stack([case.target, case.target.flip(0)], 1)
-    assert_as_exact_as_eager(case, ignore_index=ignore_index, target_weights=torch.rand(37, 2, device=device))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     ("options", "target_rest"),
