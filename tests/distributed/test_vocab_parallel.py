@@ -1,7 +1,6 @@
 """The vocabulary divided among ranks: the loss of the whole in float64, and the same bits on all ranks."""
 
 import re
-from collections import Counter, defaultdict
 from contextlib import suppress
 from functools import partial
 
@@ -12,7 +11,6 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as DivideRows
-from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup
 
 import thunder_flce
 from divided import divided, of_rank, part_of, parts
@@ -100,46 +98,6 @@ def test_weights_that_are_dtensors():
 
 
 # All ranks mean the same call.
-
-
-@pytest.fixture
-def exchanges(monkeypatch):
-    """How many collectives each rank has run, and how many objects it has told the others."""
-    found = defaultdict(Counter)
-    start, to_tensor = ProcessLocalGroup._start_coll, dist.distributed_c10d._object_to_tensor
-
-    def collective(kind, group):
-        found[group.rank()]["collectives"] += 1
-        return start(kind, group)
-
-    def object_to_tensor(*arguments):
-        found[dist.get_rank()]["objects"] += 1
-        return to_tensor(*arguments)
-
-    monkeypatch.setattr(ProcessLocalGroup, "_start_coll", collective)
-    monkeypatch.setattr(dist.distributed_c10d, "_object_to_tensor", object_to_tensor)
-    return found
-
-
-@pytest.mark.parametrize("how", [{}, {"sequence_parallel": True}, {"data_parallel": True}], ids=str)
-def test_what_ranks_exchange_and_when(how, exchanges):
-    """No objects; collectives in the backward only where gradients wait for it."""
-    case = make_case(tokens=36)
-
-    def run(rank):
-        part = part_of(case, parts((51, 50))[rank])
-        tokens = parts((18, 18))[rank] if how else slice(None)
-        x, parallel = part.x.detach()[tokens].requires_grad_(), VocabParallel(group=dist.group.WORLD, **how)
-        for strategy in STRATEGIES:
-            exchanges[rank].clear()
-            options = Options(strategy=strategy, chunk_rows=None if strategy == "save_logits" else 10)
-            loss = linear_cross_entropy(x, part.weight, part.target[tokens], vocab_parallel=parallel, options=options)
-            assert exchanges[rank]["objects"] == 0 and exchanges[rank]["collectives"] > 0
-            exchanges[rank].clear()
-            torch.autograd.grad(loss, (x, part.weight))
-            assert bool(exchanges[rank]) == (strategy != "gradients_in_forward")
-
-    as_threads(2, run)
 
 
 OF_TOKENS = {"counts": (12, 12, 12), "how": {"sequence_parallel": True}}
