@@ -14,19 +14,6 @@ from thunder_flce.engine.primitives import Region
 from thunder_flce.options import STRATEGIES
 
 
-def start_early(monkeypatch):
-    """As on a GPU, logits are computed before the number of rows is known."""
-    asked = Region.starts_early.func
-
-    def on_gpu(region):
-        return asked(SimpleNamespace(**{name: getattr(region, name) for name in OF_EARLY}, device_type="cuda"))
-
-    monkeypatch.setattr(Region, "starts_early", property(on_gpu))
-
-
-OF_EARLY = ("may_skip", "are_parts", "plan")
-
-
 @pytest.mark.parametrize("ignored", [0.0, 0.4, 0.8, 1.0])
 @pytest.mark.parametrize(("reduction", "frozen"), [("mean", False), ("none", False), ("none", True)])
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
@@ -34,11 +21,16 @@ def test_the_first_logits_while_the_host_waits(plan, reduction, frozen, ignored,
     """As on a GPU: of a quarter of the tokens, or of a chunk, whether that many are valid or not."""
     if plan.strategy == "gradients_in_forward" and reduction == "none" and not frozen:
         pytest.skip("has no such plan")
-    started, start = [], engine._Logits.start
+    started, start, starts_early = [], engine._Logits.start, Region.starts_early.func
+
+    def on_gpu(region):
+        given = {name: getattr(region, name) for name in ("may_skip", "are_parts", "plan")}
+        return starts_early(SimpleNamespace(**given, device_type="cuda"))
+
+    monkeypatch.setattr(Region, "starts_early", property(on_gpu))
     monkeypatch.setattr(
         engine._Logits, "start", lambda *arguments: (started.append(len(arguments[1])), start(*arguments))
     )
-    start_early(monkeypatch)
     run_by(monkeypatch, plan)
     case = make_case(tokens=41, bias=not frozen, ranks=() if frozen else (3,), ignored=ignored)
     case.weight.requires_grad_(not frozen)
