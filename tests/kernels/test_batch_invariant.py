@@ -68,16 +68,6 @@ def test_any_batch(batch, settings):
         assert torch.equal(log_probs(batch, slice(5, 12), options=options, needs_grad=True, **settings), expected[5:12])
 
 
-def test_layout_of_the_input(batch):
-    """In memory column by column, and where no row starts at a multiple of 16 bytes."""
-    expected = log_probs(batch)
-    wide = torch.empty(len(batch.x), batch.x.shape[1] + 1, dtype=batch.x.dtype, device=batch.x.device)
-    wide[:, 1:] = batch.x
-    for x in (batch.x.t().contiguous().t(), wide[:, 1:]):
-        found = linear_cross_entropy(x, batch.weight, batch.target, outputs=("log_prob",), options=INVARIANT)[1]
-        assert torch.equal(found, expected[:, 0])
-
-
 def test_a_sum_of_linears(batch):
     """An adapter beside the head, with a bias."""
     x, weight = batch.x[:, :8].contiguous(), batch.weight[:, :8].contiguous()
