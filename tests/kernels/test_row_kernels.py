@@ -148,17 +148,6 @@ def close(computed, expected, eps):
     torch.testing.assert_close(computed.double(), expected, rtol=4 * eps, atol=4 * eps)
 
 
-@pytest.mark.parametrize(("vocab", "stride"), [(1, 64), (8, 8), (1000, 1000), (1003, 1024), (50257, 50304)])
-def test_layout(vocab, stride):
-    cuda = {"device": "meta", "device_type": "cuda"}
-    z = layout.empty_logits(3, vocab, dtype=BF16, **cuda)
-    assert z.shape == (3, vocab) and z.device.type == "meta"
-    for part in (z, z[1:2]):
-        assert part.stride(0) == stride and layout.whole_rows(part).shape == (part.shape[0], stride)
-    for settings in ({"dtype": torch.float64, **cuda}, {"dtype": BF16, "device": "cpu"}):
-        assert layout.empty_logits(3, vocab, **settings).is_contiguous()
-
-
 SIZES = [(3, 1), (1, 5), (6, 40), (5, 409), (1, 1000), (2, 1027)]
 
 
