@@ -315,7 +315,12 @@ def test_sharded_without_a_decoder(around, calls, tmp_path):
     assert as_processes(2, run) == [calls] * 2
 
 
-@pytest.mark.parametrize(("prefix", "compile_layers"), [("model", False), ("another", False), ("model", True)])
+GEMMA_3 = pytest.mark.skipif(VERSION >= (5, 0), reason="newer ones find a decoder by the prefix alone, and all have it")
+
+
+@pytest.mark.parametrize(
+    ("prefix", "compile_layers"), [("model", False), pytest.param("another", False, marks=GEMMA_3), ("model", True)]
+)
 def test_layers(prefix, compile_layers, tmp_path, monkeypatch):
     """They run as they are; also those of Gemma 3, whose base is the model itself."""
     monkeypatch.setattr(OurTrainer, "compile_layers", compile_layers)
