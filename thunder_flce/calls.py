@@ -82,7 +82,7 @@ def _kind(tensors: Mapping[str, Any]) -> tuple[Any, ...] | None:
             if shape[:dimensions] != tokens:
                 return None
             shape = shape[dimensions:]
-        found += (shape, value.dtype, value.device, value.requires_grad, value.is_neg())
+        found += (shape, value.dtype, value.device, value.layout, value.requires_grad, value.is_neg())
     return tuple(found)
 
 
@@ -144,7 +144,7 @@ def with_tensors(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         check_scalar(name, number)
         if isinstance(input := arguments.get("input"), Tensor):
             dtype = torch.float64 if input.dtype is torch.float64 else torch.float32
-            found = {**found, name: torch.full((), number, dtype=dtype, device=input.device)}
+            found = {**found, name: torch.full((), plain(number), dtype=dtype, device=input.device)}
     return found
 
 
