@@ -589,6 +589,15 @@ def masked_through_a_view(h, w, y, a, m):
     return s.sum()
 
 
+@expect(ANY)
+def changed_through_a_view(h, w, y, a, m):
+    """What is added to it afterwards is of the same rows."""
+    logits = F.linear(h, w)
+    x = logits.log_softmax(-1).gather(-1, y[..., None])
+    x[:, :2].zero_()
+    return (x + 2 * logits.logsumexp(-1, keepdim=True)).sum()
+
+
 @expect(IN_FORWARD)
 def temperatures_of_tokens(h, w, y, a, m):
     """As verl has it: in place, under a view, and without a gradient."""

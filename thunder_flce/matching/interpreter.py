@@ -140,7 +140,6 @@ class Interpreter:
             return
         if found is None:
             self._ask_for_operands(op, detail)
-            self._forget(op)
             return
         several = found if isinstance(found, tuple) and not hasattr(found, "_fields") else (found,)
         for out, each in zip(op.outs, several, strict=True):
@@ -236,6 +235,7 @@ class Interpreter:
         operands = op.operands
         for operand in dict.fromkeys(operands):
             self._demand(operand, op, detail)
+        self._forget(op)
         for operand in operands:
             found, lost = self.get(operand), self._lost.get(operand)
             if isinstance(found, Class):
