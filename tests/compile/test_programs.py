@@ -640,6 +640,12 @@ def shifted_before_a_cap(h, w, y, a, m):
 
 
 @expect(Reason.TRANSFORMED_LOGITS, thunder=True)
+def shifted_too_far(h, w, y, a, m):
+    """Before their factor, in float16."""
+    return of_rows(30 * torch.sigmoid(F.linear(h.half(), w.half()) * 2**-17 + 0.75).float(), y)
+
+
+@expect(Reason.TRANSFORMED_LOGITS, thunder=True)
 def shifted_in_float32(h, w, y, a, m):
     """A region would add the constant before it rounds the logits to 16 bits."""
     logits = F.linear(h.bfloat16(), w.bfloat16()).float()

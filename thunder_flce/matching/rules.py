@@ -880,8 +880,8 @@ def _check_class_weights(weight: Tensor, logits: Logits) -> None:
 
 
 def has_float_factors(logits: Logits) -> bool:
-    """Whether scale, softcap, shift and the factors of the terms, which may be products, are in the range of floats."""
+    """Whether scale, softcap and the factors of the terms, which may be products, and what is added are finite."""
     softcap = Fraction(1) if logits.softcap is None else logits.softcap
     factors = (softcap, logits.scale * softcap, *(term.factor for term in logits.terms))
     are_floats = all(float_info.min <= abs(factor) <= float_info.max for factor in factors)
-    return are_floats and abs(logits.shift / logits.scale) <= float_info.max
+    return are_floats and abs(logits.shift / logits.scale) <= torch.finfo(logits.dtype).max
