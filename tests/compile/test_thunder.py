@@ -275,8 +275,8 @@ def drawn(number, device):
         settings["ignore_index"] = one_of(-100, 4, -1)
         target = target.masked_fill(rand(*of_rows) < 0.3, settings["ignore_index"]).to(device)
     else:
-        target = rand(*shape).to(device, dtype)
-    weight = (rand(9) + 0.1).to(device, dtype) if one_of(False, True) else None
+        target = rand(*shape).to(device, dtype).requires_grad_()
+    weight = (rand(9) + 0.1).to(device, dtype).requires_grad_(target.requires_grad) if one_of(False, True) else None
     return logits, target, weight, settings
 
 

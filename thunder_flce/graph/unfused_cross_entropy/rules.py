@@ -120,9 +120,9 @@ def _grad(*args: Any, **kwargs: Any) -> TensorProxy:
         def of_tensors(*given: TensorProxy) -> TensorProxy:
             return _of_probabilities(call._replace(**dict(zip(tensors, given, strict=True))))
 
-        _, (of_logits, of_target, *_) = vjp(of_tensors)((*tensors.values(),), (get_grad(loss),))
-        put_grad(call.logits, of_logits)
-        put_grad(call.target, of_target)
+        _, gradients = vjp(of_tensors)((*tensors.values(),), (get_grad(loss),))
+        for tensor, gradient in zip(tensors.values(), gradients, strict=True):
+            put_grad(tensor, gradient)
         return loss
     loss, saved = _forward(call)
     grad = get_grad(loss)
