@@ -361,6 +361,8 @@ def _described(
         if known.differentiable and needs_grad is not None:
             needs = name in needs_grad
         kind, dtype = "a DTensor, " if is_dtensor(value) else "", str(value.dtype).removeprefix("torch.")
+        if value.layout is not torch.strided:
+            kind = f"{value.layout}, "
         where = value.device.type if device == value.device else value.device
         gradient = ", which requires a gradient" if needs else ""
         call[name] = f"{kind}{dtype} ({', '.join(map(str, shape))}) on {where}{gradient}"

@@ -210,6 +210,7 @@ def test_what_differs_between_ranks_raises_on_all_of_them(checks_every_call, mon
         ({"outputs": lambda rank: ("entropy",) * rank}, "outputs is .* on rank 0 and"),
         ({"linear_bias": lambda rank: None if rank else torch.zeros(50)}, "linear_bias is"),
         ({"weight": lambda rank: torch.ones(101 + rank)}, r"weight is float32 \(101\) on cpu on rank 0"),
+        ({"weight": lambda rank: torch.eye(101)[0].to_sparse() if rank else torch.ones(101)}, "and torch.sparse_coo, "),
         ({"token_weights": lambda rank: torch.ones(37 - rank)}, r"token_weights is float32 \(37\) on cpu on rank 0"),
         ({"num_items": lambda rank: {} if rank else 5}, "num_items is int on rank 0 and dict on rank 1"),
         ({"num_items": lambda rank: 5 if rank else "x"}, "num_items is str on rank 0 and int on rank 1"),

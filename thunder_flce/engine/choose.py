@@ -1,4 +1,4 @@
-"""Which plan runs a call: a few candidates by rules of thumb, and between them predicted memory and time.
+"""Which plan runs a call: a few candidates by rules of thumb, and between them predicted memory, and what chunks cost.
 
 Both are closed formulas of the sizes, so a plan takes microseconds, and is made anew for each number of tokens. Legend:
 T tokens, C tokens in a chunk, S tokens whose logits are saved, H hidden size, V vocabulary.

@@ -14,12 +14,7 @@ from thunder.core.proxies import TensorProxy
 
 from thunder_flce.graph.reading import is_static, loss_dtype
 from thunder_flce.graph.symbols import executor
-from thunder_flce.graph.thunder_private import (
-    get_grad,
-    nvfuser_available,
-    put_grad,
-    vjp,
-)
+from thunder_flce.graph.thunder_private import get_grad, nvfuser_available, put_grad, vjp
 from thunder_flce.graph.unfused_cross_entropy import symbols
 
 
