@@ -144,7 +144,10 @@ def with_tensors(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         check_scalar(name, number)
         if isinstance(input := arguments.get("input"), Tensor):
             dtype = torch.float64 if input.dtype is torch.float64 else torch.float32
-            found = {**found, name: torch.full((), plain(number), dtype=dtype, device=input.device)}
+            # Of a symbol, a program is compiled once for all numbers: `full` would take it for the one that it is now.
+            is_symbol = isinstance(number, torch.SymInt | torch.SymFloat)
+            tensor = torch.full((), 1 if is_symbol else plain(number), dtype=dtype, device=input.device)
+            found = {**found, name: tensor * number if is_symbol else tensor}
     return found
 
 

@@ -148,6 +148,19 @@ def test_options_that_change_between_calls(field):
         assert torch.equal(compiled(*given), program(*given))
 
 
+@pytest.mark.parametrize("kind", [int, float])
+@pytest.mark.parametrize("name", ["num_items", "expected_gradient"])
+def test_numbers_that_change_between_calls(name, kind):
+    """What is divided by is known at each step anew: the program is compiled once for all of them."""
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda case, number: call(case, **{name: number}), backend=counter, fullgraph=True)
+    for number in (3, 5, 8, 20):
+        case = make_case()
+        settings = {name: kind(number)} if name == "num_items" else {}
+        assert_right(compiled(case, kind(number)), case, **settings)
+    assert counter.frame_count == 2
+
+
 # The caches on disk know programs by their operators, and not by what these are lowered to.
 @pytest.mark.inductor
 @torch._inductor.config.patch(fx_graph_cache=False)
