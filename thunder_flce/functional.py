@@ -12,7 +12,7 @@ from thunder_flce.importing import when_imported, without_dynamo
 from thunder_flce.operation.call import named_tensors
 from thunder_flce.options import FIELDS, OPTIONS, Options, as_options
 from thunder_flce.ranks import run_on_ranks
-from thunder_flce.token_losses import check_function, token_loss_of
+from thunder_flce.token_losses import token_loss_of
 from thunder_flce.vocab_parallel import ONLY_EAGER, VocabParallel, as_literal, has_dtensor
 
 if TYPE_CHECKING:
@@ -31,9 +31,7 @@ def one_call(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("token_loss") is not None:
-            check_function(kwargs["token_loss"])
-            if callable(kwargs["token_loss"]):
-                kwargs["token_loss"] = token_loss_of(kwargs["token_loss"], kwargs.get("token_inputs", ()))
+            kwargs["token_loss"] = token_loss_of(kwargs["token_loss"], kwargs.get("token_inputs", ()))
         if not torch.compiler.is_dynamo_compiling():
             return eager(*args, **kwargs)
         parallel = kwargs.get("vocab_parallel")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thunder_flce.importing import when_imported
+from thunder_flce.importing import when_imported, without_dynamo
 from thunder_flce.operation import pointwise
 from thunder_flce.operation.call import checked_token_inputs
 from thunder_flce.operation.pointwise import VARIABLES, Handle, NotOfTokens, Recorder, TokenLoss, input_name
@@ -27,18 +27,26 @@ def check_function(token_loss: Any) -> None:
         raise TypeError(f"token_loss must be a function, but got {type(token_loss).__name__}")
 
 
-def token_loss_of(function: Callable[..., Any], inputs: Sequence[Any]) -> TokenLoss:
-    """The loss that a function computes: `pointwise.written`, with its errors."""
+def token_loss_of(token_loss: Any, inputs: Sequence[Any]) -> TokenLoss:
+    """The loss that a function computes: `pointwise.written`, with its errors; the text of one stays as it is."""
+    if torch.compiler.is_dynamo_compiling():
+        _have_dynamo_trace_functions()
+    if not hasattr(token_loss, "__self__"):
+        # Of what torch.compile has made of a function, that function.
+        token_loss = getattr(token_loss, "_torchdynamo_inline", token_loss)
+    check_function(token_loss)
+    return _text_of(token_loss, inputs) if callable(token_loss) else token_loss
+
+
+def _text_of(function: Callable[..., Any], inputs: Sequence[Any]) -> TokenLoss:
     checked_token_inputs(inputs)
     if not torch.compiler.is_dynamo_compiling():
         return pointwise.written(function, [getattr(each, "dtype", torch.float32) for each in inputs])
-    _have_dynamo_invert()
     by_name = pointwise.names_asked_for(function, len(inputs))
     names = [*VARIABLES[:2], *by_name, *map(input_name, range(len(inputs)))]
     steps: list[tuple[Any, ...]] = []
     try:
-        with torch.enable_grad():
-            result = pointwise.called(function, {name: _Numbers(steps, name) for name in names}, by_name)
+        result = pointwise.called(function, {name: _Numbers(steps, name) for name in names}, by_name)
         if not isinstance(result, _Numbers):
             raise NotOfTokens(f"{type(result).__name__} as its result")
         text, problem = _recorded(tuple(steps), result._name, tuple([each.dtype for each in inputs]))
@@ -49,6 +57,7 @@ def token_loss_of(function: Callable[..., Any], inputs: Sequence[Any]) -> TokenL
         raise pointwise.not_of_tokens(error) from error
 
 
+@without_dynamo
 def _recorded(steps: tuple[Any, ...], result: str, dtypes: tuple[torch.dtype, ...]) -> tuple[TokenLoss, str]:
     """The loss, or an error's text: Dynamo would take an error raised in here for one of its own."""
 
@@ -142,8 +151,9 @@ def _noted(argument: Any) -> Any:
     return argument.__float__() if isinstance(argument, float | Real) else argument
 
 
-def _have_dynamo_invert() -> None:
-    """Has Dynamo, of torch 2.10 and others, trace `~mask` of stand-ins as it traces `-ratio`."""
+def _have_dynamo_trace_functions() -> None:
+    """Has Dynamo, of torch 2.10 and others, trace `~mask` of stand-ins, and find what torch.compile has compiled."""
+    from torch._dynamo.variables import ConstantVariable, VariableTracker, WrapperUserFunctionVariable
     from torch._dynamo.variables.builtin import BuiltinVariable
     from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
@@ -152,9 +162,14 @@ def _have_dynamo_invert() -> None:
         # None leaves it to what else there is.
         return operand.call_method(tx, "__invert__", [], {}) if is_ours else None
 
+    def has_attribute(self: Any, tx: Any, name: str) -> Any:
+        return ConstantVariable.create(name == self.attr_to_trace)
+
     if not hasattr(BuiltinVariable, "call_invert"):
         BuiltinVariable.call_invert = call_invert  # type: ignore[attr-defined]
+    if WrapperUserFunctionVariable.call_obj_hasattr is VariableTracker.call_obj_hasattr:
+        WrapperUserFunctionVariable.call_obj_hasattr = has_attribute  # type: ignore[method-assign]
 
 
-for _constant in (_recorded, _have_dynamo_invert):
+for _constant in (_recorded, _have_dynamo_trace_functions):
     when_imported("torch._dynamo", partial(torch.compiler.assume_constant_result, _constant))

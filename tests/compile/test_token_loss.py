@@ -1,5 +1,6 @@
 """Token losses in compiled programs that call `linear_cross_entropy`; those that programs write out: test_programs."""
 
+import functools
 from unittest.mock import patch
 
 import pytest
@@ -44,6 +45,50 @@ def test_compiled_programs(compiler):
         with patch(f"{__name__}.GLOBAL", changed):
             steps = (lambda h, w, of=of: of(h, w, factor) for of in (compiled, program))  # noqa: B023
             torch.testing.assert_close(*(run(step, (hidden, weight)) for step in steps))
+
+
+def plain(log_prob, entropy, old, *, log_sum_exp):
+    return old * log_sum_exp - log_prob.exp() * entropy
+
+
+@functools.wraps(plain)
+def decorated(*args, **kwargs):
+    return plain(*args, **kwargs)
+
+
+def breaking(log_prob, entropy, old, *, log_sum_exp):
+    torch._dynamo.graph_break()
+    return plain(log_prob, entropy, old, log_sum_exp=log_sum_exp)
+
+
+class Method:
+    @torch.compile
+    def loss(self, log_prob, entropy, old, *, log_sum_exp):
+        return plain(log_prob, entropy, old, log_sum_exp=log_sum_exp)
+
+
+@needs_dynamo
+@pytest.mark.parametrize("fullgraph", [None, False, True], ids=["eager", "breaks", "fullgraph"])
+@pytest.mark.parametrize(
+    "function", [torch.compile(plain), torch.compile(plain, fullgraph=True), Method().loss, decorated, breaking]
+)
+def test_functions_that_are_compiled_or_break_the_graph(function, fullgraph):
+    hidden, weight, labels, old = torch.randn(N, H), torch.randn(V, H) / 3, torch.randint(V, (N,)), torch.rand(N)
+    hidden, weight, old = (each.double().requires_grad_(each is not old) for each in (hidden, weight, old))
+
+    def program(hidden, weight):
+        return linear_cross_entropy(hidden, weight, labels, token_loss=function, token_inputs=(old,), reduction="sum")
+
+    def written_out(hidden, weight):
+        logits = hidden @ weight.T
+        log_probs = logits.log_softmax(-1)
+        entropy = -(log_probs.exp() * log_probs).sum(-1)
+        log_prob = log_probs.gather(-1, labels[:, None])[:, 0]
+        return plain(log_prob, entropy, old, log_sum_exp=logits.logsumexp(-1)).sum()
+
+    is_whole = fullgraph and function is not breaking
+    step = program if fullgraph is None else torch.compile(program, backend="aot_eager", fullgraph=is_whole)
+    torch.testing.assert_close(*(run(each, (hidden, weight)) for each in (step, written_out)))
 
 
 @pytest.mark.parametrize("settings, error, match", [

@@ -62,13 +62,15 @@ def names_asked_for(function: Callable[..., Any], inputs: int) -> list[str]:
     """Which of the variables a function of so many inputs gets by name; a TypeError where it does not take these."""
     if torch.compiler.is_dynamo_compiling() and isinstance(function, FunctionType):
         # Of a function that is made in the program, Dynamo knows no signature.
+        while hasattr(function, "__wrapped__"):
+            function = function.__wrapped__
         code = function.__code__
         return [name for name in VARIABLES[2:] if name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]]
-    signature = inspect.signature(function)
-    by_name = [name for name in VARIABLES[2:] if name in signature.parameters]
     try:
+        signature = inspect.signature(function)
+        by_name = [name for name in VARIABLES[2:] if name in signature.parameters]
         signature.bind(*range(2 + inputs), **dict.fromkeys(by_name))
-    except TypeError as error:
+    except (TypeError, ValueError) as error:  # A builtin function may have no signature.
         of = f"log_prob, entropy and the {inputs} of token_inputs"
         raise TypeError(f"token_loss is called with {of}: {error}") from None
     return by_name
