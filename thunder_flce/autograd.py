@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from thunder_flce import operators
 from thunder_flce.engine.kernels.scaling import factor_of, graph_is_kept, scaled_gradients
@@ -12,6 +13,7 @@ from thunder_flce.inductor import scale_gradient
 from thunder_flce.operators import Settings
 
 _NO_SECOND_DERIVATIVE = "linear_cross_entropy has no second derivative"
+_NO_FORWARD_MODE = "linear_cross_entropy has no forward-mode derivative: call backward, or torch.func.grad"
 _NO_VMAP = "linear_cross_entropy has no vmap; call it once with all rows: input may be (..., H), and target (...)"
 
 
@@ -30,6 +32,8 @@ def differentiable_forward(settings: Settings, tensors: Sequence[Tensor], *, is_
         tensors: of the call.
         is_direct: whether the engine may run without the dispatcher, which compilers, modes and subclasses listen to.
     """
+    if forward_ad._current_level >= 0:
+        _check_no_tangents(tensors)
     if torch._C._are_functorch_transforms_active():
         return _TransformedLinearCrossEntropy.apply(settings, *tensors)
     if settings.needs_grad:
@@ -37,6 +41,12 @@ def differentiable_forward(settings: Settings, tensors: Sequence[Tensor], *, is_
     # A teacher's weight, which gets no gradient, may require one.
     with torch.no_grad():
         return _run(settings, is_direct, tensors)
+
+
+def _check_no_tangents(tensors: Sequence[Tensor]) -> None:
+    """Raises for a forward-mode derivative, inside of a level: what runs below autograd would leave it out."""
+    if any(forward_ad.unpack_dual(each).tangent is not None for each in tensors):
+        raise RuntimeError(_NO_FORWARD_MODE)
 
 
 def _run(settings: Settings, is_direct: bool, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -99,6 +109,10 @@ class _TransformedLinearCrossEntropy(torch.autograd.Function):
         return None, *_gradients(ctx, grads, _Backward.apply if torch.is_grad_enabled() else _backward)
 
     @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise RuntimeError(_NO_FORWARD_MODE)
+
+    @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
         raise RuntimeError(_NO_VMAP)
 
@@ -127,6 +141,8 @@ def _backward(settings: Settings, *tensors: Any) -> Any:
     count = len(settings.upstream_names)
     upstream, known = tensors[:count], tensors[count:]
     is_traced = torch.compiler.is_compiling() or type(known[0]) is not Tensor or known[0].is_meta
+    # By `make_fx`, also with tensors that have values.
+    is_traced = is_traced or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
     # One that stands for several, as with is_grads_batched=True.
     is_batch = torch._C._functorch.is_legacy_batchedtensor
     if not is_traced and any([is_batch(each) for each in upstream if each is not None]):
@@ -169,6 +185,8 @@ class _Backward(torch.autograd.Function):
 
 def _autograd_kernel(tensors: list[Tensor], settings: str) -> list[Tensor]:
     """Runs a direct call of the operator, such as those in exported programs."""
+    if forward_ad._current_level >= 0:
+        _check_no_tangents(tensors)
     known, needed = Settings.parse(settings), []
     if torch.is_grad_enabled():
         operands = dict(zip(known.names, tensors, strict=True))
@@ -186,3 +204,12 @@ def _autograd_kernel(tensors: list[Tensor], settings: str) -> list[Tensor]:
 
 
 operators.library.impl("linear_cross_entropy", _autograd_kernel, "Autograd")
+
+
+def _no_second_derivative(*_: Any) -> Any:
+    raise RuntimeError(_NO_SECOND_DERIVATIVE)
+
+
+# Graphs that `make_fx` traces of a whole step call these on tensors that require gradients.
+for _name in ("linear_cross_entropy_backward", "scale_gradient"):
+    torch.library.register_autograd(f"thunder_flce::{_name}", _no_second_derivative, lib=operators.library)

@@ -157,7 +157,7 @@ def linear_cross_entropy(
     Raises:
         IndexError: where a target is neither in [0, V) nor ignore_index.
         TypeError, ValueError: see `checks.check_call`.
-        RuntimeError: for second derivatives and for `torch.vmap`.
+        RuntimeError: for second derivatives, forward-mode derivatives and `torch.vmap`.
     """
     options = as_options(options)
     if expected_gradient is None:

@@ -8,6 +8,8 @@ import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
 from torch._inductor.utils import run_and_get_code
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_map
 
@@ -215,6 +217,26 @@ def test_exported(needs_grad, strict):
             exported(other.x, other.target)
 
 
+@pytest.mark.parametrize("mode", ["real", "symbolic"])
+def test_graphs_of_a_whole_step(mode, settings):
+    """As `make_fx` traces them: they run with what requires gradients, and their gradients have no derivatives."""
+    case, scale = make_case(), torch.tensor(0.7, requires_grad=True)
+
+    def step(x, weight, target, scale):
+        loss = (linear_cross_entropy(x, weight, target, **settings) * scale).sum()
+        return loss, *torch.autograd.grad(loss, (x, weight))
+
+    arguments = case.x, case.weight, case.target, scale
+    traced = make_fx(step, tracing_mode=mode)(*arguments)
+    loss, *gradients = traced(*arguments)
+    upstream = torch.full(case.target.shape if settings.get("reduction") else (), 0.7)
+    right = truth(case, upstream, reduction=settings.get("reduction", "mean"))
+    assert error(loss, (right.loss * upstream).sum()) < 1e-6
+    assert all(error(*pair) < 1e-6 for pair in zip(gradients, right.gradients, strict=True))
+    with pytest.raises(RuntimeError, match="linear_cross_entropy has no second derivative"):
+        gradients[0].sum().backward()
+
+
 # Transforms of torch.func.
 
 
@@ -265,8 +287,17 @@ def test_what_transforms_do_not_have(reduction):
         losses = linear_cross_entropy(x, weight, case.target, reduction=reduction)
         return torch.autograd.grad(losses, x, torch.ones(3, *losses.shape), is_grads_batched=True)
 
-    grad = torch.func.grad(loss)
+    def dual(program=loss):
+        with forward_ad.dual_level():
+            return program(forward_ad.make_dual(x, x), weight)
+
+    grad, made = torch.func.grad(loss), make_fx(lambda x, weight: loss(x, weight))(x, weight)
     for match, run in (
+        ("no forward-mode derivative", dual),
+        ("no forward-mode derivative", lambda: dual(made)),
+        ("no forward-mode derivative", lambda: torch.func.linearize(loss, x, weight)),
+        ("no forward-mode derivative", lambda: torch.func.jvp(loss, (x, weight), (x, weight))),
+        ("no forward-mode derivative", lambda: torch.func.hessian(loss)(x, weight)),
         ("no second derivative", lambda: torch.autograd.grad(loss(case.x, case.weight), case.x, create_graph=True)),
         ("no second derivative", lambda: torch.func.grad(lambda x: grad(x, weight).sum())(x)),
         ("no second derivative", lambda: torch.func.grad(lambda weight: grad(x, weight).sum())(weight)),
