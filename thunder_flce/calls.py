@@ -66,16 +66,16 @@ def run(
 def _kind(tensors: Mapping[str, Any]) -> tuple[Any, ...] | None:
     """What tensors have in common that differ in their number of tokens alone, but are planned for the same number.
 
-    None where something is no tensor, of a class of its own, or of other tokens than the input.
+    None where something is no tensor, nested, of a class of its own, or of other tokens than the input.
     """
     input = tensors.get("input")
-    if input is None or type(input) not in PLAIN:
+    if input is None or type(input) not in PLAIN or input.is_nested:
         return None
     names, dimensions = tuple(tensors), input.ndim - 1
     tokens = input.shape[:dimensions]
     found = [names, dimensions, planned_tokens(tokens.numel())]
     for value, is_of_tokens in zip(tensors.values(), are_of_tokens(names), strict=True):
-        if type(value) not in PLAIN:
+        if type(value) not in PLAIN or value.is_nested:
             return None
         shape = value.shape
         if is_of_tokens:

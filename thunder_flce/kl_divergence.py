@@ -70,7 +70,7 @@ def linear_kl_divergence(
         RuntimeError: for second derivatives.
     """
     # thunder's interpreter has isinstance take its proxies for tensors.
-    if hasattr(input, "shape") and not issubclass(type(input), Tensor):
+    if not issubclass(type(input), Tensor) and hasattr(input, "shape"):
         raise NotImplementedError(_NO_THUNDER)
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(_NO_TRANSFORMS)
@@ -84,7 +84,7 @@ def linear_kl_divergence(
         "expected_gradient": options.expected_gradient,
         "teacher_input": teacher_input, "teacher_weight": teacher_weight,
     }  # fmt: skip
-    if target is None and isinstance(input, Tensor) and input.ndim:
+    if target is None and isinstance(input, Tensor) and input.ndim and not input.is_nested:
         # All rows take part.
         tensors["target"] = torch.zeros(input.shape[:-1], dtype=torch.int64, device=input.device)
         ignore_index = NOTHING_IGNORED

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from thunder_flce.calls import loss_of, run
 from thunder_flce.operation.call import OF_TOKENS, argument, named_tensors
-from thunder_flce.operation.checks import check_call
+from thunder_flce.operation.checks import check_call, check_not_nested
 from thunder_flce.operation.loss import Loss
 from thunder_flce.operators import is_traced
 from thunder_flce.options import Options
@@ -45,6 +45,8 @@ def run_on_ranks(
         return run(named_tensors(arguments), loss, options, ranks=as_literal(parallel))
     try:
         tensors = named_tensors(arguments)
+        for name, value in tensors.items():
+            check_not_nested(name, value)
         divided = {name: value for name, value in tensors.items() if is_dtensor(value)}
         if divided:
             from thunder_flce.dtensor import local_weight

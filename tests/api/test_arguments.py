@@ -98,7 +98,9 @@ BAD += [({"target": SEVERAL, "target_weights": torch.ones(6, 5), **change}, *of)
 NEEDS_GRAD = {"input": X.clone().requires_grad_(), "token_loss": OF_ONE}
 EAGER = [
     ({"linear_weight": W.to_sparse()}, TypeError, "linear_weight must be a dense tensor, but has the layout torch.sp"),
-    ({"input": torch.nested.nested_tensor([X], layout=torch.jagged)}, TypeError, r"input must be a dense .*values\(\)"),
+    ({"input": torch.nested.nested_tensor([X], layout=torch.jagged)}, TypeError, r"input must be a dense .*unbind\(\)"),
+    ({"input": torch.nested.nested_tensor([X])}, TypeError, r"input must be a dense tensor, but is nested"),
+    ({"target": torch.nested.nested_tensor([Y])}, TypeError, r"target must be a dense tensor, but is nested"),
     ({"target": Y.to("meta")}, ValueError, "target must be on input's device, cpu, but got meta"),
     ({**NEEDS_GRAD, "options": Options(strategy="save_logits")}, ValueError, "no other strategy"),
     (

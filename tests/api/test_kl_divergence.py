@@ -130,6 +130,11 @@ INPUT, WEIGHT, TEACHER_INPUT, TEACHER_WEIGHT, TARGET = operands()
         ({"linear_weight": WEIGHT.float()}, TypeError, "linear_weight must have input's dtype, float64"),
         ({"teacher_input": TEACHER_INPUT.clone().requires_grad_()}, ValueError, "teacher_input must not require a gr"),
         ({"teacher_input": 1.0}, TypeError, "teacher_input must be a tensor, but got float"),
+        (
+            {"input": torch.nested.nested_tensor([*INPUT]), "target": None},
+            TypeError,
+            "input must be a dense tensor, but",
+        ),
         ({"target": TARGET + 3 * V}, IndexError, r"target has 21 of 21 values that are neither in \[0, 101\)"),
         ({"target": TARGET[0]}, ValueError, "target must have input's shape without its last dimension"),
         ({"divergence": "kl"}, ValueError, "divergence must be one of"),

@@ -275,8 +275,9 @@ def test_what_is_equal_where_each_call_is_compared(divided, monkeypatch):
             lambda part, mesh: {"input": DTensor.from_local(part.x.detach(), mesh, [Replicate()])},
             "input must be a plain tensor",
         ),
+        (lambda part, mesh: {"input": torch.nested.nested_tensor([part.x.detach()])}, "input must be a dense tensor"),
     ],
-    ids=["terms", "token_inputs", "input"],
+    ids=["terms", "token_inputs", "input", "nested"],
 )
 def test_what_one_rank_refuses_raises_on_all_of_them(refused, message, data_parallel):
     """And no other rank waits for it: the class weights, a DTensor, are gathered afterwards."""
