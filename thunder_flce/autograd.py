@@ -198,7 +198,7 @@ def _autograd_kernel(tensors: list[Tensor], settings: str) -> list[Tensor]:
         if name not in known.needs_grad:
             raise RuntimeError(
                 f"{name} requires a gradient, but this operator was traced with {name} that did not; trace or export "
-                "it with one that does"
+                "it with one that does, or run and compile it under torch.no_grad()"
             )
     return list(_LinearCrossEntropy.apply(known, False, *tensors))
 

@@ -213,7 +213,7 @@ def test_exported(needs_grad, strict):
         loss.backward()
         for name, right in zip(("weight", "bias"), truth(case).gradients, strict=True):
             assert error(exported.get_parameter(f"linear.{name}").grad, right) < 1e-6
-        with pytest.raises(RuntimeError, match="input requires a gradient, but this operator was traced with"):
+        with pytest.raises(RuntimeError, match="input requires a gradient, but this operator was traced .*no_grad"):
             exported(other.x, other.target)
 
 
