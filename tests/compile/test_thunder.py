@@ -275,7 +275,7 @@ def drawn(number, device):
         settings["ignore_index"] = one_of(-100, 4, -1)
         target = target.masked_fill(rand(*of_rows) < 0.3, settings["ignore_index"]).to(device)
     else:
-        target = rand(*shape).to(device, dtype).requires_grad_()
+        target = rand(*shape).to(device, one_of(dtype, torch.float32, torch.float64)).requires_grad_()
     weight = (rand(9) + 0.1).to(device, dtype).requires_grad_(target.requires_grad) if one_of(False, True) else None
     return logits, target, weight, settings
 
@@ -286,6 +286,8 @@ def check(program, tensors):
     found, upstream = [], None
     for function, of in ((jitted, tensors), (program, tuple(map(doubled, tensors)))):
         result = function(*of)
+        dtype = program(*tensors).dtype if function is jitted else torch.float64
+        assert result.dtype is dtype
         upstream = torch.randn_like(result) if upstream is None else upstream
         needing = [each for each in of if each is not None and each.requires_grad]
         gradients = torch.autograd.grad(result, needing, upstream.to(result.dtype)) if needing else ()

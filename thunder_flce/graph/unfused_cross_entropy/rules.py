@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import thunder.torch as ltorch
 from thunder.core import dtypes
 from thunder.core.proxies import TensorProxy
+from thunder.core.utils import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_type_promotion
 
-from thunder_flce.graph.reading import is_static, loss_dtype
+from thunder_flce.graph.reading import is_static
 from thunder_flce.graph.symbols import executor
 from thunder_flce.graph.thunder_private import get_grad, nvfuser_available, put_grad, vjp
 from thunder_flce.graph.unfused_cross_entropy import symbols
@@ -88,7 +89,9 @@ def _forward(call: CrossEntropy) -> tuple[TensorProxy, tuple[TensorProxy, ...]]:
 def _of_probabilities(call: CrossEntropy) -> TensorProxy:
     """The loss for class probabilities y: -Σ_v q_v log p_v with q = w ((1 - ε) y + ε / V)."""
     # No log_softmax: thunder's torch.compile executor would take it out of the fusion.
-    classes, dtype = min(1, call.logits.ndim - 1), loss_dtype(call.logits)
+    classes = min(1, call.logits.ndim - 1)
+    tensors = [each for each in call if isinstance(each, TensorProxy)]
+    dtype, of_loss = elementwise_type_promotion(*tensors, type_promotion_kind=ELEMENTWISE_TYPE_PROMOTION_KIND.DEFAULT)
     logits, share = ltorch.to(call.logits, dtype), ltorch.to(call.target, dtype)
     if call.label_smoothing:
         share = share * (1 - call.label_smoothing) + call.label_smoothing / logits.shape[classes]
@@ -98,7 +101,7 @@ def _of_probabilities(call: CrossEntropy) -> TensorProxy:
     if call.reduction != "none":
         rows, loss = loss.numel, ltorch.sum(loss)
         loss = loss / rows if call.reduction == "mean" else loss
-    return ltorch.to(loss, call.logits.dtype)
+    return ltorch.to(loss, of_loss)
 
 
 def _transform(*args: Any, **kwargs: Any) -> TensorProxy:
