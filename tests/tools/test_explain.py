@@ -110,15 +110,22 @@ def test_what_we_did_not_compile():
             thunder_flce.explain(compiled)
 
 
-def test_thunders_own_thunderfx():
-    """Without our transform it has nothing to say; with it, what the transform decided about thunder's parts."""
-    with pytest.raises(ValueError, match="compile it with thunder_flce.thunderfx"):
-        thunder_flce.explain(thunderfx(Model()))
+@pytest.mark.parametrize("of_thunder", [thunder.jit, thunderfx])
+def test_thunders_own_front_ends(of_thunder):
+    """Without a fusion there is nothing to say. The executor adds one where there is a loss."""
+    name = "thunderfx" if of_thunder is thunderfx else "thunder"
     executors = [thunder_flce.executor, *thunder.get_default_executors()]
-    compiled = thunderfx(Model(), executors=executors, transforms=[FuseLinearCrossEntropy()])
-    compiled(*batch()).backward()
-    report = thunder_flce.explain(compiled)
-    assert report[0].compiled_by == "thunderfx" and [decision.fused for decision in report.decisions] == [True]
+    with pytest.raises(ValueError, match="it has no fusion; compile it with thunder_flce"):
+        thunder_flce.explain(of_thunder(Model()))
+    for transforms in ([FuseLinearCrossEntropy()], []):
+        compiled = of_thunder(Model(), executors=executors, transforms=transforms)
+        assert "nothing is compiled yet" in str(thunder_flce.explain(compiled))
+        compiled(*batch()).backward()
+        report = thunder_flce.explain(compiled)
+        assert report[0].compiled_by == name and [decision.fused for decision in report.decisions] == [True]
+    no_loss = of_thunder(nn.Linear(2, 2), executors=["flce"])
+    no_loss(torch.ones(2, 2))
+    assert thunder_flce.explain(no_loss).decisions == []
 
 
 # Where a trainer compiles, nobody has what was compiled, or only what it is wrapped in.

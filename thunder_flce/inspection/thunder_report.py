@@ -26,46 +26,43 @@ def compilations(compiled: Any) -> list[Compilation] | None:
         ValueError: where it was compiled without `FuseLinearCrossEntropy`.
     """
     if isinstance(compiled, ThunderFXCompiledObject):
+        backend = compiled._backend
         # Ours has decided before thunder saw a graph, but for the regions that the user wrote, in lines of Dynamo's.
-        decisions = getattr(compiled._backend, "decisions", None)
-        fusions = _fusions(compiled._backend.thunder_options.get("transforms", ()))
-        if decisions is None and not fusions:
+        decisions, options = getattr(backend, "decisions", None), backend.thunder_options
+        if decisions is None and not _fuses(options.get("executors", ()), options.get("transforms", [])):
             raise ValueError("it has no fusion; compile it with thunder_flce.thunderfx")
-        of_thunder = (compilation.decisions for fusion in fusions for compilation in fusion.compilations)
+        functions = [function for info in backend.subgraph_infos for function in info.thunder_compiled_fns or ()]
+        of_thunder = [each.decisions for function in functions for each in compilations(function) or ()]
         graphs = (*(decisions or ()), *filter(None, of_thunder))
         return [Compilation(decisions=each, compiled_by="thunderfx") for each in graphs]
     data = thunder.compile_data(compiled)
     if data is None:
         return None
-    fusions = _fusions(data.transforms)
-    if not fusions:
-        raise ValueError("it has no FuseLinearCrossEntropy transform; compile it with thunder_flce.jit")
-    passes = list(_passes(compiled))
+    if not _fuses(data.executors_list, data.transforms):
+        raise ValueError("it has no fusion; compile it with thunder_flce.jit")
+    # The same transform may serve many functions, and the executor adds one to programs that have a loss.
+    fusions = [each for each in data.transforms if isinstance(each, FuseLinearCrossEntropy)]
+    decided = {id(each.trace): each.decisions for fusion in fusions for each in fusion.compilations}
     reports: list[Compilation] = []
-    # The same transform may serve many functions.
-    for compilation in fusions[0].compilations:
-        traces = next((own for own in passes if any(trace is compilation.trace for trace in own[0])), None)
-        if traces is not None:
-            forward, backward = traces
-            saved = (saved_tensors(forward[-1]) if is_static(*forward[-1].args) else None) if backward else []
-            reports.append(
-                Compilation(decisions=compilation.decisions, compiled_by="thunder", saved=saved, traces=forward)
-            )
+    for forward, backward in _passes(compiled):
+        known = next((decided[id(trace)] for trace in forward if id(trace) in decided), [])
+        saved = (saved_tensors(forward[-1]) if is_static(*forward[-1].args) else None) if backward else []
+        reports.append(Compilation(decisions=known, compiled_by="thunder", saved=saved, traces=forward))
     return reports
 
 
-def _fusions(transforms: Any) -> list[FuseLinearCrossEntropy]:
-    return [transform for transform in transforms if isinstance(transform, FuseLinearCrossEntropy)]
+def _fuses(executors: Any, transforms: Any) -> bool:
+    """Whether a program has a fusion, or the executor, which adds one to a list of transforms."""
+    has_executor = any(each in (symbols.executor, "flce") for each in executors) and isinstance(transforms, list)
+    return has_executor or any(isinstance(each, FuseLinearCrossEntropy) for each in transforms)
 
 
-def _passes(jitted: Any) -> Iterator[tuple[list[TraceCtx], list[TraceCtx]]]:
+def _passes(jitted: Any) -> list[tuple[list[TraceCtx], list[TraceCtx]]]:
     """The traces of the forward and of the backward, of each compilation."""
     stats = thunder.compile_stats(jitted)
-    for entry in stats.interpreter_cache:
-        yield entry.computation_traces, entry.backward_traces
     # Without thunder's cache, the last compilation is all there is.
-    if stats.last_traces is not None:
-        yield stats.last_traces, stats.last_backward_traces
+    last = [] if stats.last_traces is None else [(stats.last_traces, stats.last_backward_traces)]
+    return [(entry.computation_traces, entry.backward_traces) for entry in stats.interpreter_cache] or last
 
 
 def saved_tensors(forward: TraceCtx) -> list[SavedTensor]:
