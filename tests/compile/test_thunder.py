@@ -1,12 +1,16 @@
 """Through thunder: what is recognised, what is not fused and why, and that results agree with eager PyTorch."""
 
 import operator
+import sys
+from types import SimpleNamespace
 
 import pytest
 import thunder
 import torch
 import torch.nn.functional as F
 from thunder.recipes import BaseRecipe
+from thunder.transforms import LORATransform
+from thunder.transforms.quantization import BitsAndBytesLinearQuant4bit, get_bitsandbytes_executor
 
 import thunder_flce
 from front_ends import CLOSE, H, Model, V, assert_agrees, assert_fused, batch, decisions, flattened_loss, run, symbols
@@ -152,6 +156,35 @@ def test_the_executor_alone():
     assert not thunder.compile_data(plain).transforms
     with pytest.warns(NotFusedWarning, match="give thunder.jit its transforms as a list"):
         thunder.jit(model, executors=executors, transforms=())(*arguments)
+
+
+class Quantized(BitsAndBytesLinearQuant4bit):
+    """As if bitsandbytes were there, which needs a GPU: weights are kept in another shape."""
+
+    def quantize_weight(self, w):
+        state = {"dtype": w.dtype, "shape": w.shape, "blocksize": 64, "absmax": torch.ones(1), "code": torch.ones(16)}
+        return w.detach().reshape(-1, 1), SimpleNamespace(**state)
+
+
+@pytest.mark.parametrize("transform", [lambda: LORATransform(r=4, lora_alpha=8), Quantized])
+def test_transforms_that_rewrite_linears(transform, monkeypatch):
+    """The head is what they make of it: one with an adapter, or no linear any more."""
+
+    def product(x, weight, *, bias, quant_state):
+        return F.linear(x, weight.reshape(quant_state["shape"]), bias)
+
+    functional = SimpleNamespace(QuantState=lambda absmax, **state: state)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", SimpleNamespace(functional=functional, matmul_4bit=product))
+    model, arguments, losses = Model(vocab=H).requires_grad_(False), [each % H for each in batch()], []
+    for jit in (thunder.jit, thunder_flce.jit):
+        applied = transform()
+        jitted = jit(model, transforms=[applied], executors=[get_bitsandbytes_executor()])
+        for name, parameter in jitted._overrides_parameters.items():
+            if "lora" in name:
+                torch.nn.init.eye_(parameter)
+        losses += [jitted(*arguments), jitted(*(each[:2] for each in arguments))]
+    torch.testing.assert_close(losses[2:], losses[:2])
+    assert [each.fused for each in decisions(jitted)] == [not isinstance(applied, Quantized)] * 2
 
 
 @pytest.mark.gpu

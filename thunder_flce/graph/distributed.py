@@ -1,4 +1,4 @@
-"""What thunder and PyTorch do to distribute a program, as far as the fusion has to know, or its user has to be told."""
+"""What transforms of thunder and PyTorch make of a program, as far as the fusion has to know, or its user be told."""
 
 import warnings
 from copy import copy
@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx
+from thunder.transforms import LORATransform
+from thunder.transforms.quantization import BitsAndBytesLinearQuant4bit
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.fsdp import FSDPModule
 
@@ -28,9 +30,11 @@ from thunder_flce.operation.call import Call
 from thunder_flce.options import Options
 from thunder_flce.vocab_parallel import agreed_call
 
+_REWRITE_LINEARS = (TransformForTensorParallel, LORATransform, BitsAndBytesLinearQuant4bit)
+
 
 def fuses_later(fusion: Any, trace: TraceCtx) -> bool:
-    """Whether a transform after the fusion distributes the program; then sees to it that the fusion runs after that.
+    """Whether a transform after the fusion rewrites linears; then sees to it that the fusion runs after that.
 
     `thunder.distributed` appends its transforms to those of a function that is jitted already.
     """
@@ -40,7 +44,7 @@ def fuses_later(fusion: Any, trace: TraceCtx) -> bool:
     # The data of a Dynamo graph has none.
     transforms = getattr(get_compile_data(), "transforms", [])
     place = next((at for at, transform in enumerate(transforms) if transform is fusion), len(transforms))
-    if not any(isinstance(transform, TransformForTensorParallel) for transform in transforms[place + 1 :]):
+    if not any(isinstance(transform, _REWRITE_LINEARS) for transform in transforms[place + 1 :]):
         return False
     if getattr(transforms[-1], "original", None) is None:
         transforms.append(copy(fusion))

@@ -45,7 +45,8 @@ def jit(
         options: choices about the time and memory of the fused losses.
         strict: raise a `NotFusedError`, with the reason, where a cross-entropy is not fused with its linear.
         executors: as in `thunder.jit`; `thunder_flce.executor` is put before them.
-        transforms: as in `thunder.jit`; the fusion runs before them, on the program as the user wrote it.
+        transforms: as in `thunder.jit`; the fusion runs before them, on the program as the user wrote it, but after
+            those of thunder that put adapters, or quantized or divided weights, into linears.
         **thunder_options: passed on to `thunder.jit`.
 
     Raises:
