@@ -15,7 +15,7 @@ from thunder_flce.graph.reading import is_static, read, source_of
 from thunder_flce.graph.thunder_private import compile_data_and_stats, disable_autocast
 from thunder_flce.graph.writing import write_regions
 from thunder_flce.matching.decisions import Decision, Reason, in_order, report
-from thunder_flce.matching.interpreter import LOSSES, Interpreter
+from thunder_flce.matching.interpreter import LOSSES, NORMALISERS, Interpreter
 from thunder_flce.matching.regions import Region, match
 from thunder_flce.options import Options, as_options
 
@@ -55,7 +55,7 @@ class FuseLinearCrossEntropy(Transform):
         self.strict = strict
         self.compilations: list[Compilation] = []
         self.original: TraceCtx | None = None
-        """The program as the user wrote it, of a fusion that runs once it is distributed."""
+        """The program as the user wrote it, of a fusion that runs once its linears are rewritten."""
 
     def transform_traces_pre_prologue(
         self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs: Any
@@ -79,8 +79,8 @@ class FuseLinearCrossEntropy(Transform):
         # Reading logits.shape leaves a symbol in the trace that uses the logits, though its result is not used.
         trace = dce(_opened(computation_trace))
         _keep_forwards_out_of_backward(trace)
-        if decisions := dynamic_losses(trace):
-            return computation_trace, decisions
+        if (losses := dynamic_losses(trace)) is not None:
+            return computation_trace, losses
         # The trace has its casts already; the region's symbol would be cast by them once more.
         with disable_autocast():
             known = Interpreter(read(trace))
@@ -123,11 +123,11 @@ def _warn_of_many_compilations() -> None:
         )
 
 
-def dynamic_losses(trace: TraceCtx) -> list[Decision]:
-    """The losses of a trace whose sizes are not known: nothing is fused then."""
+def dynamic_losses(trace: TraceCtx) -> list[Decision] | None:
+    """The losses of a trace whose sizes are not known: nothing is fused then. None where they are."""
     if all(is_static(*bsym.flat_args, *bsym.flat_outs) for bsym in trace.bound_symbols):
-        return []
-    losses = [bsym for bsym in trace.bound_symbols if bsym.sym.name in (*LOSSES, "log_softmax")]
+        return None
+    losses = [bsym for bsym in trace.bound_symbols if bsym.sym.name in (*LOSSES, *NORMALISERS)]
     return [Decision(source_of(bsym), reason=Reason.DYNAMIC) for bsym in losses]
 
 

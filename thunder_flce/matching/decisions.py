@@ -41,7 +41,10 @@ class Reason(Enum):
     DISTRIBUTED = "an operand is a distributed tensor, or one of a transform of torch.func, such as grad or vmap"
     TENSOR_PARALLEL = "thunder.distributed divides its weight among ranks by row_parallel, not by column_parallel"
     OPERAND_MODIFIED = "a tensor is changed in place that the loss, or a prediction beside it, may depend on"
-    DYNAMIC = "a shape or a setting is not known when the trace is compiled"
+    DYNAMIC = (
+        'with cache="symbolic values", sizes are not known when the trace is compiled; linear_cross_entropy plans when '
+        "it runs"
+    )
     LEFT_TO_INDUCTOR = (
         "it is left to Inductor: its matmuls take the device less time than the host, and its logits little memory"
     )
