@@ -291,6 +291,13 @@ def weighted_losses_without_their_gradient(h, w, y, a, m):
     return F.cross_entropy(constant.flatten(0, 1), y.flatten(), w[:, 0].detach().abs()) + h.sum()
 
 
+@expect("the losses have class weights")
+def weighted_losses_beside_an_accuracy(h, w, y, a, m):
+    logits, labels = F.linear(h, w).flatten(0, 1), y.flatten()
+    losses = F.cross_entropy(logits, labels, w[:, 0].detach().abs(), reduction="none")
+    return losses.mean() + (logits.argmax(-1) == labels).double().mean()
+
+
 @expect(FUSED)
 def a_loss_with_a_part_of_its_gradient(h, w, y, a, m):
     logits, labels = F.linear(h, w).flatten(0, 1), y.flatten()

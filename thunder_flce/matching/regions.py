@@ -275,7 +275,7 @@ def _check_sum(parts: Sequence[Part], total: TokenSum, options: Options) -> None
         raise NotASum(_IN_FLOAT16)
     if parts[0].class_weight is not None:
         is_mean = any(each.row.reduction == "mean" for part in parts for each in part.rows)
-        if not is_plain or total.kept or is_mean:
+        if not is_plain or not is_alone or is_mean:
             raise NotASum("the losses have class weights")
     if len(parts) > 1:
         texts = [
