@@ -14,7 +14,7 @@ from thunder_flce.labels import count_items, shift_labels
 from thunder_flce.matching.decisions import NotFusedError, NotFusedWarning
 from thunder_flce.modules import LinearCrossEntropyLoss, loss_only
 from thunder_flce.options import Options
-from thunder_flce.registration import register_with_thunder
+from thunder_flce.registration import THUNDER_VERSIONS, register_with_thunder
 from thunder_flce.vocab_parallel import VocabParallel
 
 __version__ = "0.2.0"
@@ -69,8 +69,8 @@ else:
         except Exception as error:
             without = [other for other in __all__ if other not in _NEED_THUNDER]
             raise ImportError(
-                f"{__name__}.{name} needs lightning-thunder, and to import that failed with {type(error).__name__}: "
-                f"{error}. What works without it: {', '.join(without)}"
+                f"{__name__}.{name} needs lightning-thunder {THUNDER_VERSIONS}, and to import that failed with "
+                f"{type(error).__name__}: {error}. What works without it: {', '.join(without)}"
             ) from error
         globals()[name] = value
         return value

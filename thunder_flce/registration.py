@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from importlib.metadata import version
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,8 @@ import torch
 from torch.autograd import Function
 
 from thunder_flce.importing import when_imported
+
+THUNDER_VERSIONS = ">=0.2.6,<0.3"
 
 
 def register_with_thunder() -> None:
@@ -43,7 +46,8 @@ def _register() -> None:
         import thunder_flce.graph.plugin  # noqa: F401
     except Exception as error:
         # thunder itself is fine, so its import, or ours, must not fail.
-        message = f"thunder_flce does not work with this lightning-thunder: {type(error).__name__}: {error}"
+        problem = f"{version('lightning-thunder')} fails with {type(error).__name__}: {error}"
+        message = f"thunder_flce works with lightning-thunder {THUNDER_VERSIONS}; {problem}"
         warnings.warn(message, stacklevel=2)
 
 

@@ -6,20 +6,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from thunder.core.compile_data import get_compile_data
 from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx
+from thunder.distributed import get_skip_data_parallel_grad_sync
+from thunder.distributed.tensor_parallel.common import TensorParallelLayerType, TransformForTensorParallel
 from thunder.transforms import LORATransform
 from thunder.transforms.quantization import BitsAndBytesLinearQuant4bit
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.fsdp import FSDPModule
 
 from thunder_flce.device import Device
-from thunder_flce.graph.thunder_private import (
-    TensorParallelLayerType,
-    TransformForTensorParallel,
-    get_compile_data,
-    get_skip_data_parallel_grad_sync,
-)
 from thunder_flce.graph.trace_arguments import spec_of
 from thunder_flce.matching.algebra import Class
 from thunder_flce.matching.decisions import NotFused, Reason

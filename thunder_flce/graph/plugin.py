@@ -12,6 +12,9 @@ import thunder
 import torch
 import torch.nn.functional as F
 from looseversion import LooseVersion
+from thunder.core.compile_data import get_compile_data
+from thunder.core.jit_ext import _general_jit_lookaside_map as general_jit_lookasides
+from thunder.core.jit_ext import register_general_jit_lookaside
 from thunder.core.transform_common import Transform
 from thunder.extend import Executor
 from thunder.plugins import register_plugin
@@ -19,7 +22,6 @@ from thunder.plugins import register_plugin
 import thunder_flce.graph.rules
 import thunder_flce.graph.unfused_cross_entropy.rules  # noqa: F401
 from thunder_flce.graph.symbols import executor
-from thunder_flce.graph.thunder_private import general_jit_lookasides, get_compile_data, register_general_jit_lookaside
 from thunder_flce.graph.transform import FuseLinearCrossEntropy
 from thunder_flce.matching.decisions import NotFusedWarning
 from thunder_flce.options import OPTIONS, Options

@@ -7,24 +7,22 @@ from typing import Any
 
 import torch
 from thunder import clang
-from thunder.core.prims import OpTags
-from thunder.core.proxies import AnyProxy, StringProxy, TensorProxy
-from thunder.extend import get_executor
-
-from thunder_flce import functional
-from thunder_flce.graph import symbols, thunder_fixes
-from thunder_flce.graph.thunder_private import (
-    INTERPRETER_SIGNALS,
-    do_raise,
+from thunder.core.interpreter import INTERPRETER_SIGNALS, do_raise, unwrap
+from thunder.core.jit_ext import (
     get_jit_ctx,
     interpreter_needs_wrap,
     record_source_loc_in_symbol_header,
     recursively_proxy,
     register_general_jit_lookaside,
     should_register_for_prologue,
-    torch_to_thunder_functions,
-    unwrap,
 )
+from thunder.core.prims import OpTags
+from thunder.core.proxies import AnyProxy, StringProxy, TensorProxy
+from thunder.extend import get_executor
+from thunder.torch import _torch_to_thunder_function_map as torch_to_thunder_functions
+
+from thunder_flce import functional
+from thunder_flce.graph import symbols, thunder_fixes
 from thunder_flce.graph.token_functions import interpreted_token_loss
 from thunder_flce.operators import Settings
 from thunder_flce.options import Options

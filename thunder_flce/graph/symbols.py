@@ -21,10 +21,13 @@ from typing import Any
 
 import thunder.torch as ltorch
 from thunder.core import devices, dtypes
+from thunder.core.compile_data import get_compile_data
 from thunder.core.prims import OpTags
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
+from thunder.core.transforms import get_grad, put_grad, register_grad
 from thunder.extend import OperatorExecutor, register_executor
+from thunder.transforms.autocast import maybe_downcast_to
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -34,13 +37,6 @@ from thunder_flce.engine.plan import LOSS_ONLY
 from thunder_flce.graph import trace_printer
 from thunder_flce.graph.distributed import agreed_by_ranks
 from thunder_flce.graph.reading import is_static, may_need_grad
-from thunder_flce.graph.thunder_private import (
-    get_compile_data,
-    get_grad,
-    maybe_downcast_to,
-    put_grad,
-    register_grad,
-)
 from thunder_flce.graph.trace_arguments import plain, settings_of, specs
 from thunder_flce.matching.decisions import PlannedRegion
 from thunder_flce.operation.call import Call, Spec, named_tensors, operand_names, result_specs

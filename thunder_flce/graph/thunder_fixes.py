@@ -13,29 +13,27 @@ import torch
 import torch.nn.functional as F
 from thunder import clang
 from thunder.core import devices, dtypes, prims
+from thunder.core.jit_ext import (
+    ensure_recursive_proxies,
+    interpreter_needs_wrap,
+    record_source_loc_in_symbol_header,
+    register_general_jit_lookaside,
+)
 from thunder.core.proxies import TensorProxy
+from thunder.core.transforms import get_grad, put_grad, register_grad
+from thunder.dynamo.compiler import ThunderCompiler
+from thunder.executors.nvfuserex import nvfuser_available
 from thunder.extend import get_executor
+from thunder.torch import _torch_to_thunder_function_map as torch_to_thunder_functions
+from thunder.torch.langctx import register_method
+from thunder.transforms.autocast import maybe_downcast_to, register_autocast_rule
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from thunder_flce.graph.reading import may_need_grad
-from thunder_flce.graph.thunder_private import (
-    ThunderCompiler,
-    ensure_recursive_proxies,
-    get_grad,
-    interpreter_needs_wrap,
-    maybe_downcast_to,
-    nvfuser_available,
-    put_grad,
-    record_source_loc_in_symbol_header,
-    register_autocast_rule,
-    register_general_jit_lookaside,
-    register_grad,
-    register_method,
-    torch_to_thunder_functions,
-)
 
 if nvfuser_available():
-    from thunder_flce.graph.thunder_private import nvfuser_reshape, register_supported
+    from thunder.executors.nvfuserex_impl import register_supported
+    from thunder.executors.nvfuserex_impl import reshape as nvfuser_reshape
 
 _maybe_broadcast = clang.maybe_broadcast
 

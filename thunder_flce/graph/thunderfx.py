@@ -7,12 +7,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from thunder.core.transform_common import Transform
+from thunder.dynamo.compiler import ThunderCompiler, ThunderFXCompiledObject
 from thunder.extend import Executor
+from thunder.torch import _torch_to_thunder_function_map as torch_to_thunder_functions
 
 from thunder_flce.backend import raising
 from thunder_flce.dynamo.fusion import fuse
 from thunder_flce.graph.plugin import check_thunder_options, with_fusion
-from thunder_flce.graph.thunder_private import ThunderCompiler, ThunderFXCompiledObject, torch_to_thunder_functions
 from thunder_flce.graph.transform import FuseLinearCrossEntropy
 from thunder_flce.matching.decisions import Decision, NotFusedError
 from thunder_flce.matching.interpreter import Interpreter

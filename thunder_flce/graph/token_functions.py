@@ -7,18 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from thunder.core import dtypes
+from thunder.core.interpreter import INTERPRETER_SIGNALS, do_raise, unwrap, wrap_const
+from thunder.core.interpreter import _interpret_call as interpret_call
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import get_tracectx
 
 from thunder_flce.graph.reading import is_static, loss_dtype
-from thunder_flce.graph.thunder_private import (
-    INTERPRETER_SIGNALS,
-    do_raise,
-    get_tracectx,
-    interpret_call,
-    unwrap,
-    wrap_const,
-)
 from thunder_flce.operation.pointwise import (
     VARIABLES,
     NotOfTokens,

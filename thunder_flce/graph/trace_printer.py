@@ -17,10 +17,9 @@ from typing import Any
 
 from thunder.core import dtypes
 from thunder.core.proxies import TensorProxy
-from thunder.core.symbol import BoundSymbol
+from thunder.core.symbol import BoundSymbol, default_python_printer
 
 from thunder_flce.engine.printing import WIDTH, letter, program, scaling_lines
-from thunder_flce.graph.thunder_private import default_python_printer
 from thunder_flce.graph.trace_arguments import settings_of, spec_of, specs
 from thunder_flce.operation.call import gradient_name
 from thunder_flce.operators import Settings

@@ -4,15 +4,16 @@ import warnings
 from typing import Any, NamedTuple
 
 import thunder.torch as ltorch
+from thunder.core.compile_data import _compile_data as compile_data_and_stats
 from thunder.core.proxies import ProxyTag
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
 from thunder.core.transform_common import Transform, dce
+from thunder.transforms.autocast import disable_autocast
 
 from thunder_flce.graph import symbols, thunder_fixes
 from thunder_flce.graph.distributed import divided_weights, fuses_later, warn_of_gradients_that_are_not_summed
 from thunder_flce.graph.reading import is_static, read, source_of
-from thunder_flce.graph.thunder_private import compile_data_and_stats, disable_autocast
 from thunder_flce.graph.writing import write_regions
 from thunder_flce.matching.decisions import Decision, Reason, in_order, report
 from thunder_flce.matching.interpreter import LOSSES, NORMALISERS, Interpreter

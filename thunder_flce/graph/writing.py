@@ -11,11 +11,12 @@ from thunder.core import devices, dtypes
 from thunder.core.proxies import Proxy, ProxyTag, TensorProxy, variableify
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace, tracectx
+from thunder.core.transforms import vjp
+from thunder.torch import _torch_to_thunder_function_map as torch_to_thunder_functions
 from torch.utils._pytree import tree_flatten, tree_map
 
 from thunder_flce.graph import symbols
 from thunder_flce.graph.reading import is_static, tensor_of
-from thunder_flce.graph.thunder_private import torch_to_thunder_functions, vjp
 from thunder_flce.graph.trace_arguments import settings_of
 from thunder_flce.matching.decisions import Decision, PlannedRegion
 from thunder_flce.matching.interpreter import Interpreter

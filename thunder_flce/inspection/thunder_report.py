@@ -6,10 +6,10 @@ from typing import Any
 import thunder
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
+from thunder.dynamo.compiler import ThunderFXCompiledObject
 
 from thunder_flce.graph import symbols
 from thunder_flce.graph.reading import is_static
-from thunder_flce.graph.thunder_private import ThunderFXCompiledObject
 from thunder_flce.graph.trace_arguments import settings_of
 from thunder_flce.graph.trace_printer import type_of
 from thunder_flce.graph.transform import FuseLinearCrossEntropy

@@ -111,7 +111,7 @@ def _scalar(fd: FusionDefinition, value: float) -> Any:
 
 def register() -> None:
     """Registers the two symbols with thunder's nvFuser executor."""
-    from thunder_flce.graph.thunder_private import getnv, lcdtype_to_nvdtype, register_supported
+    from thunder.executors.nvfuserex_impl import getnv, lcdtype_to_nvdtype, register_supported
 
     # thunder 0.2.6 imports compute_tensor_descriptor from `nvfuser`, which nvFuser 0.2.36 offers as `nvfuser_direct`.
     try:

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import thunder.torch as ltorch
 from thunder.core import dtypes
 from thunder.core.proxies import TensorProxy
+from thunder.core.transforms import get_grad, put_grad, vjp
 from thunder.core.utils import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_type_promotion
+from thunder.executors.nvfuserex import nvfuser_available
 
 from thunder_flce.graph.reading import is_static
 from thunder_flce.graph.symbols import executor
-from thunder_flce.graph.thunder_private import get_grad, nvfuser_available, put_grad, vjp
 from thunder_flce.graph.unfused_cross_entropy import symbols
 
 
