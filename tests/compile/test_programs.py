@@ -253,6 +253,11 @@ def slices_without_infinite_tokens(h, w, y, a, m):
     return (unlikely * m[:, 1:]).sum() + (x * m).sum(), x.detach()
 
 
+@expect(FUSED)
+def a_slice_beside_probabilities(h, w, y, a, m):
+    return losses(h, w, y)[:, 1:].mean() + losses(h, w, y.flip(1)).neg().exp().mean()
+
+
 @expect(IN_FORWARD)
 def slices_of_losses(h, w, y, a, m):
     """Ignored ones among them."""

@@ -154,7 +154,7 @@ class _Search:
         """What is computed token by token: of which rows, and what it is in their recorder"""
         self._slices: dict[Tensor, tuple[Op, ...]] = {}
         """The slices of tokens, one after another, that it is computed for, where not for all"""
-        self._whole: dict[Handle, Handle] = {}
+        self._whole: dict[tuple[Part, Handle], Handle] = {}
         """What is nothing but a slice of it"""
         self._problems: dict[Tensor, NotASum] = {}
         """Why other tensors are not"""
@@ -222,7 +222,7 @@ class _Search:
             part.inputs[mask] = TokenInput(tensor, op.output.shape, op.position, slices=slices, is_mask=True)
         handle = handle if op.output.needs_grad else recorder.detached(handle)
         picked = recorder.write("where", (mask, handle, 0.0), {})
-        self._whole[picked] = self._whole.get(handle, handle)
+        self._whole[part, picked] = self._whole.get((part, handle), handle)
         return picked
 
     def scalars(self) -> Iterator[Tensor]:
@@ -275,7 +275,7 @@ class _Search:
 
     def _summand(self, tensor: Tensor) -> Summand:
         part, handle = self._tokens.get(tensor) or (self._sources[tensor], self._sources[tensor].own[tensor])
-        handle = self._whole.get(handle, handle)
+        handle = self._whole.get((part, handle), handle)
         try:
             text, read = numbered(part.recorder.copy().finish(handle))
         except NotOfTokens:
