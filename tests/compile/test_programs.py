@@ -704,6 +704,29 @@ def temperatures_under_other_rows(h, w, y, a, m):
     return of_rows(transposed, y.t())
 
 
+@expect("a tensor is changed in place")
+def written_rows_that_are_read_before_other_labels(h, w, y, a, m):
+    """One region would give both of them, where the second has its labels."""
+    logits, x = F.linear(h, w), torch.zeros_like(m)
+    x[0] = logits[0].log_softmax(-1).gather(-1, y[0, :, None]).squeeze(-1)
+    return x.sum(), logits.log_softmax(-1).gather(-1, (y * 3 % V)[..., None])
+
+
+@expect(Reason.OPERAND_MODIFIED)
+def written_normalisers_that_are_read_before_labels(h, w, y, a, m):
+    logits, x = F.linear(h, w), torch.zeros_like(m)
+    x[0] = logits.logsumexp(-1)[0]
+    return x.sum(), logits.log_softmax(-1).gather(-1, (y * 3 % V)[..., None])
+
+
+@expect(Reason.OPERAND_MODIFIED)
+def labels_that_depend_on_normalisers(h, w, y, a, m):
+    logits = F.linear(h, w)
+    normalisers = logits.logsumexp(-1)
+    y[:, 0] = (normalisers[:, 0] > 3).long()
+    return logits.log_softmax(-1).gather(-1, y[..., None]).sum() + normalisers.sum()
+
+
 @expect(Reason.OPERAND_MODIFIED, thunder=True)
 def operand_changed(h, w, y, a, m):
     """The region takes the place of the loss, so it would read it after the change."""

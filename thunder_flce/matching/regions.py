@@ -358,8 +358,18 @@ def _moves_across_a_write(
         for op in program.writers(position + 1, len(program.ops)):
             if op not in dropped and (op in before or reads_again) and any(_may_share(w, tensor) for w in op.writes):
                 return op
+    # It may have waited for what it reads of after its place, and what reads its results has waited with it.
+    behind = [item for item in order[place:] if isinstance(item, Op)]
+    last = max((item.position for item in before), default=-1)
+    for op in (each for each in behind if each.writes or each.position < last):
+        passed = [item for item in before if item.position > op.position]
+        read = [tensor for tensor, position in region.read_at.items() if position > op.position]
+        read += [each for item in passed for each in item.operands]
+        pairs = [(op, read), *((item, op.operands) for item in passed)]
+        if any(_may_share(each, other) for writer, others in pairs for each in writer.writes for other in others):
+            return op
     # What moves behind the region must not read, or write, what is written meanwhile.
-    moved = [item for item in order[place:] if isinstance(item, Op) and item.position < region.place.position]
+    moved = [item for item in behind if item.position < region.place.position]
     for op in moved:
         for writer in program.writers(op.position, region.place.position):
             if (
