@@ -13,7 +13,7 @@ DTensor where each has that of its tokens. Imported where there is a DTensor, si
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,8 +62,8 @@ def local_weight(name: str, value: DTensor, parallel: VocabParallel) -> Tensor:
     return _arrived(value.to_local())
 
 
-def run_divided(tensors: Mapping[str, Any], loss: Loss, options: Options) -> tuple[Tensor, ...]:
-    """The loss and its outputs, from tensors by name, not checked yet, of which some are DTensors.
+def run_divided(tensors: Mapping[str, Any], loss: Loss, options: Options) -> Iterator[Any]:
+    """As `ranks.run_on_ranks`, where some of the tensors are DTensors.
 
     Raises:
         TypeError: for a plain tensor where a DTensor is needed; the message names it and the cure.
@@ -85,13 +85,15 @@ def run_divided(tensors: Mapping[str, Any], loss: Loss, options: Options) -> tup
     # The dimensions of the mesh whose ranks have losses of their own.
     summed = [at for at in range(mesh.ndim) if has_part[at] and not has_columns[at] and mesh.size(at) > 1]
     _check_sums(input, summed, tensors, loss)
-    agreement = None
+    agreeing: Iterator[Any] = iter((None, None))
     if any(has_columns):
         at = has_columns.index(True)
         _check_even(input, at)
         parallel = VocabParallel(group=mesh.get_group(at), sequence_parallel=has_part[at])
-        # Before anything is redistributed.
-        agreement = agree(parallel, tensors, loss=loss, options=options)
+        agreeing = agree(parallel, tensors, loss=loss, options=options)
+    yield next(agreeing)
+    # Before anything is redistributed.
+    agreement = next(agreeing)
     of_tokens = tuple(of_input[at] if is_part else Replicate() for at, is_part in enumerate(has_part))
     weight_grads = tuple(Partial() if at in summed else placement for at, placement in enumerate(of_weight))
     own = _local(input, of_input, of_input)
@@ -121,7 +123,7 @@ def run_divided(tensors: Mapping[str, Any], loss: Loss, options: Options) -> tup
             )  # fmt: skip
         return DTensor.from_local(result, mesh, of_sums, run_check=False).full_tensor() if summed else result
 
-    return tuple(map(result_of_all, results))
+    yield tuple(map(result_of_all, results))
 
 
 def _tokens_part(

@@ -13,7 +13,7 @@ from thunder_flce.operation.call import named_tensors
 from thunder_flce.options import FIELDS, OPTIONS, Options, as_options
 from thunder_flce.ranks import run_on_ranks
 from thunder_flce.token_losses import token_loss_of
-from thunder_flce.vocab_parallel import ONLY_EAGER, VocabParallel, as_literal, has_dtensor
+from thunder_flce.vocab_parallel import ONLY_EAGER, VocabParallel, as_literal, has_dtensor, refuse
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
@@ -30,10 +30,10 @@ def one_call(function: Callable[..., Any]) -> Callable[..., Any]:
     # Dynamo looks into this wrapper, and sees one call of `function` in it.
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("token_loss") is not None:
-            kwargs["token_loss"] = token_loss_of(kwargs["token_loss"], kwargs.get("token_inputs", ()))
         if not torch.compiler.is_dynamo_compiling():
             return eager(*args, **kwargs)
+        if kwargs.get("token_loss") is not None:
+            kwargs["token_loss"] = token_loss_of(kwargs["token_loss"], kwargs.get("token_inputs", ()))
         parallel = kwargs.get("vocab_parallel")
         if has_dtensor((*args, *kwargs.values())) or getattr(parallel, "data_parallel", False):
             return eager(*args, **kwargs)
@@ -159,23 +159,30 @@ def linear_cross_entropy(
         TypeError, ValueError: see `checks.check_call`.
         RuntimeError: for second derivatives, forward-mode derivatives and `torch.vmap`.
     """
-    options = as_options(options)
-    if expected_gradient is None:
-        expected_gradient = options.expected_gradient
-    if torch._C._is_any_autocast_enabled():
-        input, linear_weight, linear_bias, terms = autocast((input, linear_weight, linear_bias, terms))
-    arguments = {
-        "input": input, "linear_weight": linear_weight, "target": target, "linear_bias": linear_bias, "weight": weight,
-        "token_weights": token_weights, "target_weights": target_weights, "num_items": num_items,
-        "expected_gradient": expected_gradient, "token_inputs": token_inputs, "terms": terms,
-    }  # fmt: skip
-    loss = loss_of(
-        reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing, logit_scale=logit_scale,
-        softcap=softcap, z_loss=z_loss, vocab_size=vocab_size, outputs=outputs, detached=detached,
-        token_loss=token_loss or "", target_rest=target_rest,
-    )  # fmt: skip
-    if vocab_parallel is not None or has_dtensor([*arguments.values()]):
-        results = run_on_ranks(arguments, loss, options, vocab_parallel=vocab_parallel)
-    else:
-        results = run(named_tensors(arguments), loss, options)
+    parallel = None if vocab_parallel is None else VocabParallel.of(vocab_parallel)
+    on_ranks = None
+    try:
+        options = as_options(options)
+        if expected_gradient is None:
+            expected_gradient = options.expected_gradient
+        if torch._C._is_any_autocast_enabled():
+            input, linear_weight, linear_bias, terms = autocast((input, linear_weight, linear_bias, terms))
+        if token_loss is not None:
+            token_loss = token_loss_of(token_loss, token_inputs)
+        tensors = named_tensors({
+            "input": input, "linear_weight": linear_weight, "target": target, "linear_bias": linear_bias,
+            "weight": weight, "token_weights": token_weights, "target_weights": target_weights, "num_items": num_items,
+            "expected_gradient": expected_gradient, "token_inputs": token_inputs, "terms": terms,
+        })  # fmt: skip
+        loss = loss_of(
+            reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing, logit_scale=logit_scale,
+            softcap=softcap, z_loss=z_loss, vocab_size=vocab_size, outputs=outputs, detached=detached,
+            token_loss=token_loss or "", target_rest=target_rest,
+        )  # fmt: skip
+        if parallel is not None or has_dtensor([*tensors.values()]):
+            on_ranks = run_on_ranks(tensors, loss, options, parallel=parallel)
+            next(on_ranks)
+    except Exception as error:
+        refuse(error, parallel, input, linear_weight)
+    results = run(tensors, loss, options) if on_ranks is None else next(on_ranks)
     return tuple(results) if outputs else results[0]

@@ -1,6 +1,6 @@
 """Calls of several ranks: who has which part of them, before the part of this rank runs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from thunder_flce.calls import loss_of, run
-from thunder_flce.operation.call import OF_TOKENS, argument, named_tensors
-from thunder_flce.operation.checks import check_call, check_not_nested
+from thunder_flce.operation.call import OF_TOKENS, argument
+from thunder_flce.operation.checks import check_call
 from thunder_flce.operation.loss import Loss
 from thunder_flce.operators import is_traced
 from thunder_flce.options import Options
@@ -21,46 +21,40 @@ from thunder_flce.vocab_parallel import (
     as_literal,
     has_dtensor,
     is_dtensor,
-    refuse,
 )
 
 
 def run_on_ranks(
-    arguments: Mapping[str, Any], loss: Loss, options: Options, *, vocab_parallel: Any
-) -> Sequence[Tensor]:
-    """The loss and its outputs, from the arguments of `linear_cross_entropy` by name.
-
-    Raises:
-        TypeError, ValueError: for what differs between ranks, or what one of them refuses; on all ranks.
-    """
-    if vocab_parallel is None:
+    tensors: Mapping[str, Any], loss: Loss, options: Options, *, parallel: VocabParallel | None
+) -> Iterator[Any]:
+    """As `vocab_parallel.agree`: first None, then the loss and its outputs, from tensors by name, not checked yet."""
+    if parallel is None:
         from thunder_flce.dtensor import run_divided
 
-        return run_divided(named_tensors(arguments), loss, options)
-    parallel = VocabParallel.of(vocab_parallel)
-    if is_traced(arguments["input"]):
-        if has_dtensor([*arguments.values()]):
+        yield from run_divided(tensors, loss, options)
+        return
+    if is_traced(tensors.get("input")) and all(is_traced(it) for it in tensors.values() if isinstance(it, Tensor)):
+        if has_dtensor([*tensors.values()]):
             raise NotImplementedError(ONLY_EAGER)
         # They agree, and the arguments are checked, when the operator runs.
-        return run(named_tensors(arguments), loss, options, ranks=as_literal(parallel))
-    try:
-        tensors = named_tensors(arguments)
-        for name, value in tensors.items():
-            check_not_nested(name, value)
-        divided = {name: value for name, value in tensors.items() if is_dtensor(value)}
-        if divided:
-            from thunder_flce.dtensor import local_weight
+        literal = as_literal(parallel)
+        yield None
+        yield run(tensors, loss, options, ranks=literal)
+        return
+    divided = {name: value for name, value in tensors.items() if is_dtensor(value)}
+    if divided:
+        from thunder_flce.dtensor import local_weight
 
-            tensors |= {name: local_weight(name, value, parallel) for name, value in divided.items()}
-    except (TypeError, ValueError) as error:
-        refuse(parallel, error)
-    agreement = agree(parallel, tensors, loss=loss, options=options)
+        tensors = {**tensors, **{name: local_weight(name, value, parallel) for name, value in divided.items()}}
+    agreeing = agree(parallel, tensors, loss=loss, options=options)
+    yield next(agreeing)
+    agreement = next(agreeing)
     if is_dtensor(weight := tensors.get("weight")):
-        # Not before all ranks have come so far.
-        tensors["weight"] = weight.full_tensor()
+        tensors = {**tensors, "weight": weight.full_tensor()}
     if parallel.data_parallel:
-        return _run_averaged(tensors, loss, options, agreement)
-    return run(tensors, loss, options, ranks=agreement)
+        yield _run_averaged(tensors, loss, options, agreement)
+    else:
+        yield run(tensors, loss, options, ranks=agreement)
 
 
 def _run_averaged(tensors: Mapping[str, Any], loss: Loss, options: Options, agreement: Agreement) -> tuple[Tensor, ...]:

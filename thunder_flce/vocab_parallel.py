@@ -18,7 +18,7 @@ before; that hashes are equal is then an assertion on the device, at each replay
 import ast
 import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
 from numbers import Real
@@ -32,7 +32,7 @@ from torch import Tensor
 from thunder_flce.device import Device
 from thunder_flce.importing import when_imported
 from thunder_flce.operation.call import COLUMN, OF_TOKENS, Call, argument
-from thunder_flce.operation.checks import check_call
+from thunder_flce.operation.checks import check_call, check_is_dense
 from thunder_flce.operation.loss import Loss
 from thunder_flce.operation.shard import Shard
 from thunder_flce.options import Options, PlainValues
@@ -183,7 +183,7 @@ def has_dtensor(values: Sequence[Any]) -> bool:
 def agreed_call(call: Call, vocab_parallel: str, options: Options) -> tuple[Call, Device | None]:
     """A call in a graph with this rank's columns, once all ranks agree, and the device that all plan for."""
     parallel = VocabParallel.of(vocab_parallel)
-    agreement = agree(parallel, call.tensors, loss=call.loss, options=options, needs_grad=call.needs_grad)
+    _, agreement = agree(parallel, call.tensors, loss=call.loss, options=options, needs_grad=call.needs_grad)
     check_call(call.tensors, loss=call.loss, vocab=agreement.weight_rows)
     return replace(call, shard=agreement.shard), agreement.device
 
@@ -195,8 +195,10 @@ def agree(
     loss: Loss,
     options: Options,
     needs_grad: Collection[str] | None = None,
-) -> Agreement:
-    """Which rank has which part of the vocabulary, once it is clear that all mean the same call.
+) -> Iterator[Any]:
+    """None, before ranks tell each other anything: until then an error is of this rank alone, to be told by `refuse`.
+
+    Then the `Agreement`: which rank has which part of the vocabulary, once it is clear that all mean the same call.
 
     Args:
         parallel: the ranks.
@@ -220,6 +222,7 @@ def agree(
         tokens=input.shape[:-1].numel() if isinstance(input, Tensor) else 0,
         device=_digest(device),
     )
+    yield None
     if _is_capturing(group):
         given, devices = _told_while_capturing(group, told)
     else:
@@ -236,7 +239,7 @@ def agree(
             f"{parallel.input_grad_dtype}"
         )
     _, all_rows, starts, counts, _ = zip(*given, strict=True)
-    return Agreement(
+    yield Agreement(
         shard=_shard(parallel, loss, all_rows, _starts(all_rows, starts)),
         weight_rows=sum(all_rows),
         device=None if device is None else min(filter(None, devices), key=lambda each: (each.memory or 0, repr(each))),
@@ -244,10 +247,13 @@ def agree(
     )
 
 
-def refuse(parallel: VocabParallel, error: Exception) -> NoReturn:
+def refuse(error: Exception, parallel: VocabParallel | None, input: Any, weight: Any) -> NoReturn:
     """Raises an error of this rank's arguments, once the ranks that are about to agree know of it."""
-    group = parallel.process_group
-    if not _is_capturing(group):
+    group = None if parallel is None else parallel.process_group
+    if group is None and is_dtensor(input) and is_dtensor(weight):
+        at = next((at for at, placement in enumerate(weight.placements) if placement.is_shard(0)), None)
+        group = None if at is None else weight.device_mesh.get_group(at)
+    if group is not None and torch._guards.detect_fake_mode() is None and not _is_capturing(group):
         _told_by_all(group, _Told(digest=_digest(str(error))))
         _words_of_all(group, str(error))
     raise error
@@ -321,7 +327,7 @@ def _raise_difference(words: list[Any]) -> NoReturn:
             raise ValueError(f"rank {rank} of vocab_parallel has refused its arguments: {told}")
     for rank, call in enumerate(words):
         for name in {**words[0], **call}:
-            first, other = (each.get(name, "NoneType") for each in (words[0], call))
+            first, other = (each.get(name, "None") for each in (words[0], call))
             if first != other:
                 raise ValueError(
                     f"all ranks of vocab_parallel must be given the same, but {name} is {first} on rank 0 and {other} "
@@ -341,6 +347,8 @@ def _described(
     needs_grad: Collection[str] | None,
 ) -> dict[str, str]:
     """What must be equal on all ranks, in words, by the name of the argument."""
+    for name, value in tensors.items():
+        check_is_dense(name, value)
     input = tensors.get("input")
     tokens = input.shape[:-1] if parallel.data_parallel and isinstance(input, Tensor) else None
     rows, device = _rows(tensors.get("linear_weight")), getattr(input, "device", None)
@@ -361,8 +369,6 @@ def _described(
         if known.differentiable and needs_grad is not None:
             needs = name in needs_grad
         kind, dtype = "a DTensor, " if is_dtensor(value) else "", str(value.dtype).removeprefix("torch.")
-        if value.layout is not torch.strided:
-            kind = f"{value.layout}, "
         where = value.device.type if device == value.device else value.device
         gradient = ", which requires a gradient" if needs else ""
         call[name] = f"{kind}{dtype} ({', '.join(map(str, shape))}) on {where}{gradient}"

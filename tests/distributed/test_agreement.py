@@ -61,7 +61,8 @@ def test_ranks_with_different_gpus_make_one_plan(others, monkeypatch):
         rank_of.rank = rank
         arguments = {"input": torch.zeros(3, 8), "linear_weight": torch.zeros(5, 8), "target": torch.zeros(3).long()}
         parallel = VocabParallel(group=dist.group.WORLD)
-        found, again = (agree(parallel, named_tensors(arguments), loss=Loss(), options=Options()) for _ in range(2))
+        tensors, others = named_tensors(arguments), {"loss": Loss(), "options": Options()}
+        (_, found), (_, again) = (agree(parallel, tensors, **others) for _ in range(2))
         assert found == again
         region = call(shard=replace(shard_of(2), rank=rank))
         return found.device, [choose(region, Options(tune_products=tune), found.device) for tune in (None, True)]

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
 
 from divided import R, on_a_mesh, on_mesh
-from ranks import as_threads
+from ranks import RankErrors, as_threads
 from reference import Case, assert_close_to_truth, error, make_case
 from thunder_flce import count_items, linear_cross_entropy
 
@@ -100,6 +100,23 @@ def test_tensor_parallel_inside_fully_shard():
                 linear_cross_entropy(outside, part.output.weight, labels[mine], num_items=num_items)
 
     as_threads(4, run)
+
+
+@pytest.mark.parametrize("wrong", [{"options": 3}, {"token_loss": 3}, {"num_items": None}], ids=str)
+def test_what_one_rank_refuses_raises_on_all_of_them(wrong):
+    case = make_batch()
+
+    def run(rank):
+        placed = on_mesh(case, init_device_mesh("cpu", (2, 2)), [Shard(0), R], [R, Shard(0)])
+        settings = {"linear_bias": placed.bias, "num_items": 32.0, **(wrong if rank == 1 else {})}
+        if rank < 2:  # Those that divide the vocabulary of the same tokens.
+            linear_cross_entropy(placed.x, placed.weight, placed.target, **settings)
+
+    with pytest.raises(RankErrors) as raised:
+        as_threads(4, run)
+    (own,) = wrong
+    assert str(raised.value.errors[0]).startswith("rank 1 of vocab_parallel has refused its arguments: ")
+    assert own in str(raised.value.errors[1]) and len(raised.value.errors) == 2
 
 
 def test_plain_tensors_of_all_tokens_or_of_this_rank():

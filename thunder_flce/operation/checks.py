@@ -64,23 +64,23 @@ def check_scalar(name: str, number: Any) -> None:
     _check_number(name, number, _SCALAR_RULES[name], what=_NUMBER_OR_TENSOR)
 
 
-def check_not_nested(name: str, tensor: Any) -> None:
-    """Raises a TypeError for a nested tensor, which may have no shape to ask for."""
+def check_is_dense(name: str, tensor: Any) -> None:
+    """Raises a TypeError for a nested tensor, which may have no shape to ask for, and for a sparse one."""
     if getattr(tensor, "is_nested", False):
         raise TypeError(f"{name} must be a dense tensor, but is nested; pass torch.cat({name}.unbind())")
+    if (layout := getattr(tensor, "layout", torch.strided)) is not torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, but has the layout {layout}")
 
 
 def _check_tensor(name: str, tensors: Mapping[str, Any]) -> None:
     """Type, dtype and device of one tensor; the input and the teacher's come before what is compared with them."""
     tensor, known = tensors[name], argument(name)
-    check_not_nested(name, tensor)
+    check_is_dense(name, tensor)
     if not is_tensor(tensor):
         raise TypeError(f"{name} must be a tensor, but got {type(tensor).__name__}")
     if hasattr(tensor, "device_mesh"):
         advice = "pass what to_local() or full_tensor() returns"
         raise TypeError(f"{name} must be a tensor on one device, but got {type(tensor).__name__}; {advice}")
-    if (layout := getattr(tensor, "layout", torch.strided)) is not torch.strided:
-        raise TypeError(f"{name} must be a dense tensor, but has the layout {layout}")
     dtype = dtype_name(tensor)
     if dtype not in known.dtypes:
         advice = "; pass mask.to(input.dtype)" if name.endswith("_weights") and dtype == "bool" else ""
