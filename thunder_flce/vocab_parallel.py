@@ -374,6 +374,8 @@ def _described(
         call[name] = f"{kind}{dtype} ({', '.join(map(str, shape))}) on {where}{gradient}"
         if is_dtensor(value):
             others[f"the placement of {name}"] = f"{value.placements} on {value.device_mesh}"
+    # The backward of a program begins with another agreement, for which eager ranks would not come.
+    others["whether a program computes gradients"] = str(bool(needs_grad))
     settings = {name: getattr(parallel, name) for name in _FIELDS if name not in ("group", "start")}
     plain = {**{field.name: getattr(loss, field.name) for field in fields(loss)}, "options": options, **settings}
     return {**call, **others, **{name: repr(value) for name, value in plain.items()}}

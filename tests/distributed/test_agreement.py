@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from divided import part_of
-from ranks import as_processes, as_threads, outcome
+from ranks import as_processes, as_threads, errors_of, outcome
 from reference import make_case
 from test_plan import DEVICES, call, shard_of
 from thunder_flce import Options, VocabParallel, linear_cross_entropy, vocab_parallel
@@ -44,6 +44,17 @@ def test_a_default_device():
 
     for loss in as_threads(2, run):
         torch.testing.assert_close(loss.exp(), torch.tensor(2.0))
+
+
+def test_a_program_on_one_rank_alone_is_an_error_where_its_backward_would_wait():
+    def run(rank):
+        x, weight = (torch.zeros(each, 8, requires_grad=True) for each in (3, 5))
+        tensors = {"input": x, "linear_weight": weight, "target": torch.zeros(3).long()}
+        how = {"loss": Loss(), "options": Options(), "needs_grad": ("input", "linear_weight") if rank else None}
+        return [*agree(VocabParallel(group=dist.group.WORLD), tensors, **how)]
+
+    for found in errors_of(2, run):
+        assert "whether a program computes gradients is False on rank 0 and True on rank 1" in str(found)
 
 
 @pytest.mark.parametrize("others", [("H100", "L40S"), ("H200", "A100"), ("A100", "3090"), ("H200", "H200")], ids=str)
