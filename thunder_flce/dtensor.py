@@ -13,7 +13,7 @@ DTensor where each has that of its tokens. Imported where there is a DTensor, si
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from thunder_flce.calls import run
 from thunder_flce.operation.call import COLUMN, HIDDEN, SCALAR, TOKEN, argument
 from thunder_flce.operation.loss import OUTPUTS, Loss
 from thunder_flce.options import Options
-from thunder_flce.vocab_parallel import VocabParallel, agree
+from thunder_flce.vocab_parallel import VocabParallel, agreement_on
 
 Placements = tuple[Placement, ...]
 
@@ -62,12 +62,12 @@ def local_weight(name: str, value: DTensor, parallel: VocabParallel) -> Tensor:
     return _arrived(value.to_local())
 
 
-def run_divided(tensors: Mapping[str, Any], loss: Loss, options: Options) -> Iterator[Any]:
-    """As `ranks.run_on_ranks`, where some of the tensors are DTensors.
+def on_mesh(tensors: Mapping[str, Any], loss: Loss, options: Options) -> Callable[[], tuple[Tensor, ...]]:
+    """As `ranks.on_ranks`, where some of the tensors are DTensors.
 
     Raises:
         TypeError: for a plain tensor where a DTensor is needed; the message names it and the cure.
-        ValueError: for placements that have no meaning here, likewise; and as `vocab_parallel.agree`.
+        ValueError: for placements that have no meaning here, likewise; and as `vocab_parallel.agreement_on`.
     """
     for name in ("input", "linear_weight", *tensors):
         if argument(name).role in (HIDDEN, COLUMN):
@@ -85,20 +85,20 @@ def run_divided(tensors: Mapping[str, Any], loss: Loss, options: Options) -> Ite
     # The dimensions of the mesh whose ranks have losses of their own.
     summed = [at for at in range(mesh.ndim) if has_part[at] and not has_columns[at] and mesh.size(at) > 1]
     _check_sums(input, summed, tensors, loss)
-    agreeing: Iterator[Any] = iter((None, None))
+    agree = None
     if any(has_columns):
         at = has_columns.index(True)
         _check_even(input, at)
         parallel = VocabParallel(group=mesh.get_group(at), sequence_parallel=has_part[at])
-        agreeing = agree(parallel, tensors, loss=loss, options=options)
-    yield next(agreeing)
-    # Before anything is redistributed.
-    agreement = next(agreeing)
+        agree = agreement_on(parallel, tensors, loss=loss, options=options)
     of_tokens = tuple(of_input[at] if is_part else Replicate() for at, is_part in enumerate(has_part))
     weight_grads = tuple(Partial() if at in summed else placement for at, placement in enumerate(of_weight))
-    own = _local(input, of_input, of_input)
+    is_whole = all(isinstance(placement, Replicate) for placement in of_tokens)
+    of_sums = tuple(Partial() if at in summed else Replicate() for at in range(mesh.ndim))
+    shape = input.shape[:-1]
+    strides = tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
 
-    def part(name: str, value: Any) -> Any:
+    def part(name: str, value: Any, own: Tensor) -> Any:
         role = argument(name).role
         if role == HIDDEN:
             return own if name == "input" else _local(value, of_input, of_input)
@@ -109,12 +109,6 @@ def run_divided(tensors: Mapping[str, Any], loss: Loss, options: Options) -> Ite
         has_several = "target_weights" in tensors and name in ("target", "target_weights")
         return _tokens_part(name, value, input, own.shape[:-1], of_tokens, value.shape[-1:] if has_several else ())
 
-    results = run({name: part(name, value) for name, value in tensors.items()}, loss, options, ranks=agreement)
-    is_whole = all(isinstance(placement, Replicate) for placement in of_tokens)
-    of_sums = tuple(Partial() if at in summed else Replicate() for at in range(mesh.ndim))
-    shape = input.shape[:-1]
-    strides = tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
-
     def result_of_all(result: Tensor) -> Tensor:
         """The sum of numbers, or a DTensor where each rank has something of its own tokens."""
         if result.ndim:
@@ -123,7 +117,14 @@ def run_divided(tensors: Mapping[str, Any], loss: Loss, options: Options) -> Ite
             )  # fmt: skip
         return DTensor.from_local(result, mesh, of_sums, run_check=False).full_tensor() if summed else result
 
-    yield tuple(map(result_of_all, results))
+    def run_agreed() -> tuple[Tensor, ...]:
+        # Before anything is redistributed.
+        agreement = None if agree is None else agree()
+        own = _local(input, of_input, of_input)
+        parts = {name: part(name, value, own) for name, value in tensors.items()}
+        return tuple(map(result_of_all, run(parts, loss, options, ranks=agreement)))
+
+    return run_agreed
 
 
 def _tokens_part(

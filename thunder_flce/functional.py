@@ -11,7 +11,7 @@ from thunder_flce.calls import autocast, loss_of, run
 from thunder_flce.importing import when_imported, without_dynamo
 from thunder_flce.operation.call import named_tensors
 from thunder_flce.options import FIELDS, OPTIONS, Options, as_options
-from thunder_flce.ranks import run_on_ranks
+from thunder_flce.ranks import on_ranks
 from thunder_flce.token_losses import token_loss_of
 from thunder_flce.vocab_parallel import ONLY_EAGER, VocabParallel, as_literal, has_dtensor, refuse
 
@@ -160,7 +160,6 @@ def linear_cross_entropy(
         RuntimeError: for second derivatives, forward-mode derivatives and `torch.vmap`.
     """
     parallel = None if vocab_parallel is None else VocabParallel.of(vocab_parallel)
-    on_ranks = None
     try:
         options = as_options(options)
         if expected_gradient is None:
@@ -179,10 +178,10 @@ def linear_cross_entropy(
             softcap=softcap, z_loss=z_loss, vocab_size=vocab_size, outputs=outputs, detached=detached,
             token_loss=token_loss or "", target_rest=target_rest,
         )  # fmt: skip
+        call: Callable[[], Sequence[Tensor]] = functools.partial(run, tensors, loss, options)
         if parallel is not None or has_dtensor([*tensors.values()]):
-            on_ranks = run_on_ranks(tensors, loss, options, parallel=parallel)
-            next(on_ranks)
+            call = on_ranks(tensors, loss, options, parallel=parallel)
     except Exception as error:
         refuse(error, parallel, input, linear_weight)
-    results = run(tensors, loss, options) if on_ranks is None else next(on_ranks)
+    results = call()
     return tuple(results) if outputs else results[0]

@@ -1,7 +1,8 @@
 """Calls of several ranks: who has which part of them, before the part of this rank runs."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,56 +18,60 @@ from thunder_flce.vocab_parallel import (
     ONLY_EAGER,
     Agreement,
     VocabParallel,
-    agree,
+    agreement_on,
     as_literal,
     has_dtensor,
     is_dtensor,
 )
 
 
-def run_on_ranks(
+def on_ranks(
     tensors: Mapping[str, Any], loss: Loss, options: Options, *, parallel: VocabParallel | None
-) -> Iterator[Any]:
-    """As `vocab_parallel.agree`: first None, then the loss and its outputs, from tensors by name, not checked yet."""
-    if parallel is None:
-        from thunder_flce.dtensor import run_divided
+) -> Callable[[], Sequence[Tensor]]:
+    """What runs a call, from tensors by name, not checked yet, and gives the loss and its outputs.
 
-        yield from run_divided(tensors, loss, options)
-        return
+    Errors that are raised here are of this rank alone, to be told by `refuse`; what is returned begins with the
+    agreement of the ranks.
+    """
+    if parallel is None:
+        from thunder_flce.dtensor import on_mesh
+
+        return on_mesh(tensors, loss, options)
     if is_traced(tensors.get("input")) and all(is_traced(it) for it in tensors.values() if isinstance(it, Tensor)):
         if has_dtensor([*tensors.values()]):
             raise NotImplementedError(ONLY_EAGER)
         # They agree, and the arguments are checked, when the operator runs.
-        literal = as_literal(parallel)
-        yield None
-        yield run(tensors, loss, options, ranks=literal)
-        return
-    divided = {name: value for name, value in tensors.items() if is_dtensor(value)}
-    if divided:
-        from thunder_flce.dtensor import local_weight
+        return partial(run, tensors, loss, options, ranks=as_literal(parallel))
+    own = dict(tensors)
+    for name, value in tensors.items():
+        if is_dtensor(value):
+            from thunder_flce.dtensor import local_weight
 
-        tensors = {**tensors, **{name: local_weight(name, value, parallel) for name, value in divided.items()}}
-    agreeing = agree(parallel, tensors, loss=loss, options=options)
-    yield next(agreeing)
-    agreement = next(agreeing)
-    if is_dtensor(weight := tensors.get("weight")):
-        tensors = {**tensors, "weight": weight.full_tensor()}
-    if parallel.data_parallel:
-        yield _run_averaged(tensors, loss, options, agreement)
-    else:
-        yield run(tensors, loss, options, ranks=agreement)
+            own[name] = local_weight(name, value, parallel)
+    agree = agreement_on(parallel, own, loss=loss, options=options)
+    run_part = _run_averaged if parallel.data_parallel else run
+
+    def run_agreed() -> Sequence[Tensor]:
+        agreement = agree()
+        if is_dtensor(weight := own.get("weight")):
+            own["weight"] = weight.full_tensor()
+        return run_part(own, loss, options, ranks=agreement)
+
+    return run_agreed
 
 
-def _run_averaged(tensors: Mapping[str, Any], loss: Loss, options: Options, agreement: Agreement) -> tuple[Tensor, ...]:
+def _run_averaged(
+    tensors: Mapping[str, Any], loss: Loss, options: Options, *, ranks: Agreement
+) -> tuple[Tensor, ...]:  # fmt: skip
     """The loss and its outputs with `VocabParallel.data_parallel`, of what the ranks have agreed on.
 
     What comes before averages a rank's gradients over the ranks, as FSDP and DDP do, so what is differentiated is the
     mean over ranks of their losses. That is a call with `sequence_parallel`, once all ranks have as many tokens: to
     those with fewer, ignored ones are added.
     """
-    check_call(tensors, loss=loss, vocab=agreement.weight_rows)
-    shape, ranks = tensors["input"].shape[:-1], agreement.shard.ranks
-    count, most = shape.numel(), agreement.most_tokens
+    check_call(tensors, loss=loss, vocab=ranks.weight_rows)
+    shape, number_of_ranks = tensors["input"].shape[:-1], ranks.shard.ranks
+    count, most = shape.numel(), ranks.most_tokens
 
     def padded(name: str, tensor: Any) -> Any:
         """(most, ...) where the tensor has this rank's tokens."""
@@ -80,16 +85,16 @@ def _run_averaged(tensors: Mapping[str, Any], loss: Loss, options: Options, agre
     changed = {name: padded(name, tensor) for name, tensor in tensors.items()}
     # The mean over the ranks divides by their number, too.
     if loss.reduction == "sum":
-        loss, changed["num_items"] = loss_of(**asdict(loss) | {"reduction": "mean"}), float(ranks)
+        loss, changed["num_items"] = loss_of(**asdict(loss) | {"reduction": "mean"}), float(number_of_ranks)
     elif (number := changed.get("num_items")) is not None:
-        changed["num_items"] = (number.double() if isinstance(number, Tensor) else number) * ranks
+        changed["num_items"] = (number.double() if isinstance(number, Tensor) else number) * number_of_ranks
 
     def own(result: Tensor) -> Tensor:
         """Of a result with one number a token, those of this rank's tokens."""
         if not result.ndim:
             return result
         if result.requires_grad:
-            result.register_hook(lambda grad: grad / ranks)
+            result.register_hook(lambda grad: grad / number_of_ranks)
         return result[:count].reshape(shape)
 
-    return tuple(map(own, run(changed, loss, options, ranks=agreement)))
+    return tuple(map(own, run(changed, loss, options, ranks=ranks)))

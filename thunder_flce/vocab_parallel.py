@@ -18,7 +18,7 @@ before; that hashes are equal is then an assertion on the device, at each replay
 import ast
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
 from numbers import Real
@@ -183,22 +183,24 @@ def has_dtensor(values: Sequence[Any]) -> bool:
 def agreed_call(call: Call, vocab_parallel: str, options: Options) -> tuple[Call, Device | None]:
     """A call in a graph with this rank's columns, once all ranks agree, and the device that all plan for."""
     parallel = VocabParallel.of(vocab_parallel)
-    _, agreement = agree(parallel, call.tensors, loss=call.loss, options=options, needs_grad=call.needs_grad)
+    agree = agreement_on(parallel, call.tensors, loss=call.loss, options=options, needs_grad=call.needs_grad)
+    agreement = agree()
     check_call(call.tensors, loss=call.loss, vocab=agreement.weight_rows)
     return replace(call, shard=agreement.shard), agreement.device
 
 
-def agree(
+def agreement_on(
     parallel: VocabParallel,
     tensors: Mapping[str, Any],
     *,
     loss: Loss,
     options: Options,
     needs_grad: Collection[str] | None = None,
-) -> Iterator[Any]:
-    """None, before ranks tell each other anything: until then an error is of this rank alone, to be told by `refuse`.
+) -> Callable[[], Agreement]:
+    """What has all ranks agree on a call, each with its own description of it.
 
-    Then the `Agreement`: which rank has which part of the vocabulary, once it is clear that all mean the same call.
+    It gives the `Agreement`: which rank has which part of the vocabulary, once it is clear that all mean the same call.
+    Until it is called, an error is of this rank alone, to be told by `refuse`.
 
     Args:
         parallel: the ranks.
@@ -222,29 +224,36 @@ def agree(
         tokens=input.shape[:-1].numel() if isinstance(input, Tensor) else 0,
         device=_digest(device),
     )
-    yield None
-    if _is_capturing(group):
-        given, devices = _told_while_capturing(group, told)
-    else:
-        given = _told_by_all(group, told, weight.device if isinstance(weight, Tensor) else None)
-        if any(each.digest != told.digest for each in given):
-            _raise_difference(_words_of_all(group, call))
-        is_one = all(each.device == told.device for each in given)
-        devices = [device] if is_one else _words_of_all(group, device)
-        _remember(group, told, (given, devices))
-    of_input = getattr(input, "dtype", None)
-    if parallel.input_grad_dtype not in (None, torch.float32, of_input):
-        raise ValueError(
-            f"input_grad_dtype must be None, torch.float32 or input's dtype, {of_input}, but got "
-            f"{parallel.input_grad_dtype}"
+
+    def agree() -> Agreement:
+        if _is_capturing(group):
+            given, devices = _told_while_capturing(group, told)
+        else:
+            given = _told_by_all(group, told, weight.device if isinstance(weight, Tensor) else None)
+            if any(each.digest != told.digest for each in given):
+                _raise_difference(_words_of_all(group, call))
+            is_one = all(each.device == told.device for each in given)
+            devices = [device] if is_one else _words_of_all(group, device)
+            _remember(group, told, (given, devices))
+        of_input = getattr(input, "dtype", None)
+        if parallel.input_grad_dtype not in (None, torch.float32, of_input):
+            raise ValueError(
+                f"input_grad_dtype must be None, torch.float32 or input's dtype, {of_input}, but got "
+                f"{parallel.input_grad_dtype}"
+            )
+        _, all_rows, starts, counts, _ = zip(*given, strict=True)
+        return Agreement(
+            shard=_shard(parallel, loss, all_rows, _starts(all_rows, starts)),
+            weight_rows=sum(all_rows),
+            device=None if device is None else min(filter(None, devices), key=_memory_first),
+            most_tokens=max(counts),
         )
-    _, all_rows, starts, counts, _ = zip(*given, strict=True)
-    yield Agreement(
-        shard=_shard(parallel, loss, all_rows, _starts(all_rows, starts)),
-        weight_rows=sum(all_rows),
-        device=None if device is None else min(filter(None, devices), key=lambda each: (each.memory or 0, repr(each))),
-        most_tokens=max(counts),
-    )
+
+    return agree
+
+
+def _memory_first(device: Device) -> tuple[int, str]:
+    return device.memory or 0, repr(device)
 
 
 def refuse(error: Exception, parallel: VocabParallel | None, input: Any, weight: Any) -> NoReturn:

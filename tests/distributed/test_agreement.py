@@ -16,7 +16,7 @@ from thunder_flce.device import Device
 from thunder_flce.engine.choose import choose
 from thunder_flce.operation.call import named_tensors
 from thunder_flce.operation.loss import Loss
-from thunder_flce.vocab_parallel import agree
+from thunder_flce.vocab_parallel import agreement_on
 
 
 def _two_heads(rank: int) -> list[torch.Tensor]:
@@ -51,7 +51,7 @@ def test_a_program_on_one_rank_alone_is_an_error_where_its_backward_would_wait()
         x, weight = (torch.zeros(each, 8, requires_grad=True) for each in (3, 5))
         tensors = {"input": x, "linear_weight": weight, "target": torch.zeros(3).long()}
         how = {"loss": Loss(), "options": Options(), "needs_grad": ("input", "linear_weight") if rank else None}
-        return [*agree(VocabParallel(group=dist.group.WORLD), tensors, **how)]
+        return agreement_on(VocabParallel(group=dist.group.WORLD), tensors, **how)()
 
     for found in errors_of(2, run):
         assert "whether a program computes gradients is False on rank 0 and True on rank 1" in str(found)
@@ -73,7 +73,7 @@ def test_ranks_with_different_gpus_make_one_plan(others, monkeypatch):
         arguments = {"input": torch.zeros(3, 8), "linear_weight": torch.zeros(5, 8), "target": torch.zeros(3).long()}
         parallel = VocabParallel(group=dist.group.WORLD)
         tensors, others = named_tensors(arguments), {"loss": Loss(), "options": Options()}
-        (_, found), (_, again) = (agree(parallel, tensors, **others) for _ in range(2))
+        found, again = (agreement_on(parallel, tensors, **others)() for _ in range(2))
         assert found == again
         region = call(shard=replace(shard_of(2), rank=rank))
         return found.device, [choose(region, Options(tune_products=tune), found.device) for tune in (None, True)]
