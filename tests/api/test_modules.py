@@ -48,10 +48,7 @@ def test_state_dict():
     loss = LinearCrossEntropyLoss(H, V, bias=True, weight=torch.ones(V))
     loss.load_state_dict({"weight": class_weights, **of_torch})
     assert torch.equal(loss.weight, class_weights)
-    assert loss.load_state_dict({"weight": linear.weight, "x": linear.weight}, strict=False) == (
-        ["linear.bias"],
-        ["x"],
-    )
+    assert loss.load_state_dict({"weight": linear.weight, "x": linear.weight}, strict=False) == (["linear.bias"], ["x"])
     assert torch.equal(loss.linear.weight, linear.weight) and torch.equal(loss.weight, class_weights)
     model = nn.ModuleDict({"embedding": nn.Embedding(V, H), "lm_head": LinearCrossEntropyLoss(H, V)})
     model.lm_head.linear.weight = model.embedding.weight

@@ -104,6 +104,27 @@ def train(trainer_class, folder, *, model=None, settings=None, rows=None, **othe
     return trainer
 
 
+def assert_same_loss(model, folder):
+    """Of one call, without a step; returns our trainer."""
+    trainer, inputs = OurTrainer(model=model, args=arguments(folder)), collate(tiny.rows(4))
+    torch.testing.assert_close(trainer.compute_loss(model, dict(inputs)), model(**inputs).loss)
+    return trainer
+
+
+@pytest.fixture
+def not_fused(monkeypatch):
+    """Asserts that a step raises where it is strict, and else warns; returns what it gives then."""
+
+    def check(step, message):
+        with pytest.raises(NotFusedError, match=message):
+            step()
+        monkeypatch.setattr(OurTrainer, "backend_options", {})
+        with pytest.warns(NotFusedWarning, match=message):
+            return step()
+
+    return check
+
+
 def assert_fused(trainer):
     """Once for the first length, once for all others, and once in the evaluation, which needs no gradient."""
     report = thunder_flce.explain(trainer.compiled_loss)
@@ -327,9 +348,7 @@ def test_layers(prefix, compile_layers, tmp_path, monkeypatch):
     model, traced = tiny.model("Llama"), []
     monkeypatch.setattr(type(model), "base_model_prefix", prefix)
     model.model.layers[0].register_forward_hook(lambda *_: traced.append(torch.compiler.is_compiling()))
-    trainer = OurTrainer(model=model, args=arguments(tmp_path))
-    inputs = collate(tiny.rows(4))
-    torch.testing.assert_close(trainer.compute_loss(model, dict(inputs)), model(**inputs).loss)
+    assert_same_loss(model, tmp_path)
     assert traced == [compile_layers, False]
 
 
@@ -343,9 +362,7 @@ def test_layers_that_call_themselves(tmp_path):
         return own(**given)
 
     model.model.forward = looped
-    inputs = collate(tiny.rows(4))
-    loss = OurTrainer(model=model, args=arguments(tmp_path)).compute_loss(model, dict(inputs))
-    torch.testing.assert_close(loss, model(**inputs).loss)
+    assert_same_loss(model, tmp_path)
 
 
 def test_random_numbers_before_the_layers(tmp_path):
@@ -374,9 +391,7 @@ def test_hooks(tmp_path):
     model = tiny.model()
     model.register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
     model.register_forward_hook(lambda *_: torch._dynamo.graph_break())
-    trainer = OurTrainer(model=model, args=arguments(tmp_path))
-    inputs = collate(tiny.rows(4))
-    torch.testing.assert_close(trainer.compute_loss(model, dict(inputs)), model(**inputs).loss)
+    trainer = assert_same_loss(model, tmp_path)
     assert all(each.fused for each in thunder_flce.explain(trainer.compiled_loss).decisions)
 
 
@@ -393,16 +408,11 @@ def test_a_label_smoother_of_ones_own(tmp_path):
     torch.testing.assert_close(*losses)
 
 
-def test_data_parallel(tmp_path, monkeypatch):
+def test_data_parallel(tmp_path, not_fused):
     """Of threads, as the Trainer has it for several GPUs in one process."""
-    trainer = OurTrainer(model=tiny.model(), args=arguments(tmp_path), data_collator=collate)
-    inputs = collate(tiny.rows(4))
-    message = "nn.DataParallel .* start one process for each"
-    with pytest.raises(NotFusedError, match=message):
-        trainer.compute_loss(torch.nn.DataParallel(trainer.model), inputs)
-    monkeypatch.setattr(OurTrainer, "backend_options", {})
-    with pytest.warns(NotFusedWarning, match=message):
-        loss = trainer.compute_loss(torch.nn.DataParallel(trainer.model), inputs)
+    trainer, inputs = OurTrainer(model=tiny.model(), args=arguments(tmp_path)), collate(tiny.rows(4))
+    step = partial(trainer.compute_loss, torch.nn.DataParallel(trainer.model), inputs)
+    loss = not_fused(step, "nn.DataParallel .* start one process for each")
     torch.testing.assert_close(loss, trainer.model(**inputs).loss)
 
 
@@ -450,35 +460,25 @@ class ScalesOurs(OurTrainer):
 
 
 @pytest.mark.parametrize("trainer_class", [WithoutOurs, AsksForOutputs])
-def test_training_without_the_compiled_loss(trainer_class, tmp_path, monkeypatch):
+def test_training_without_the_compiled_loss(trainer_class, tmp_path, not_fused):
     """The other way to write it than the last: the mixin cannot see at the start what a subclass will call."""
-    step = partial(train, trainer_class, tmp_path, model=tiny.model(num_hidden_layers=0), settings={"max_steps": 1})
-    with pytest.raises(NotFusedError, match=f"{trainer_class.__name__} trains without the loss of LossTrainerMixin"):
-        step()
-    monkeypatch.setattr(OurTrainer, "backend_options", {})
-    with pytest.warns(
-        NotFusedWarning, match="has a compute_loss of its own, which .* give the Trainer a compute_loss_func"
-    ):
-        step()
+    name, step = trainer_class.__name__, partial(train, trainer_class, tmp_path, settings={"max_steps": 1})
+    own = "has a compute_loss of its own, which .* give the Trainer a compute_loss_func"
+    not_fused(step, f"{name} trains without the loss of LossTrainerMixin.* {own}")
 
 
 @pytest.mark.skipif(VERSION >= (5, 23), reason="it is fused")
-def test_a_loss_function_with_older_transformers(tmp_path, monkeypatch):
+def test_a_loss_function_with_older_transformers(tmp_path, not_fused):
     def loss_of(outputs, labels, num_items_in_batch=None):
         return F.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
 
     step = partial(train, folder=tmp_path, settings={"max_steps": 1}, compute_loss_func=loss_of)
-    with pytest.raises(NotFusedError, match="a compute_loss_func needs transformers 5.23"):
-        step(OurTrainer)
-    monkeypatch.setattr(OurTrainer, "backend_options", {})
-    with pytest.warns(NotFusedWarning, match="a compute_loss_func needs transformers 5.23"):
-        ours = step(OurTrainer)
+    ours = not_fused(partial(step, OurTrainer), "a compute_loss_func needs transformers 5.23")
     assert_same(step(transformers.Trainer), ours)
 
 
 def test_a_compute_loss_around_the_compiled_one(tmp_path):
-    trainer = train(ScalesOurs, tmp_path, model=tiny.model(num_hidden_layers=0), settings={"max_steps": 1})
-    assert_fused(trainer)
+    assert_fused(train(ScalesOurs, tmp_path, settings={"max_steps": 1}))
 
 
 def test_reentrant_checkpoints_of_a_frozen_trunk(tmp_path, monkeypatch):
@@ -605,13 +605,7 @@ def make_trl_trainer(name, folder, *, config=None, model=None, **others):
     folder.mkdir(exist_ok=True)
     (tiny.model() if model is None else model).save_pretrained(folder / "model")
     texts = tiny.sentences(24)
-    columns = {
-        "SFT": ("text",),
-        "DPO": ("prompt", "chosen", "rejected"),
-        "KTO": ("prompt", "completion"),
-        "GRPO": ("prompt",),
-        "RLOO": ("prompt",),
-    }[name]
+    columns = {"SFT": "text", "DPO": "prompt chosen rejected", "KTO": "prompt completion"}.get(name, "prompt").split()
     rows = [dict(zip(columns, each, strict=True)) for each in zip(*(texts[i:] for i in range(len(columns))))]  # noqa: B905
     rows = [{**row, "label": bool(i % 2)} for i, row in enumerate(rows)] if name == "KTO" else rows
     if (config or {}).get("assistant_only_loss"):

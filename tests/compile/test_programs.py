@@ -1075,8 +1075,7 @@ def _evaluated(h, w, y, a, m):
 
 
 @pytest.mark.parametrize(
-    "program",
-    [_transposed_before, _transposed_in_a_checkpoint, _evaluated, _ratio_to_itself, _only_a_ratio_to_itself],
+    "program", [_transposed_before, _transposed_in_a_checkpoint, _evaluated, _ratio_to_itself, _only_a_ratio_to_itself]
 )
 def test_entered_without_gradients(program):
     """Gradients are off before anything in the graph says so."""

@@ -32,13 +32,7 @@ from divided import part_of, parts
 from front_ends import H, assert_fused
 from ranks import GPUS, as_processes
 from reference import error, make_case
-from thunder_flce import (
-    LinearCrossEntropyLoss,
-    Options,
-    VocabParallel,
-    count_items,
-    linear_cross_entropy,
-)
+from thunder_flce import LinearCrossEntropyLoss, Options, VocabParallel, count_items, linear_cross_entropy
 from thunder_flce.backend import compile_graph
 
 CASES = {}

@@ -16,12 +16,7 @@ import thunder_flce
 from divided import divided, of_rank, part_of, parts
 from ranks import as_threads, errors_of
 from reference import error, make_case, ours, truth
-from thunder_flce import (
-    LinearCrossEntropyLoss,
-    Options,
-    VocabParallel,
-    linear_cross_entropy,
-)
+from thunder_flce import LinearCrossEntropyLoss, Options, VocabParallel, linear_cross_entropy
 from thunder_flce.options import STRATEGIES
 from thunder_flce.vocab_parallel import CHECK_EVERY_CALL
 
@@ -158,10 +153,7 @@ def test_traced_programs():
         of_mesh = [distribute_tensor(tensor.detach(), mesh, [DivideRows(0)]) for tensor in (case.x, case.weight)]
         plain = case.x, case.weight
         exact = 2 * truth(case).loss
-        for compiled in (
-            torch.compile(loss, backend="eager", fullgraph=True),
-            thunder_flce.thunderfx(loss),
-        ):
+        for compiled in (torch.compile(loss, backend="eager", fullgraph=True), thunder_flce.thunderfx(loss)):
             assert error(compiled(*plain), exact) < 1e-12
         averaged = partial(loss, vocab_parallel=VocabParallel(group=mesh, data_parallel=True))
         for of_call, tensors in ((loss, of_mesh), (averaged, plain)):
