@@ -70,18 +70,10 @@ def linear(case: Case) -> Tensor:
 
 
 def make_case(
-    *,
-    tokens: int = 37,
-    hidden: int = 24,
-    vocab: int = 101,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-    bias: bool = False,
-    ignored: float = 0.3,
-    scale: float = 1.0,
-    class_weight: bool = False,
+    *, tokens: int = 37, hidden: int = 24, vocab: int = 101, dtype: torch.dtype = torch.float32, device: str = "cpu",
+    bias: bool = False, ignored: float = 0.3, scale: float = 1.0, class_weight: bool = False,
     ranks: tuple[int, ...] = (),
-) -> Case:
+) -> Case:  # fmt: skip
     """Random inputs, logits of standard deviation about `scale`, and a fraction of the targets ignored.
 
     Further terms have hidden sizes `ranks`.
@@ -92,14 +84,11 @@ def make_case(
 
     target = torch.randint(0, vocab, (tokens,), device=device)
     target[torch.rand(tokens, device=device) < ignored] = -100
-    return Case(
-        randn(tokens, hidden),
-        randn(vocab, hidden, factor=scale * hidden**-0.5),
-        randn(vocab, factor=scale) if bias else None,
-        target,
-        torch.rand(vocab, device=device).to(dtype) if class_weight else None,
-        tuple((randn(tokens, rank), randn(vocab, rank, factor=scale * rank**-0.5)) for rank in ranks),
-    )
+    x, weight = randn(tokens, hidden), randn(vocab, hidden, factor=scale * hidden**-0.5)
+    linear_bias = randn(vocab, factor=scale) if bias else None
+    of_classes = torch.rand(vocab, device=device).to(dtype) if class_weight else None
+    terms = tuple((randn(tokens, rank), randn(vocab, rank, factor=scale * rank**-0.5)) for rank in ranks)
+    return Case(x, weight, linear_bias, target, of_classes, terms)
 
 
 @dataclass
@@ -146,27 +135,14 @@ def truth(case: Case, grad: Tensor | None = None, **settings) -> Result:
 
 
 def composed(
-    logits: Tensor,
-    target: Tensor,
-    class_weight: Tensor | None = None,
-    *,
-    reduction: str = "mean",
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    z_loss: float = 0.0,
-    vocab_size: int | None = None,
-    num_items: Tensor | float | None = None,
-    outputs: tuple[str, ...] = (),
-    detached: tuple[str, ...] = (),
-    token_weights: Tensor | None = None,
-    target_weights: Tensor | None = None,
-    target_rest: bool = False,
-    token_loss: Callable[..., Tensor] | None = None,
-    token_inputs: tuple[Tensor, ...] = (),
+    logits: Tensor, target: Tensor, class_weight: Tensor | None = None,
+    *, reduction: str = "mean", ignore_index: int = -100, label_smoothing: float = 0.0, softcap: float | None = None,
+    logit_scale: float = 1.0, z_loss: float = 0.0, vocab_size: int | None = None,
+    num_items: Tensor | float | None = None, outputs: tuple[str, ...] = (), detached: tuple[str, ...] = (),
+    token_weights: Tensor | None = None, target_weights: Tensor | None = None, target_rest: bool = False,
+    token_loss: Callable[..., Tensor] | None = None, token_inputs: tuple[Tensor, ...] = (),
     expected_gradient: Tensor | float | None = None,
-) -> Tensor | tuple[Tensor, ...]:
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """What `linear_cross_entropy` returns, of the products (..., V), by its definition and PyTorch's operations."""
     shape = logits.shape[:-1]
     logits = logits.reshape(shape.numel(), logits.shape[-1])
@@ -216,24 +192,17 @@ def composed(
 
     argmax = valid_logits.argmax(1)
 
-    def output(name: str) -> Tensor:
-        if name == "log_prob":
-            return of_all(log_probs.gather(1, valid_target[:, None]).squeeze(1)).reshape(shape)
-        if name == "entropy":
-            return of_all(_entropy(log_probs)).reshape(shape)
-        if name == "log_sum_exp":
-            return of_all(valid_logits.logsumexp(1)).reshape(shape)
-        if name == "argmax":
-            return logits.argmax(1).reshape(shape)
-        if name == "valid_argmax":
-            return of_all(argmax, -1).reshape(shape)
-        if name == "mean_logit":
-            return of_all(valid_logits.mean(1)).reshape(shape)
-        if name == "log_sum_sq_probs":
-            return of_all(torch.logsumexp(2 * log_probs, 1)).reshape(shape)
-        return (argmax == valid_target).sum().to(logits.dtype) / valid.sum()
-
-    results = {name: output(name) for name in outputs}
+    of_rows = {
+        "log_prob": lambda: of_all(log_probs.gather(1, valid_target[:, None]).squeeze(1)),
+        "entropy": lambda: of_all(_entropy(log_probs)),
+        "log_sum_exp": lambda: of_all(valid_logits.logsumexp(1)),
+        "argmax": lambda: logits.argmax(1),
+        "valid_argmax": lambda: of_all(argmax, -1),
+        "mean_logit": lambda: of_all(valid_logits.mean(1)),
+        "log_sum_sq_probs": lambda: of_all(torch.logsumexp(2 * log_probs, 1)),
+    }
+    accuracy = (argmax == valid_target).sum().to(logits.dtype) / valid.sum() if "accuracy" in outputs else None
+    results = {name: accuracy if name == "accuracy" else of_rows[name]().reshape(shape) for name in outputs}
     if token_loss is not None or target_rest:
         detached = outputs
     return (loss, *(of.detach() if name in detached else of for name, of in results.items())) if outputs else loss

@@ -79,16 +79,9 @@ class WithCrossEntropy(nn.Module):
 
 # One layer at most: what is in front of the head takes most of thunder's time, and is none of ours.
 _SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 0,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "attn_implementation": "sdpa",
-}
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 0, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "attn_implementation": "sdpa",
+}  # fmt: skip
 
 
 def _transformers(name: str, *, call: Mapping[str, Any] | None = None, **config: Any):

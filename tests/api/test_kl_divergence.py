@@ -34,9 +34,7 @@ def composed(
 ):  # fmt: skip
     """By PyTorch's own divergence, as TRL's GKD has it; logits of 16 bits in float32."""
     logits = (F.linear(x, weight), F.linear(teacher_x, teacher_weight).detach())
-    log_p, log_q = (
-        (z.float() if z.dtype.itemsize < 4 else z).div(temperature).log_softmax(-1) for z in logits
-    )  # fmt: skip
+    log_p, log_q = ((z.float() if z.dtype.itemsize < 4 else z).div(temperature).log_softmax(-1) for z in logits)
     kl = lambda of, log: F.kl_div(of, log, reduction="none", log_target=True).sum(-1)  # noqa: E731
     if divergence == "jensen_shannon":
         share = torch.tensor(beta, dtype=log_p.dtype, device=log_p.device)

@@ -7,17 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from reference import (
-    PLANS,
-    assert_as_exact_as_eager,
-    error,
-    linear,
-    make_case,
-    ours,
-    results_of,
-    run_by,
-    truth,
-)  # fmt: skip
+from reference import PLANS, assert_as_exact_as_eager, error, linear, make_case, ours, results_of, run_by, truth
 from thunder_flce import Options, linear_cross_entropy
 from thunder_flce.engine.kernels.scaling import scaled_gradients
 from thunder_flce.options import STRATEGIES

@@ -41,13 +41,9 @@ OPERATOR = torch.ops.thunder_flce.linear_cross_entropy.default
 BACKWARD = torch.ops.thunder_flce.linear_cross_entropy_backward.default
 WAYS = {**{name: {"options": Options(strategy=name)} for name in STRATEGIES}, "none": {"reduction": "none"}}
 EVERYTHING = {
-    "reduction": "none",
-    "label_smoothing": 0.1,
-    "softcap": 5.0,
-    "z_loss": 0.1,
-    "vocab_size": 97,
+    "reduction": "none", "label_smoothing": 0.1, "softcap": 5.0, "z_loss": 0.1, "vocab_size": 97,
     "outputs": ("entropy", "argmax", "accuracy", "log_prob"),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(params=WAYS)

@@ -90,14 +90,8 @@ class OurTrainer(thunder_flce.LossTrainerMixin, transformers.Trainer):
 def train(trainer_class, folder, *, model=None, settings=None, rows=None, **others):
     model = tiny.model(num_hidden_layers=0) if model is None else model
     rows = tiny.rows(16) if rows is None else rows
-    trainer = trainer_class(
-        model=model,
-        args=arguments(folder, **(settings or {})),
-        train_dataset=rows,
-        eval_dataset=rows[:6],
-        data_collator=collate,
-        **others,
-    )
+    others |= {"train_dataset": rows, "eval_dataset": rows[:6], "data_collator": collate}
+    trainer = trainer_class(model=model, args=arguments(folder, **(settings or {})), **others)
     transformers.set_seed(0)
     trainer.train()
     trainer.evaluate()
@@ -418,11 +412,9 @@ def test_data_parallel(tmp_path, not_fused):
 
 def test_batches_without_labels(tmp_path):
     """As the Trainer says it."""
+    rows, no_labels = tiny.rows(4), lambda rows: {"input_ids": collate(rows)["input_ids"]}
     trainer = OurTrainer(
-        model=tiny.model(num_hidden_layers=0),
-        args=arguments(tmp_path),
-        train_dataset=tiny.rows(4),
-        data_collator=lambda rows: {name: each for name, each in collate(rows).items() if name != "labels"},
+        model=tiny.model(num_hidden_layers=0), args=arguments(tmp_path), train_dataset=rows, data_collator=no_labels
     )
     with pytest.raises(ValueError, match="The model did not return a loss from the inputs"):
         trainer.train()
@@ -516,13 +508,8 @@ def head_of_trl(given):
     z = F.linear(hidden.double(), weight.double(), None if bias is None else bias.double()) * scale
     z = (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
     log_p = z.log_softmax(-1)
-    return (
-        log_p.gather(-1, targets[:, None])[:, 0],
-        -(log_p.exp() * log_p).sum(-1),
-        (2 * log_p).logsumexp(-1),
-        z.mean(-1),
-        z.argmax(-1) == targets,
-    )
+    of_labels, entropy = log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    return of_labels, entropy, (2 * log_p).logsumexp(-1), z.mean(-1), z.argmax(-1) == targets
 
 
 def replace_head(monkeypatch, head, version="1.16.0"):
@@ -618,13 +605,9 @@ def make_trl_trainer(name, folder, *, config=None, model=None, **others):
         others["reward_funcs"] = lambda completions, **_: [float(len(each.split()) % 5) for each in completions]
         config = {"num_generations": 2, "max_completion_length": 8, "beta": 0.04, "num_iterations": 2, **config}
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
-    return getattr(trl, f"{name}Trainer")(
-        model=loaded,
-        args=arguments(folder, getattr(trl, f"{name}Config"), **(config or {})),
-        train_dataset=Dataset.from_list(rows),
-        processing_class=tiny.tokenizer(),
-        **others,
-    )
+    others |= {"train_dataset": Dataset.from_list(rows), "processing_class": tiny.tokenizer()}
+    args = arguments(folder, getattr(trl, f"{name}Config"), **(config or {}))
+    return getattr(trl, f"{name}Trainer")(model=loaded, args=args, **others)
 
 
 TRL_RUNS = {

@@ -92,15 +92,9 @@ def test_peak_memory_is_what_the_program_predicts(needs, way, shape, monkeypatch
     upstream = torch.ones((shape.tokens,) if reduction == "none" else (), device="cuda")
 
     def run():
-        loss = linear_cross_entropy(
-            inputs.x,
-            inputs.weight,
-            inputs.target,
-            linear_bias=inputs.bias,
-            terms=[tuple(adapter)] if adapter else (),
-            reduction=reduction,
-            options=options,
-        )
+        others = {"linear_bias": inputs.bias, "terms": [tuple(adapter)] if adapter else ()}
+        others |= {"reduction": reduction, "options": options}
+        loss = linear_cross_entropy(inputs.x, inputs.weight, inputs.target, **others)
         if loss.requires_grad:
             loss.backward(upstream)
         for tensor in (*inputs.named_operands().values(), *adapter):
