@@ -318,12 +318,6 @@ def a_loss_with_a_part_of_its_gradient(h, w, y, a, m):
 
 
 @expect(Reason.TRANSFORMED_LOGITS)
-def logits_with_a_part_of_their_gradient(h, w, y, a, m):
-    logits = F.linear(h, w).flatten(0, 1)
-    return F.cross_entropy((logits + logits.detach()) / 2, y.flatten())
-
-
-@expect(Reason.TRANSFORMED_LOGITS)
 def entropy_with_a_part_of_its_gradient(h, w, y, a, m):
     logits = F.linear(h, w)
     p = (logits - logits.logsumexp(-1, keepdim=True).detach()).exp()
@@ -478,6 +472,16 @@ LOGITS = {
         Reason.ANOTHER_PRODUCT,
         lambda h, w, y, m: F.conv1d(h.repeat(1, 2, 1).transpose(1, 2), w[..., None], stride=2).transpose(1, 2),
     ),
+    # Before their factor, in float16.
+    "shifted too far": (
+        Reason.TRANSFORMED_LOGITS,
+        lambda h, w, y, m: 30 * torch.sigmoid(F.linear(h.half(), w.half()) * 2**-17 + 0.75).float(),
+    ),
+    # A region would add the constant before it rounds the logits to 16 bits.
+    "shifted in float32": (
+        Reason.TRANSFORMED_LOGITS,
+        lambda h, w, y, m: 23 * torch.sigmoid((F.linear(h.bfloat16(), w.bfloat16()).float() + 5) / 7.5),
+    ),
     "a head for each sequence": (Reason.ANOTHER_PRODUCT, lambda h, w, y, m: torch.bmm(h, w.t() * m[:, :1, None])),
 }  # fmt: skip
 LOGITS_BY_DYNAMO = {
@@ -485,6 +489,9 @@ LOGITS_BY_DYNAMO = {
     "one row for all classes": (Reason.ANOTHER_PRODUCT, lambda h, w, y, m: F.linear(h, w[:1].expand(V, -1))),
     "one column for all": (Reason.ANOTHER_PRODUCT, lambda h, w, y, m: h @ w[0].expand(V, H).t()),
     "changed under a detached view": (ANY, lambda h, w, y, m: (z := F.linear(h, w), z.detach().mul_(2.0))[0]),
+    "a part of their gradient": (
+        Reason.TRANSFORMED_LOGITS, lambda h, w, y, m: ((z := F.linear(h, w)) + z.detach()) / 2,
+    ),
     "scaled without gradients": (
         Reason.OPERAND_MODIFIED, lambda h, w, y, m: (z := F.linear(h, w), _without_gradients(z.mul_, 2))[0],
     ),
@@ -656,19 +663,6 @@ def shifted_before_a_cap(h, w, y, a, m):
     capped = 3 * torch.sigmoid((2 * logits - 1) / 5)
     right = (capped.argmax(-1) == y).sum()
     return of_rows(capped, y) + (capped.logsumexp(-1) * m).sum() + of_rows(4 * ((other + 3) / 4).tanh(), y), right
-
-
-@expect(Reason.TRANSFORMED_LOGITS, thunder=True)
-def shifted_too_far(h, w, y, a, m):
-    """Before their factor, in float16."""
-    return of_rows(30 * torch.sigmoid(F.linear(h.half(), w.half()) * 2**-17 + 0.75).float(), y)
-
-
-@expect(Reason.TRANSFORMED_LOGITS, thunder=True)
-def shifted_in_float32(h, w, y, a, m):
-    """A region would add the constant before it rounds the logits to 16 bits."""
-    logits = F.linear(h.bfloat16(), w.bfloat16()).float()
-    return of_rows(23 * torch.sigmoid((logits + 5) / 7.5), y)
 
 
 @expect(IN_FORWARD, thunder=True)

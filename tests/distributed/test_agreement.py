@@ -11,7 +11,7 @@ from divided import part_of
 from ranks import as_processes, as_threads, errors_of, outcome
 from reference import make_case
 from test_plan import DEVICES, call, shard_of
-from thunder_flce import Options, VocabParallel, linear_cross_entropy, vocab_parallel
+from thunder_flce import Options, VocabParallel, linear_cross_entropy
 from thunder_flce.device import Device
 from thunder_flce.engine.choose import choose
 from thunder_flce.operation.call import named_tensors
@@ -59,14 +59,9 @@ def test_a_program_on_one_rank_alone_is_an_error_where_its_backward_would_wait()
 
 @pytest.mark.parametrize("others", [("H100", "L40S"), ("H200", "A100"), ("A100", "3090"), ("H200", "H200")], ids=str)
 def test_ranks_with_different_gpus_make_one_plan(others, monkeypatch):
-    """Or they would run another number of chunks, and wait for each other. Products are tuned if all are Hopper's.
-
-    They tell each other which GPUs they have only where these differ.
-    """
-    devices, rank_of, told = [DEVICES[name] for name in others], threading.local(), []
+    """Or they would run another number of chunks, and wait for each other. Products are tuned if all are Hopper's."""
+    devices, rank_of = [DEVICES[name] for name in others], threading.local()
     monkeypatch.setattr(Device, "of", lambda device: devices[rank_of.rank])
-    tell = vocab_parallel._words_of_all
-    monkeypatch.setattr(vocab_parallel, "_words_of_all", lambda *given: (told.append(given), tell(*given))[1])
 
     def run(rank):
         rank_of.rank = rank
@@ -83,7 +78,7 @@ def test_ranks_with_different_gpus_make_one_plan(others, monkeypatch):
     assert first.is_hopper == second.is_hopper == all(device.is_hopper for device in devices)
     # What each would plan on its own.
     alone = {choose(call(shard=shard_of(2)), Options(), device) for device in devices}
-    assert (len(alone) > 1) == (others != ("H200", "H200")) and len(told) == (0 if len(alone) == 1 else 4)
+    assert (len(alone) > 1) == (others != ("H200", "H200"))
 
 
 def _captured_anew(rank: int) -> list[str]:

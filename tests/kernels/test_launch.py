@@ -49,13 +49,8 @@ def test_what_triton_compiles_anew_for(kernel):
         (z[4:].data_ptr(), vector[4:].data_ptr(), 2**31 - 1, 8),
         (z.data_ptr(), vector.data_ptr(), -(2**31), 8),
     ]
-    others = (
-        ([z.half(), vector], 5),
-        ([z[1:], vector], 5),
-        ([z, None], 5),
-        ([z, vector], 2**31),
-        ([z, vector], -(2**31) - 1),
-    )
+    of_other_tensors = ([z.half(), vector], 5), ([z[1:], vector], 5), ([z, None], 5)
+    others = (*of_other_tensors, ([z, vector], 2**31), ([z, vector], -(2**31) - 1))
     assert [_compiled_for(kernel, other) for other in others] == [2, 3, 4, 5, 5]
 
 
