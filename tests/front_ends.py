@@ -84,13 +84,6 @@ def symbols(trace):
 
 
 def assert_agrees(model, expected, got, **tolerances) -> None:
-    """Compares two calls that compute the same of a model's parameters, by their results and all gradients.
-
-    Args:
-        model: whose parameters both of them read.
-        expected: calls eager PyTorch and returns the loss.
-        got: calls the compiled program and returns the loss.
-        **tolerances: of `torch.testing.assert_close`.
-    """
+    """Compares two calls that compute the same of a model's parameters, by their results and all gradients."""
     found, right = (run(lambda *_, call=call: call(), [*model.parameters()]) for call in (got, expected))
     torch.testing.assert_close(found, right, **tolerances)

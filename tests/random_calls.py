@@ -274,13 +274,8 @@ def plain_call(one_of: Callable, device: str, vocabularies: tuple[int, ...] = ()
     strategy = one_of(None, *(s for s in STRATEGIES if s != "gradients_in_forward" or in_forward))
     ranks = [(one_of(2, 1, 8), one_of(False, True), one_of(False, True)) for _ in range(one_of(1, 2, 3))]
     return Call(
-        seed=one_of(*range(2**12)),
-        shape=one_of((13,), (3, 5), *SHAPES),
-        hidden=one_of(5, 1, 16, 0),
-        vocab=vocab,
-        dtype=dtype,
-        scale=one_of(1.0, 4.0),
-        bias=one_of(False, True),
+        seed=one_of(*range(2**12)), shape=one_of((13,), (3, 5), *SHAPES), hidden=one_of(5, 1, 16, 0), vocab=vocab,
+        dtype=dtype, scale=one_of(1.0, 4.0), bias=one_of(False, True),
         class_weight=one_of(None, dtype, dtype if dtype is torch.float64 else torch.float32),
         targets=one_of("anywhere", "first", "last"),
         ignored=one_of("none", "some", "some", "first", "last", "all"),
@@ -290,25 +285,19 @@ def plain_call(one_of: Callable, device: str, vocabularies: tuple[int, ...] = ()
         layouts=tuple(one_of(*LAYOUTS) for _ in range(5)),
         num_items=one_of(None, None, 17, 2.5, *ITEMS) if reduction == "mean" else None,
         loss={
-            "reduction": reduction,
-            "ignore_index": one_of(-100, -1, 2**40, (vocab_size or vocab) - 1),
-            "label_smoothing": one_of(0.0, 0.1, 1.0),
-            "softcap": one_of(None, 2.0, 30.0),
-            "logit_scale": one_of(1.0, 0.25, -1.5),
-            "z_loss": one_of(0.0, 1e-3, 0.1),
-            "vocab_size": vocab_size,
+            "reduction": reduction, "ignore_index": one_of(-100, -1, 2**40, (vocab_size or vocab) - 1),
+            "label_smoothing": one_of(0.0, 0.1, 1.0), "softcap": one_of(None, 2.0, 30.0),
+            "logit_scale": one_of(1.0, 0.25, -1.5), "z_loss": one_of(0.0, 1e-3, 0.1), "vocab_size": vocab_size,
             "outputs": outputs,
         },
         options=Options(
-            strategy=strategy,
-            chunk_rows=None if strategy == "save_logits" else one_of(None, 1, 4, 5, 64),
+            strategy=strategy, chunk_rows=None if strategy == "save_logits" else one_of(None, 1, 4, 5, 64),
             # Sums in the parameter's dtype err with the number of chunks, which is what they are for.
             accumulate=one_of(*ACCUMULATE) if dtype.itemsize >= 4 else one_of("auto", "float32"),
-            ignored_rows=one_of(*IGNORED_ROWS),
-            logits_dtype=one_of(*LOGITS_DTYPES),
+            ignored_rows=one_of(*IGNORED_ROWS), logits_dtype=one_of(*LOGITS_DTYPES),
             row_kernels=one_of(*row_kernels(dtype, device)),
         ),
-    )
+    )  # fmt: skip
 
 
 def one_pass(call: Call, one_of: Callable) -> Call:

@@ -352,14 +352,11 @@ def heads_that_weigh_each_other(h, w, y, a, m):
 # What is computed in several steps.
 
 
-def _chunks(h, w, y, **settings):
-    pairs = zip(F.linear(h, w).flatten(0, 1).split(8), y.flatten().split(8), strict=True)
-    return [F.cross_entropy(x, of_x, reduction="none", **settings) for x, of_x in pairs]
-
-
 @expect(IN_FORWARD)
 def chunks_backwards(h, w, y, a, m):
-    return (torch.cat(_chunks(h, w, y, label_smoothing=0.1)[::-1]) * a.flatten()).sum()
+    pairs = zip(F.linear(h, w).flatten(0, 1).split(8), y.flatten().split(8), strict=True)
+    chunks = [F.cross_entropy(x, of_x, reduction="none", label_smoothing=0.1) for x, of_x in pairs]
+    return (torch.cat(chunks[::-1]) * a.flatten()).sum()
 
 
 @expect(IN_FORWARD, thunder=True)
@@ -866,15 +863,10 @@ def head_of_an_equation(h, w, y, a, m):
     return first - (second.squeeze(-1) * a).sum() + F.cross_entropy(torch.einsum("...h,vh->...v", h[0].sin(), w), y[0])
 
 
-def of_two_heads(h, w, y):
-    """Log-probabilities, with y as labels of both."""
-    return [F.linear(x, w).log_softmax(-1).gather(-1, y[..., None]).squeeze(-1) for x in (h, h.tanh())]
-
-
 @expect(FUSED, thunder=True)
 def each_head_weighs_the_other(h, w, y, a, m):
     """A token loss of one would have no gradient for the other."""
-    first, second = of_two_heads(h, w, y)
+    first, second = log_probs(h, w, y), log_probs(h.tanh(), w, y)
     return -(torch.where(m > 0, first, second.detach()) + second * first.detach()).mean()
 
 
