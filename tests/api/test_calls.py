@@ -38,15 +38,12 @@ def test_results_may_change_in_place(shape, outputs, is_frozen):
         torch.testing.assert_close(gradient, right)
 
 
-@pytest.mark.parametrize(
-    ("name", "good", "bad"),
-    [
-        ("ignore_index", 1, True), ("vocab_size", V, float(V)), ("label_smoothing", 0, False),
-        ("target_rest", False, 0), ("num_items", Fraction(3), -1), ("expected_gradient", 3.0, 0.0),
-        ("linear_weight", torch.ones(V, H).double(), torch.ones(V, H).double().to_sparse()),
-        ("token_weights", torch.ones(6), torch.ones(7)), ("target", torch.ones(6).long(), torch.ones(5).long()),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "good", "bad"), [
+    ("ignore_index", 1, True), ("vocab_size", V, float(V)), ("label_smoothing", 0, False),
+    ("target_rest", False, 0), ("num_items", Fraction(3), -1), ("expected_gradient", 3.0, 0.0),
+    ("linear_weight", torch.ones(V, H).double(), torch.ones(V, H).double().to_sparse()),
+    ("token_weights", torch.ones(6), torch.ones(7)), ("target", torch.ones(6).long(), torch.ones(5).long()),
+])  # fmt: skip
 def test_what_is_wrong_after_what_is_right(name, good, bad):
     """Also where the two are equal, or differ in the number of tokens alone."""
     hidden, weight, target = operands(6)

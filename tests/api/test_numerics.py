@@ -85,14 +85,10 @@ def test_finished_gradients_are_scaled_with_one_rounding(factor, dtype, may_over
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    ("options", "target_rest"),
-    [
-        (Options(), False), (Options(chunk_rows=8), False),
-        (Options(strategy="recompute_logits", chunk_rows=7), False), (Options(chunk_rows=8), True),
-    ],
-    ids=["", "chunks", "recomputed", "rest"],
-)  # fmt: skip
+@pytest.mark.parametrize(("options", "target_rest"), [
+    (Options(), False), (Options(chunk_rows=8), False),
+    (Options(strategy="recompute_logits", chunk_rows=7), False), (Options(chunk_rows=8), True),
+], ids=["", "chunks", "recomputed", "rest"])  # fmt: skip
 def test_targets_that_are_a_teachers_probabilities(options, target_rest, dtype, device):
     """Next to the student's: p - q has to keep its digits."""
     if target_rest and dtype == torch.float16:

@@ -136,27 +136,24 @@ def _beside(loss, of_loss):
     return loss, of_loss(loss)
 
 
-@pytest.mark.parametrize(
-    ("program", "expected"),
-    [
-        (lambda *a: fused(*a) / 4, ["0.25"]),
-        (lambda *a: -fused(*a), ["-1.0"]),
-        (lambda *a: fused(*a).double() * 0.5 + 1, ["0.5"]),
-        (lambda *a: (fused(*a) * 0.5).reshape(1) * 3, ["1.5"]),
-        (lambda *a: _beside(fused(*a), lambda loss: loss * 0.5), ["0.5"]),
-        # In the weights of the tokens.
-        (_two_losses, []),
-        # Not behind a call.
-        (lambda *a: linear_cross_entropy(*a) * 0.5, []),
-        (lambda *a: linear_cross_entropy(*a, expected_gradient=3) * 0.5, ["3"]),
-        # What is not a factor that is known before the loss.
-        (lambda *a: fused(*a) ** 2 * 3, []),
-        (lambda *a: _beside(fused(*a), lambda loss: loss * 3 + loss)[1], []),
-        (lambda *a: _beside(fused(*a), lambda loss: loss * (loss.detach() + 1))[1], []),
-        (lambda *a: fused(*a) / 0.0, []),
-        (_by_accuracy, ["2.0"]),
-    ],
-)
+@pytest.mark.parametrize(("program", "expected"), [
+    (lambda *a: fused(*a) / 4, ["0.25"]),
+    (lambda *a: -fused(*a), ["-1.0"]),
+    (lambda *a: fused(*a).double() * 0.5 + 1, ["0.5"]),
+    (lambda *a: (fused(*a) * 0.5).reshape(1) * 3, ["1.5"]),
+    (lambda *a: _beside(fused(*a), lambda loss: loss * 0.5), ["0.5"]),
+    # In the weights of the tokens.
+    (_two_losses, []),
+    # Not behind a call.
+    (lambda *a: linear_cross_entropy(*a) * 0.5, []),
+    (lambda *a: linear_cross_entropy(*a, expected_gradient=3) * 0.5, ["3"]),
+    # What is not a factor that is known before the loss.
+    (lambda *a: fused(*a) ** 2 * 3, []),
+    (lambda *a: _beside(fused(*a), lambda loss: loss * 3 + loss)[1], []),
+    (lambda *a: _beside(fused(*a), lambda loss: loss * (loss.detach() + 1))[1], []),
+    (lambda *a: fused(*a) / 0.0, []),
+    (_by_accuracy, ["2.0"]),
+])  # fmt: skip
 def test_which_factors_are_found(program, expected):
     """Those that are not found are right, too."""
     assert check(program) == expected

@@ -340,18 +340,15 @@ def test_strict():
         compiled_with(model)(*batch())
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"chunk_row": 8}, "no option 'chunk_row'; did you mean 'chunk_rows'"),
-        ({1: 4}, "the names of options must be strings, but got 1"),
-        ({"options": None}, r"no option 'options'\. Its own are accumulate, "),
-        (thunder_flce.Options(chunk_rows=8), 'options must be a dict, such as {"chunk_rows": 512}, but got Options'),
-        ({"chunk_rows": -1}, "chunk_rows must be None or a positive int, but got -1"),
-        ({"strict": 1}, "strict must be True or False, but got 1"),
-        ({"epilogue_fusion": "yes"}, "Unexpected type of attr epilogue_fusion"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"chunk_row": 8}, "no option 'chunk_row'; did you mean 'chunk_rows'"),
+    ({1: 4}, "the names of options must be strings, but got 1"),
+    ({"options": None}, r"no option 'options'\. Its own are accumulate, "),
+    (thunder_flce.Options(chunk_rows=8), 'options must be a dict, such as {"chunk_rows": 512}, but got Options'),
+    ({"chunk_rows": -1}, "chunk_rows must be None or a positive int, but got -1"),
+    ({"strict": 1}, "strict must be True or False, but got 1"),
+    ({"epilogue_fusion": "yes"}, "Unexpected type of attr epilogue_fusion"),
+])  # fmt: skip
 def test_bad_options(options, message):
     with pytest.raises(BackendCompilerFailed, match=message):
         compiled_with(Model(), options=options)(*batch())

@@ -420,13 +420,10 @@ def test_batches_without_labels(tmp_path):
         trainer.train()
 
 
-@pytest.mark.parametrize(
-    ("members", "message"),
-    [
-        ({"__module__": "trl.trainer.sft_trainer"}, r"MyTrainer has LossTrainerMixin, but TRL .*replace_trl_head\(\)"),
-        ({"compute_loss": lambda *_: None}, "MyTrainer has LossTrainerMixin before a compute_loss of its own"),
-    ],
-)
+@pytest.mark.parametrize(("members", "message"), [
+    ({"__module__": "trl.trainer.sft_trainer"}, r"MyTrainer has LossTrainerMixin, but TRL .*replace_trl_head\(\)"),
+    ({"compute_loss": lambda *_: None}, "MyTrainer has LossTrainerMixin before a compute_loss of its own"),
+])  # fmt: skip
 def test_trainers_that_the_mixin_does_not_fit(members, message, tmp_path):
     ours = type("MyTrainer", (thunder_flce.LossTrainerMixin, type("Its", (transformers.Trainer,), members)), {})
     with pytest.raises(TypeError, match=message):

@@ -65,14 +65,11 @@ def _is_slow(entry, front_end):
     return front_end == "thunderfx" or not is_quick
 
 
-@pytest.mark.parametrize(
-    ("entry", "front_end"),
-    [
-        pytest.param(entry, name, id=f"{id}-{name}", marks=[pytest.mark.slow] if _is_slow(entry, name) else [])
-        for entry, id in zip(zoo.ENTRIES, IDS, strict=True)
-        for name in FRONT_ENDS
-    ],
-)
+@pytest.mark.parametrize(("entry", "front_end"), [
+    pytest.param(entry, name, id=f"{id}-{name}", marks=[pytest.mark.slow] if _is_slow(entry, name) else [])
+    for entry, id in zip(zoo.ENTRIES, IDS, strict=True)
+    for name in FRONT_ENDS
+])  # fmt: skip
 def test_model(entry, front_end):
     _check(entry, front_end)
 

@@ -115,9 +115,7 @@ OF_TOKENS = {
     "by_other_tokens": (log_probs, "mixes tokens", lambda x, a, m: (torch.exp(x - a) * x.detach().softmax(-1)).sum()),
     # thunder has its gradient from PyTorch, which wants one of each part.
     "of a part": (log_probs, "hsplit in line", lambda x, a, m: x.hsplit([2])[0].sum()),
-    "neighbours": (
-        log_probs, "reads several tokens at once", lambda x, a, m: (x[:, 1:] * x[:, :-1].detach()).sum(),
-    ),
+    "neighbours": (log_probs, "reads several tokens at once", lambda x, a, m: (x[:, 1:] * x[:, :-1].detach()).sum()),
     "returned": (log_probs, "and not detached", lambda x, a, m: (torch.exp(x - a).mean(), x)),
     # They are no hidden states, of which a matrix makes logits.
     "products": (log_probs, IN_FORWARD, lambda x, a, m: torch.einsum("bt,tk->bk", x, a.t()).sum() + (x @ m.t()).sum()),
@@ -462,9 +460,7 @@ LOGITS = {
     "one bias for all columns": (
         Reason.ANOTHER_PRODUCT, lambda h, w, y, m: torch.addmm(w[:1, 0], h.flatten(0, 1), w.t()),
     ),
-    "half a bias": (
-        Reason.ANOTHER_PRODUCT, lambda h, w, y, m: torch.addmm(w[:, 0], h.flatten(0, 1), w.t(), beta=0.5),
-    ),
+    "half a bias": (Reason.ANOTHER_PRODUCT, lambda h, w, y, m: torch.addmm(w[:, 0], h.flatten(0, 1), w.t(), beta=0.5)),
     "kernels of one token at every second": (
         Reason.ANOTHER_PRODUCT,
         lambda h, w, y, m: F.conv1d(h.repeat(1, 2, 1).transpose(1, 2), w[..., None], stride=2).transpose(1, 2),
@@ -1088,14 +1084,10 @@ def test_number_of_a_loss(monkeypatch):
 
 
 @torch._dynamo.config.patch(capture_scalar_outputs=True)
-@pytest.mark.parametrize(
-    ("outcome", "made"),
-    [
-        (IN_FORWARD, lambda x, m, n: (x.exp() * m).sum() / (n + 1)),
-        ("depends on values", lambda x, m, n: (x[:, :n].exp() * m[:, :n]).sum()),
-    ],
-    ids=["divided", "sliced"],
-)
+@pytest.mark.parametrize(("outcome", "made"), [
+    (IN_FORWARD, lambda x, m, n: (x.exp() * m).sum() / (n + 1)),
+    ("depends on values", lambda x, m, n: (x[:, :n].exp() * m[:, :n]).sum()),
+], ids=["divided", "sliced"])  # fmt: skip
 def test_numbers_of_tensors(outcome, made):
     def program(h, w, y, a, m):
         return made(log_probs(h, w, y), m, (m[0] > 0).sum().item())

@@ -270,17 +270,13 @@ def test_recipe_with_plugin(interpreter):
     assert [d.fused for c in fusion.compilations for d in c.decisions] == [True]
 
 
-@pytest.mark.parametrize(
-    "operation",
-    [
-        lambda x: torch.narrow(input=x, dim=0, start=1, length=1),
-        lambda x: torch.special.entr(input=x.abs()),
-        lambda x: torch.nansum(input=x, dim=-1),
-        lambda x: torch.xlogy(x.abs(), other=x.abs()),
-        lambda x: F.kl_div(input=x, target=x.detach().softmax(-1), reduction="sum"),
-    ],
-    ids=["narrow", "entr", "nansum", "xlogy", "kl_div"],
-)
+@pytest.mark.parametrize("operation", [
+    lambda x: torch.narrow(input=x, dim=0, start=1, length=1),
+    lambda x: torch.special.entr(input=x.abs()),
+    lambda x: torch.nansum(input=x, dim=-1),
+    lambda x: torch.xlogy(x.abs(), other=x.abs()),
+    lambda x: F.kl_div(input=x, target=x.detach().softmax(-1), reduction="sum"),
+], ids=["narrow", "entr", "nansum", "xlogy", "kl_div"])  # fmt: skip
 def test_tensors_by_keyword(operation):
     """thunder cannot differentiate them."""
     x = torch.randn(3, 5, requires_grad=True)
@@ -343,16 +339,13 @@ def test_cross_entropies(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize(
-    "program",
-    [
-        lambda x, w, y: F.log_softmax(x, 0) * 2,
-        lambda x, w, y: F.log_softmax(x, -1),
-        lambda x, w, y: F.linear(x, w),
-        lambda x, w, y: F.linear(x, w, w[:, 0]),
-        lambda x, w, y: F.nll_loss(x, y, w[:7, 0].abs() + 1, ignore_index=2),
-    ],
-)
+@pytest.mark.parametrize("program", [
+    lambda x, w, y: F.log_softmax(x, 0) * 2,
+    lambda x, w, y: F.log_softmax(x, -1),
+    lambda x, w, y: F.linear(x, w),
+    lambda x, w, y: F.linear(x, w, w[:, 0]),
+    lambda x, w, y: F.nll_loss(x, y, w[:7, 0].abs() + 1, ignore_index=2),
+])  # fmt: skip
 def test_operations_that_are_no_loss(program, dtype, device):
     x, w = torch.randn(5, 7, dtype=dtype, device=device), torch.randn(11, 7, dtype=dtype, device=device)
     check(program, (x.requires_grad_(), w, torch.tensor([0, 2, 6, 2, 1], device=device)))

@@ -79,17 +79,13 @@ def test_a_sum_of_linears(batch):
     assert torch.equal(log_probs(batch, slice(5, 12), terms=[(x[5:12], weight)], bias=True), expected[5:12])
 
 
-@pytest.mark.parametrize(
-    ("changes", "options", "on", "reason"),
-    [
-        ({"dtype": torch.float32}, {}, {}, "on CUDA it needs bfloat16 or float16, but input is torch.float32"),
-        ({"teacher": 64, "teacher_input": Spec((8192, 64), torch.float32, CUDA)}, {}, {}, "teacher_input is torch."),
-        ({}, {"row_kernels": "torch"}, {}, "on CUDA it needs Triton"),
-        ({}, {}, {"capability": (7, 5)}, "compute capability 8.0"),
-        ({"device": "xpu"}, {}, {"kind": "xpu"}, "runs on CUDA and on a CPU, but the input is on 'xpu'"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("changes", "options", "on", "reason"), [
+    ({"dtype": torch.float32}, {}, {}, "on CUDA it needs bfloat16 or float16, but input is torch.float32"),
+    ({"teacher": 64, "teacher_input": Spec((8192, 64), torch.float32, CUDA)}, {}, {}, "teacher_input is torch."),
+    ({}, {"row_kernels": "torch"}, {}, "on CUDA it needs Triton"),
+    ({}, {}, {"capability": (7, 5)}, "compute capability 8.0"),
+    ({"device": "xpu"}, {}, {"kind": "xpu"}, "runs on CUDA and on a CPU, but the input is on 'xpu'"),
+], ids=str)  # fmt: skip
 def test_what_cannot_be(changes, options, on, reason):
     with pytest.raises(ValueError, match=f"batch_invariant=True: .*{reason}"):
         choose(a_call(**changes), replace(INVARIANT, **options), replace(H200, **on))

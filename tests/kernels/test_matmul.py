@@ -372,14 +372,10 @@ def test_matmuls_are_those_of_pytorch(fresh):
         assert len({line.split()[-1] for line in maps if "libcublasLt.so" in line}) == 1 and cublaslt.loaded()
 
 
-@pytest.mark.parametrize(
-    ("version", "platform_has_it", "name"),
-    [
-        ("12.8", True, "libcublasLt.so.12"), ("13.2", True, "libcublasLt.so.13"), ("12.8", False, None),
-        ("11.8", True, None), ("14.0", True, None), (None, True, None),
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize(("version", "platform_has_it", "name"), [
+    ("12.8", True, "libcublasLt.so.12"), ("13.2", True, "libcublasLt.so.13"), ("12.8", False, None),
+    ("11.8", True, None), ("14.0", True, None), (None, True, None),
+], ids=str)  # fmt: skip
 def test_only_a_known_cublaslt_is_called(version, platform_has_it, name, monkeypatch):
     """Another one, on Windows or for ROCm, is left to PyTorch; so is one that PyTorch has not loaded."""
     opened = []

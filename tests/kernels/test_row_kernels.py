@@ -389,16 +389,13 @@ OLD_TRITON = "does not run on this GPU as it is installed: Triton 3.5 or newer"
 OLD_GPU = 'does not run on this GPU .* before .* 7.0, or choose row_kernels="auto"'
 
 
-@pytest.mark.parametrize(
-    ("is_hip", "version", "capability", "library", "refused"),
-    [
-        (True, "3.4.0+git1", (9, 4), "PyTorch", {"triton": OLD_TRITON, "nvfuser": "there is none for AMD's GPUs"}),
-        (True, "3.5.1", (9, 4), "Triton", {"nvfuser": "there is none for AMD's GPUs"}),
-        (True, "4.0", (9, 4), "Triton", {}),
-        (False, "3.6", (6, 1), "PyTorch", {"triton": OLD_GPU, "nvfuser": OLD_GPU}),
-        (False, "3.6", (7, 0), "Triton", {}),
-    ],
-)
+@pytest.mark.parametrize(("is_hip", "version", "capability", "library", "refused"), [
+    (True, "3.4.0+git1", (9, 4), "PyTorch", {"triton": OLD_TRITON, "nvfuser": "there is none for AMD's GPUs"}),
+    (True, "3.5.1", (9, 4), "Triton", {"nvfuser": "there is none for AMD's GPUs"}),
+    (True, "4.0", (9, 4), "Triton", {}),
+    (False, "3.6", (6, 1), "PyTorch", {"triton": OLD_GPU, "nvfuser": OLD_GPU}),
+    (False, "3.6", (7, 0), "Triton", {}),
+])  # fmt: skip
 def test_gpus_that_triton_compiles_for(is_hip, version, capability, library, refused, monkeypatch):
     """AMD's from a version on, and never by nvFuser; NVIDIA's from a compute capability on."""
     monkeypatch.setattr(dispatch, "is_installed", lambda name: True)

@@ -105,16 +105,12 @@ class _Exchange:
 
 
 @on_device
-@pytest.mark.parametrize(
-    ("rows", "vocab", "programs", "dtype", "logit_map"),
-    [
-        (7, 1000, 1, BF16, MAPS[0]),
-        (66, 1030, 2, FP16, MAPS[1]),
-        (24, 2500, 1, FP32, MAPS[2]),
-        (130, 40, 10_000, BF16, MAPS[2]),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("rows", "vocab", "programs", "dtype", "logit_map"), [
+    (7, 1000, 1, BF16, MAPS[0]),
+    (66, 1030, 2, FP16, MAPS[1]),
+    (24, 2500, 1, FP32, MAPS[2]),
+    (130, 40, 10_000, BF16, MAPS[2]),
+], ids=str)  # fmt: skip
 def test_gradient_with_column_sums(rows, vocab, programs, logit_map, dtype, monkeypatch):
     """Whatever divides rows and columns among programs; what lies behind the last row is left alone."""
     from thunder_flce.engine.kernels import triton_rows

@@ -45,14 +45,10 @@ def test_calls_of_an_eager_step(strategy, most):
     assert found <= most, found
 
 
-@pytest.mark.parametrize(
-    ("options", "reduction"),
-    [
-        (Options(), "mean"), (Options(), "none"), (Options(memory_budget=2**18), "mean"),
-        (Options(chunk_rows=256), "mean"),
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize(("options", "reduction"), [
+    (Options(), "mean"), (Options(), "none"), (Options(memory_budget=2**18), "mean"),
+    (Options(chunk_rows=256), "mean"),
+], ids=str)  # fmt: skip
 def test_a_new_number_of_tokens_in_a_known_tile(options, reduction):
     """Above 512 tokens, plans are for whole tiles: a new number costs nothing more."""
     for tokens in (1000, 999, 998):

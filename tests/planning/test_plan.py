@@ -103,29 +103,25 @@ def nothing_warned(monkeypatch):
 # Strategies.
 
 
-@pytest.mark.parametrize(
-    ("changes", "options", "strategy"),
-    [
-        ({}, Options(), "gradients_in_forward"),
-        ({"loss": Loss(reduction="sum", outputs=("argmax", "log_sum_sq_probs"))}, Options(), "gradients_in_forward"),
-        ({"loss": EACH_ROW}, Options(), "recompute_logits"),
-        ({"loss": Loss(outputs=("log_prob",))}, Options(), "recompute_logits"),
-        ({"loss": Loss(outputs=("mean_logit",))}, Options(), "recompute_logits"),
-        ({"loss": EACH_ROW, **FROZEN}, Options(), "gradients_in_forward"),
-        ({"loss": EACH_ROW, "rank": 16, **FROZEN}, Options(), "recompute_logits"),
-        ({"dtype": torch.float16}, Options(), "recompute_logits"),
-        ({"dtype": torch.float16}, Options(expected_gradient=1024.0), "gradients_in_forward"),
-        ({"dtype": torch.float16}, Options(strategy="gradients_in_forward"), "gradients_in_forward"),
-        ({"needs_grad": ()}, Options(strategy="save_logits"), "loss_only"),
-        ({"needs_grad": (), "bias": True}, Options(), "gradients_in_forward"),
-        ({"teacher": 4096}, Options(), "gradients_in_forward"),
-        ({"teacher": 4096, "loss": EACH_ROW}, Options(), "recompute_logits"),
-        ({"teacher": 4096, "loss": EACH_ROW, **FROZEN}, Options(), "recompute_logits"),
-        ({"teacher": 4096, "dtype": torch.float16}, Options(), "recompute_logits"),
-        *(({}, Options(strategy=name), name) for name in ("save_logits", "recompute_logits")),
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "options", "strategy"), [
+    ({}, Options(), "gradients_in_forward"),
+    ({"loss": Loss(reduction="sum", outputs=("argmax", "log_sum_sq_probs"))}, Options(), "gradients_in_forward"),
+    ({"loss": EACH_ROW}, Options(), "recompute_logits"),
+    ({"loss": Loss(outputs=("log_prob",))}, Options(), "recompute_logits"),
+    ({"loss": Loss(outputs=("mean_logit",))}, Options(), "recompute_logits"),
+    ({"loss": EACH_ROW, **FROZEN}, Options(), "gradients_in_forward"),
+    ({"loss": EACH_ROW, "rank": 16, **FROZEN}, Options(), "recompute_logits"),
+    ({"dtype": torch.float16}, Options(), "recompute_logits"),
+    ({"dtype": torch.float16}, Options(expected_gradient=1024.0), "gradients_in_forward"),
+    ({"dtype": torch.float16}, Options(strategy="gradients_in_forward"), "gradients_in_forward"),
+    ({"needs_grad": ()}, Options(strategy="save_logits"), "loss_only"),
+    ({"needs_grad": (), "bias": True}, Options(), "gradients_in_forward"),
+    ({"teacher": 4096}, Options(), "gradients_in_forward"),
+    ({"teacher": 4096, "loss": EACH_ROW}, Options(), "recompute_logits"),
+    ({"teacher": 4096, "loss": EACH_ROW, **FROZEN}, Options(), "recompute_logits"),
+    ({"teacher": 4096, "dtype": torch.float16}, Options(), "recompute_logits"),
+    *(({}, Options(strategy=name), name) for name in ("save_logits", "recompute_logits")),
+], ids=str)  # fmt: skip
 def test_strategies(changes, options, strategy):
     assert plan_of(options=options, **changes).strategy == strategy_of(call(**changes), options) == strategy
 
@@ -144,30 +140,26 @@ def test_as_many_logits_are_saved_as_the_budget_allows():
 # Chunks.
 
 
-@pytest.mark.parametrize(
-    ("sizes", "changes", "rows"),
-    [
-        (S1, {}, 2048),
-        (U2, {"options": Options(accumulate="parameter")}, 2816),
-        ((32768, 128256, 768), {"bias": True}, 4096),
-        # One chunk spares 5%.
-        (S4, {}, 4096),
-        # Small calls, by their gradients or alone.
-        ((1000, 32000, 768), {}, 1000),
-        ((8192, 32000, 2048), {}, 8192),
-        ((8192, 49152, 576), {}, 2816),
-        # And those whose dW would otherwise err too much.
-        ((8192, 32000, 4096), {}, 8192),
-        # What is asked for.
-        (S1, {"options": Options(chunk_rows=300)}, 300),
-        # Half where the head is frozen and dX fills the device, 132 multiprocessors.
-        *(((8192, 128256, h), FROZEN, rows) for h, rows in ((2048, 2048), (4096, 1024))),
-        ((8192, 128256, 4096), {**FROZEN, "rank": 1024}, 2048),
-        ((8192, 128256, 4096), {"needs_grad": ()}, 2048),
-        ((0, 128256, 4096), {}, 1),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("sizes", "changes", "rows"), [
+    (S1, {}, 2048),
+    (U2, {"options": Options(accumulate="parameter")}, 2816),
+    ((32768, 128256, 768), {"bias": True}, 4096),
+    # One chunk spares 5%.
+    (S4, {}, 4096),
+    # Small calls, by their gradients or alone.
+    ((1000, 32000, 768), {}, 1000),
+    ((8192, 32000, 2048), {}, 8192),
+    ((8192, 49152, 576), {}, 2816),
+    # And those whose dW would otherwise err too much.
+    ((8192, 32000, 4096), {}, 8192),
+    # What is asked for.
+    (S1, {"options": Options(chunk_rows=300)}, 300),
+    # Half where the head is frozen and dX fills the device, 132 multiprocessors.
+    *(((8192, 128256, h), FROZEN, rows) for h, rows in ((2048, 2048), (4096, 1024))),
+    ((8192, 128256, 4096), {**FROZEN, "rank": 1024}, 2048),
+    ((8192, 128256, 4096), {"needs_grad": ()}, 2048),
+    ((0, 128256, 4096), {}, 1),
+], ids=str)  # fmt: skip
 def test_chunks(sizes, changes, rows):
     assert plan_of(*sizes, **changes).chunk_rows == rows
 

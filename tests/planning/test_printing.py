@@ -99,14 +99,11 @@ def test_what_runs_is_what_is_printed(plan, sizes, settings, ignored_rows, calle
     assert max(map(len, program.forward + program.backward)) <= printing.WIDTH
 
 
-@pytest.mark.parametrize(
-    ("tokens", "title"),
-    [
-        (5000, "for each chunk of C tokens (1 × 2048, 1 × 1536, 1 × 1416):"),
-        (3000, "for each chunk of C tokens (1 × 2048, 1 × 952):"),
-        (2000, None),
-    ],
-)
+@pytest.mark.parametrize(("tokens", "title"), [
+    (5000, "for each chunk of C tokens (1 × 2048, 1 × 1536, 1 × 1416):"),
+    (3000, "for each chunk of C tokens (1 × 2048, 1 × 952):"),
+    (2000, None),
+])  # fmt: skip
 def test_chunks_of_other_sizes(tokens, title):
     """Where the host waits for the number of rows, the first chunk is as large as it may be."""
     program = printing.program(a_call(tokens=tokens), Plan(strategy=IN_FORWARD, chunk_rows=2048))

@@ -361,27 +361,24 @@ def test_the_shape_of_a_model(tmp_path):
     assert str(parse_model("litgpt-pythia-160m,layers=4")) == "litgpt-pythia-160m, 4 layers, 4 × 512 tokens"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        *((["--shapes", text], "a shape must be one of") for text in ("S1", "tokens=3", "cpu,vocab=x", "cpu,odd=1")),
-        (["--shapes", "none.json,tokens=3"], "no shape can be read from 'none.json'"),
-        (["losses", "--shapes", "tiny,ignored=0.5"], "without bias, ignored, but got tiny"),
-        (["distributed", "--shapes", "tiny,frozen=1"], "without bias, frozen, but got tiny"),
-        (["models", "--models", "none"], "a model must be one of litgpt-llama.*, but got 'none'"),
-        (["models", "--models", "litgpt-tiny,layers=0"], "but got 'litgpt-tiny,layers=0'"),
-        (["--methods", "none"], "a method must be one of"),
-        (["--methods", "eager, chunk_rows=3"], "a method must be one of"),
-        (["--methods", "flce, rows=3"], "'flce, rows=3': .* unexpected keyword argument 'rows'"),
-        (["--methods", "flce, chunk_rows=-3"], "chunk_rows must be None or a positive int, but got -3"),
-        (["losses", "--methods", "none"], "there is no 'none', but mean"),
-        (["--rounds", "0"], "must be a positive integer"),
-        (["--json", "nowhere/results.jsonl"], "--json: .*No such file or directory: 'nowhere/results.jsonl'"),
-        (["--json", "."], "--json: .*Is a directory: '.'"),
-        (["--pictures", __file__], "--pictures: .*File exists"),
-        (["--pictures", f"{__file__}/folder"], "--pictures: .*Not a directory"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    *((["--shapes", text], "a shape must be one of") for text in ("S1", "tokens=3", "cpu,vocab=x", "cpu,odd=1")),
+    (["--shapes", "none.json,tokens=3"], "no shape can be read from 'none.json'"),
+    (["losses", "--shapes", "tiny,ignored=0.5"], "without bias, ignored, but got tiny"),
+    (["distributed", "--shapes", "tiny,frozen=1"], "without bias, frozen, but got tiny"),
+    (["models", "--models", "none"], "a model must be one of litgpt-llama.*, but got 'none'"),
+    (["models", "--models", "litgpt-tiny,layers=0"], "but got 'litgpt-tiny,layers=0'"),
+    (["--methods", "none"], "a method must be one of"),
+    (["--methods", "eager, chunk_rows=3"], "a method must be one of"),
+    (["--methods", "flce, rows=3"], "'flce, rows=3': .* unexpected keyword argument 'rows'"),
+    (["--methods", "flce, chunk_rows=-3"], "chunk_rows must be None or a positive int, but got -3"),
+    (["losses", "--methods", "none"], "there is no 'none', but mean"),
+    (["--rounds", "0"], "must be a positive integer"),
+    (["--json", "nowhere/results.jsonl"], "--json: .*No such file or directory: 'nowhere/results.jsonl'"),
+    (["--json", "."], "--json: .*Is a directory: '.'"),
+    (["--pictures", __file__], "--pictures: .*File exists"),
+    (["--pictures", f"{__file__}/folder"], "--pictures: .*Not a directory"),
+])  # fmt: skip
 def test_arguments_that_make_no_sense(arguments, message, capsys):
     with pytest.raises(SystemExit):
         main(["bench", *arguments])
@@ -395,15 +392,12 @@ def test_pictures_need_matplotlib(monkeypatch, capsys):
     assert "--pictures needs matplotlib" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("command", "columns"),
-    [
-        (["against", "--base", "eager"], {"base_time_ms", "ratio", "memory_ratio"}),
-        (["lean", "--methods", "flce"], {"host_ms", "calls", "dx_error"}),
-        (["peaked", "--methods", "function"], {"dw_error", "ratio"}),
-        (["lengths", "--methods", "flce"], {"first_s", "passes_ms"}),
-    ],
-)
+@pytest.mark.parametrize(("command", "columns"), [
+    (["against", "--base", "eager"], {"base_time_ms", "ratio", "memory_ratio"}),
+    (["lean", "--methods", "flce"], {"host_ms", "calls", "dx_error"}),
+    (["peaked", "--methods", "function"], {"dw_error", "ratio"}),
+    (["lengths", "--methods", "flce"], {"first_s", "passes_ms"}),
+])  # fmt: skip
 def test_the_laboratory(command, columns, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
     from lab.__main__ import SUBSETS

@@ -45,17 +45,14 @@ def test_cells(load):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize(
-    ("name", "sizes", "words"),
-    [
-        ("functional", {"VOCAB": 4096}, ["plain PyTorch, in thunder_flce.jit"]),
-        ("grpo", {"VOCAB": 1024}, ["gradients in forward"]),
-        ("dpo", {"VOCAB": 1024}, ["its gradients wait for the backward", "frozen head", "gradients in forward"]),
-        ("torch_compile", {"VOCAB": 512}, ["peak MiB"]),
-        ("llama", {}, ["fused, gradients in forward"]),
-        ("trainer", {"VOCAB": 512, "TEXT_BYTES": 2**15}, ["gradients in forward", "evaluation"]),
-    ],
-)
+@pytest.mark.parametrize(("name", "sizes", "words"), [
+    ("functional", {"VOCAB": 4096}, ["plain PyTorch, in thunder_flce.jit"]),
+    ("grpo", {"VOCAB": 1024}, ["gradients in forward"]),
+    ("dpo", {"VOCAB": 1024}, ["its gradients wait for the backward", "frozen head", "gradients in forward"]),
+    ("torch_compile", {"VOCAB": 512}, ["peak MiB"]),
+    ("llama", {}, ["fused, gradients in forward"]),
+    ("trainer", {"VOCAB": 512, "TEXT_BYTES": 2**15}, ["gradients in forward", "evaluation"]),
+])  # fmt: skip
 def test_runs(name, sizes, words, load, capsys, monkeypatch):
     """That losses and gradients are the same, the examples check for themselves."""
     example = load(name)

@@ -53,14 +53,11 @@ def without_a_loss(hidden, weight):
     return F.linear(hidden, weight).sum()
 
 
-@pytest.mark.parametrize(
-    ("function", "line"),
-    [
-        ("own_loss", "    # logits f32[48, 100] = x @ W.t()"),
-        ("model_and_arguments", "    # logits f32[24, 97] = x @ W.t() + b"),
-        ("without_a_loss", "# after: thunder_flce.jit\n# no cross-entropy, log-probability, entropy, "),
-    ],
-)
+@pytest.mark.parametrize(("function", "line"), [
+    ("own_loss", "    # logits f32[48, 100] = x @ W.t()"),
+    ("model_and_arguments", "    # logits f32[24, 97] = x @ W.t() + b"),
+    ("without_a_loss", "# after: thunder_flce.jit\n# no cross-entropy, log-probability, entropy, "),
+])  # fmt: skip
 def test_programs_of_the_user(function, line, capsys):
     assert main(["trace", f"{__name__}:{function}", *SMALL]) == 0
     assert line in capsys.readouterr().out
@@ -70,15 +67,12 @@ def unknown_arguments(hidden, gain):
     return hidden * gain
 
 
-@pytest.mark.parametrize(
-    ("example", "message"),
-    [
-        ("nothing", "an example must be one of litgpt"),
-        ("no_such_module:loss", "No module named 'no_such_module'"),
-        (f"{__name__}:missing", "has no attribute 'missing'"),
-        (f"{__name__}:unknown_arguments", r"has arguments ['gain'], but only those named"),
-    ],
-)
+@pytest.mark.parametrize(("example", "message"), [
+    ("nothing", "an example must be one of litgpt"),
+    ("no_such_module:loss", "No module named 'no_such_module'"),
+    (f"{__name__}:missing", "has no attribute 'missing'"),
+    (f"{__name__}:unknown_arguments", r"has arguments ['gain'], but only those named"),
+])  # fmt: skip
 def test_examples_that_make_no_sense(example, message, capsys):
     with pytest.raises(SystemExit) as exit:
         main(["trace", example, *SMALL])
