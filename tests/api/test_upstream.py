@@ -46,12 +46,9 @@ WAYS = {
     "multiplied": lambda g: thunder_flce.jit(lambda *a: fused(*a) * g),
     "divided": lambda g: thunder_flce.jit(lambda *a: fused(*a) / (1 / g)),
     "16-bit loss": lambda g: thunder_flce.jit(lambda *a: F.cross_entropy(F.linear(*a[:2]), a[2]) * g),
+    # Without an option, so small a loss would be left to Inductor on a GPU.
     "divided, backend": lambda g: torch.compile(
-        # Without an option, so small a loss would be left to Inductor on a GPU.
-        lambda *a: fused(*a) / (1 / g),
-        backend=compile_graph,
-        fullgraph=True,
-        options={"chunk_rows": 1024},
+        lambda *a: fused(*a) / (1 / g), backend=compile_graph, fullgraph=True, options={"chunk_rows": 1024}
     ),
     "scale": lambda g: _with_scale(thunder_flce.jit(lambda scale, *a: scale * fused(*a)), g),
 }

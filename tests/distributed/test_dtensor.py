@@ -181,23 +181,17 @@ def test_refused():
                 linear_cross_entropy(**{**given, "target": case.target, **settings})
         other = init_device_mesh("cpu", (1, 4))
         given = {"input": placed(case.x, [R]), "linear_weight": placed(case.weight, [Shard(0)]), "target": case.target}
+        five = {"input": placed(case.x[:, :5], [Shard(1)]), "target": case.target[:, :5]}
         six = {"input": placed(case.x[:, :6], [Shard(1)] * 2, grid), "target": case.target[:, :6]}
+        six["linear_weight"] = placed(case.weight, [R, Shard(0)], grid)
+        twice = {"input": placed(case.x, [R] * 2, grid), "linear_weight": placed(case.weight, [Shard(0)] * 2, grid)}
         for changes, message in (
-            (
-                {"input": placed(case.x[:, :5], [Shard(1)]), "target": case.target[:, :5]},
-                "dimension 1 of 5 tokens must be a multiple of the 2 ranks",
-            ),
-            (
-                # Three tokens along the first dimension of the mesh are no two equal parts along the second.
-                {**six, "linear_weight": placed(case.weight, [R, Shard(0)], grid)},
-                r"1 of 6 tokens must be a multiple of the 4 ranks .* along 'tp', which",
-            ),
+            (five, "dimension 1 of 5 tokens must be a multiple of the 2 ranks"),
+            # Three tokens along the first dimension of the mesh are no two equal parts along the second.
+            (six, r"1 of 6 tokens must be a multiple of the 4 ranks .* along 'tp', which"),
             ({"target": placed(case.target, [R, R], other)}, "target must be on input's mesh"),
             ({"linear_weight": placed(case.weight, [R, R], other)}, "linear_weight must be on input's mesh"),
-            (
-                {"input": placed(case.x, [R] * 2, grid), "linear_weight": placed(case.weight, [Shard(0)] * 2, grid)},
-                r"Shard\(0\) along one dimension of the mesh at most.*fully_shard",
-            ),
+            (twice, r"Shard\(0\) along one dimension of the mesh at most.*fully_shard"),
         ):
             with pytest.raises(ValueError, match=message):
                 linear_cross_entropy(**given | changes, num_items=9)

@@ -111,16 +111,14 @@ def test_arguments():
 
     def run(rank):
         group, two_dimensions = dist.group.WORLD, init_device_mesh("cpu", (2, 1))
+        of_float16 = VocabParallel(group=group, input_grad_dtype=torch.float16)
         for arguments, message in (
             ({"vocab_parallel": VocabParallel(group=group), "weight": torch.ones(50)}, r"weight must be .*\(101,\)"),
             ({"vocab_parallel": group, "vocab_size": 102}, "vocab_size must be between 1 and .* 101, but got 102"),
             ({"vocab_parallel": two_dimensions}, r"device mesh of one dimension, but has 2.*mesh\[\"tp\"\]"),
             ({"vocab_parallel": VocabParallel(group=group, start=rank)}, "start must be None .* 0 with 50 rows, 1 "),
             ({"vocab_parallel": VocabParallel(group=group, start=None if rank else 0)}, "start must be None on all"),
-            (
-                {"vocab_parallel": VocabParallel(group=group, input_grad_dtype=torch.float16)},
-                "input_grad_dtype must be None, torch.float32 or input's dtype, torch.float32, but got torch.float16",
-            ),
+            ({"vocab_parallel": of_float16}, "input_grad_dtype must be None, .* or input's dtype, torch.float32, but"),
         ):
             part = part_of(case, parts((50, 51))[rank])
             with pytest.raises((TypeError, ValueError), match=message):
@@ -168,9 +166,7 @@ def test_traced_programs():
         with pytest.raises(NotImplementedError, match="work in eager calls only"):
             thunder_flce.jit(module)(case.x, case.target)
         saving = partial(loss, vocab_size=90, options=Options(strategy="save_logits"))
-        with pytest.raises(
-            torch._dynamo.exc.TorchRuntimeError, match="strategy must not be .save_logits. with vocab_s"
-        ):
+        with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match="strategy must not be .save_logits. with voc"):
             torch.compile(saving, backend="eager")(*plain)
         divided = VocabParallel(group=mesh, sequence_parallel=True)
         target, halves = case.target[:, None].expand(-1, 2), torch.full((37, 2), 0.5)
@@ -178,11 +174,8 @@ def test_traced_programs():
         def of_two_targets(x, weight):
             return 2 * linear_cross_entropy(x, weight, target, target_weights=halves, vocab_parallel=divided)
 
-        for compiled in (
-            torch.compile(of_two_targets, backend="eager", fullgraph=True),
-            thunder_flce.jit(of_two_targets),
-        ):
-            assert error(compiled(*plain), exact) < 1e-12
+        for compile_by in (partial(torch.compile, backend="eager", fullgraph=True), thunder_flce.jit):
+            assert error(compile_by(of_two_targets)(*plain), exact) < 1e-12
         # DTensors among the terms alone have no meaning.
         of_term = tuple(distribute_tensor(torch.zeros(each, 2), mesh, [Replicate()]) for each in (37, 101))
         with pytest.raises(TypeError, match=r"input must be a DTensor where others are \(terms\), but got Tensor"):
@@ -218,12 +211,8 @@ def test_what_differs_between_ranks_raises_on_all_of_them(checks_every_call, mon
         # It has no numbers, but others have.
         ({"input": lambda rank: case.x.detach().to(("cpu", "meta")[rank])}, r"24\) on cpu on rank 0 .* on meta on"),
         # Parts of the tokens have to be equal.
-        (
-            {"input": lambda rank: case.x.detach()[rank:]},
-            r"input is float32 \(37, 24\) .* on rank 0 and float32 \(36, 24\)",
-        ),
+        ("input", lambda rank: case.x.detach()[rank:], r"input is float32 \(37, 24\) .* 0 and float32 \(36, 24\)"),
     ):
-        name, value = next(iter(differing.items()))
 
         def run(rank, name=name, value=value):
             mine = part_of(case, parts((50, 51))[rank])
