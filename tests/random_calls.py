@@ -39,14 +39,9 @@ LAYOUTS = ("contiguous", "transposed", "sliced", "offset", "expanded")
 # Twice as much, as ranks of data parallel have it, does not fit the last two.
 ITEMS = {"5": torch.int64, "0": torch.int64, "200": torch.uint8, "40000": torch.float16}
 SPECIAL = {
-    "masked columns": float("-inf"),
-    "masked target": float("-inf"),
-    "only masked columns": float("-inf"),
-    "infinity": float("inf"),
-    "NaN": float("nan"),
-    "NaN in a row": float("nan"),
-    "large": 1e4,
-}
+    "masked columns": -math.inf, "masked target": -math.inf, "only masked columns": -math.inf, "infinity": math.inf,
+    "NaN": math.nan, "NaN in a row": math.nan, "large": 1e4,
+}  # fmt: skip
 """What the bias or a row of the input carries into the logits"""
 
 

@@ -226,14 +226,8 @@ def _compiled(model):
 NO_LOSS = {
     "no module": (lambda: Model().forward, "model must be a torch.nn.Module, but got method"),
     "no labels": (lambda: nn.Linear(H, V), "the forward of Linear takes no labels, so it computes no loss; give"),
-    "jitted": (
-        lambda: thunder_flce.jit(Model()),
-        "the forward of ThunderModule takes no labels.*before it is compiled",
-    ),
-    "compiled": (
-        lambda: torch.compile(Model(), backend="eager"),
-        "the forward of OptimizedModule takes no labels.*before it is compiled",
-    ),
+    "jitted": (lambda: thunder_flce.jit(Model()), "ThunderModule takes no labels.*before it is compiled"),
+    "compiled": (lambda: torch.compile(Model()), "OptimizedModule takes no labels.*before it is compiled"),
     "compiled in place": (lambda: _compiled(Model()), "this Model was compiled; call loss_only before"),
 }
 

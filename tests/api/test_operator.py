@@ -24,17 +24,10 @@ from reference import (
     results_of,
     truth,
 )
-from thunder_flce import (
-    LinearCrossEntropyLoss,
-    Options,
-    inductor,
-    linear_cross_entropy,
-    linear_kl_divergence,
-    operators,
-)
+from thunder_flce import LinearCrossEntropyLoss, Options, inductor, linear_cross_entropy, linear_kl_divergence
 from thunder_flce.engine.plan import GRADIENTS_IN_FORWARD, LOSS_ONLY, Plan
 from thunder_flce.operation.loss import Loss
-from thunder_flce.operators import Settings
+from thunder_flce.operators import _SCHEMA, Settings
 from thunder_flce.options import STRATEGIES
 
 OPERATOR = torch.ops.thunder_flce.linear_cross_entropy.default
@@ -453,7 +446,7 @@ def test_no_upstream_gradient(strategy):
 def test_settings_of_another_schema():
     """PyTorch keeps compiled graphs on disk, by their arguments: one of another schema must not be found."""
     settings = Settings(names=("input",), loss=Loss(ignore_index=-7), needs_grad=(), plan=Plan(strategy=LOSS_ONLY))
-    schema = f"'schema': {operators._SCHEMA}"
+    schema = f"'schema': {_SCHEMA}"
     assert schema in str(settings) and Settings.parse(str(settings)) == settings
     with pytest.raises(ValueError, match="exported with another version of thunder_flce"):
         Settings.parse(str(settings).replace(schema, "'schema': 0"))

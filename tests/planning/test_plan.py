@@ -13,14 +13,7 @@ import torch
 from thunder_flce import Options
 from thunder_flce.device import ABSENT_DEVICE, Device, described
 from thunder_flce.engine import choose as choosing
-from thunder_flce.engine.choose import (
-    EXACT_CHUNKS,
-    choose,
-    division_seconds,
-    matmul_seconds,
-    strategy_of,
-    temporary_bytes,
-)
+from thunder_flce.engine.choose import EXACT_CHUNKS, choose, strategy_of, temporary_bytes
 from thunder_flce.engine.plan import Plan
 from thunder_flce.operation.call import Call, Spec
 from thunder_flce.operation.divergence import Divergence
@@ -316,8 +309,8 @@ def seconds(region: Call, plan: Plan) -> float:
     """The time of the matmuls, with the logits that are computed again, and of chunks."""
     waits = plan.strategy in ("save_logits", "recompute_logits")
     again = (region.tokens - plan.rows_saved(region.tokens)) / region.tokens if waits else 0
-    matmuls = matmul_seconds(region, ABSENT_DEVICE) * (1 + again / 3)
-    return matmuls + division_seconds(region, plan, ABSENT_DEVICE)
+    matmuls = choosing.matmul_seconds(region, ABSENT_DEVICE) * (1 + again / 3)
+    return matmuls + choosing.division_seconds(region, plan, ABSENT_DEVICE)
 
 
 @pytest.mark.parametrize("loss", [Loss(), EACH_ROW], ids=["mean", "none"])
