@@ -94,8 +94,4 @@ def test_confident_rows(strategy, dtype, device):
 def test_confident_rows_of_a_divided_vocabulary(strategy):
     logits, target = confident_rows("cpu", torch.float32)
     parts = [slice(0, 40), slice(40, 40), slice(40, VOCAB)]
-
-    def run(rank):
-        check(logits, target, strategy, rows=parts[rank], vocab_parallel=dist.group.WORLD)
-
-    as_threads(len(parts), run)
+    as_threads(3, lambda rank: check(logits, target, strategy, rows=parts[rank], vocab_parallel=dist.group.WORLD))

@@ -268,9 +268,6 @@ def test_autocast(of_head, of_loss):
 def test_what_autocast_does_not_cast():
     """An operator of another library called softmax, a product with an out_dtype, wider class probabilities."""
 
-    def program(x, p):
-        return torch.ops.flce_tests.softmax(x), torch.mm(x, x.t(), out_dtype=torch.float32), F.cross_entropy(x, p)
-
     def backend(gm, inputs):
         assert not any(each.fused for each in fusion.fuse(gm, thunder_flce.Options(), strict=False))
         assert [node.target for node in gm.graph.nodes if node.op == "call_method"] == ["t"]
@@ -278,7 +275,8 @@ def test_what_autocast_does_not_cast():
 
     torch.library.define("flce_tests::softmax", "(Tensor x) -> Tensor")
     torch.library.register_fake("flce_tests::softmax", torch.Tensor.float)
-    x = torch.empty(3, 5, dtype=torch.bfloat16, device="meta")
+    x, softmax = torch.empty(3, 5, dtype=torch.bfloat16, device="meta"), torch.ops.flce_tests.softmax
+    program = lambda x, p: (softmax(x), torch.mm(x, x.t(), out_dtype=torch.float32), F.cross_entropy(x, p))  # noqa: E731
     torch.compile(program, backend=backend)(x, x.float())
 
 

@@ -156,10 +156,7 @@ def test_other_ranks():
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("both", "alone"))
         operands = {"both": part_of(case, parts((60, 41))[rank]), "alone": case}
         head = Head()
-
-        def of_argument(x, weight, target, group):
-            return linear_cross_entropy(x, weight, target, vocab_parallel=group)
-
+        of_argument = lambda x, w, y, group: linear_cross_entropy(x, w, y, vocab_parallel=group)  # noqa: E731
         steps = [thunder_flce.jit(program) for program in (head, of_argument)]
         for name in ("both", "alone", "both"):
             head.vocab_parallel = mesh[name]
@@ -176,16 +173,11 @@ def test_other_ranks():
         of_all = truth(Case(case.x, case.weight, None, target)).loss
         steps[-1](part.x, part.weight, target, None)
         assert error(steps[-1](part.x, part.weight, target, mesh["both"]), of_all) < 1e-12
-
-        def of_a_mesh(x, weight, target):
-            return linear_cross_entropy(x, weight, target, vocab_parallel=mesh.get_group("both"))
-
         group = mesh["both"]
-
-        def of_its_own(x, weight, target):
-            return linear_cross_entropy(x, weight, target, vocab_parallel=VocabParallel(group=group))
-
-        for program in (of_a_mesh, of_its_own):
+        for program in (
+            lambda *tensors: linear_cross_entropy(*tensors, vocab_parallel=mesh.get_group("both")),
+            lambda *tensors: linear_cross_entropy(*tensors, vocab_parallel=VocabParallel(group=group)),
+        ):
             with pytest.raises(NotImplementedError, match="does not notice when vocab_parallel .* make it outside"):
                 thunder_flce.jit(program)(part.x, part.weight, case.target)
 

@@ -168,14 +168,10 @@ def test_traced_programs():
         saving = partial(loss, vocab_size=90, options=Options(strategy="save_logits"))
         with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match="strategy must not be .save_logits. with voc"):
             torch.compile(saving, backend="eager")(*plain)
-        divided = VocabParallel(group=mesh, sequence_parallel=True)
-        target, halves = case.target[:, None].expand(-1, 2), torch.full((37, 2), 0.5)
-
-        def of_two_targets(x, weight):
-            return 2 * linear_cross_entropy(x, weight, target, target_weights=halves, vocab_parallel=divided)
-
+        of_two = {"target": case.target[:, None].expand(-1, 2), "target_weights": torch.full((37, 2), 0.5)}
+        of_two["vocab_parallel"] = VocabParallel(group=mesh, sequence_parallel=True)
         for compile_by in (partial(torch.compile, backend="eager", fullgraph=True), thunder_flce.jit):
-            assert error(compile_by(of_two_targets)(*plain), exact) < 1e-12
+            assert error(2 * compile_by(partial(linear_cross_entropy, **of_two))(*plain), exact) < 1e-12
         # DTensors among the terms alone have no meaning.
         of_term = tuple(distribute_tensor(torch.zeros(each, 2), mesh, [Replicate()]) for each in (37, 101))
         with pytest.raises(TypeError, match=r"input must be a DTensor where others are \(terms\), but got Tensor"):

@@ -130,11 +130,7 @@ def test_peak_memory_through_thunder():
     """Nothing is copied on the way through thunder and autograd into .grad."""
     shape = Shape(name="", tokens=4096, vocab=64000, hidden=2048)
     inputs = Inputs.random(shape, "cuda")
-
-    def program(x, weight, target):
-        return torch.nn.functional.cross_entropy(torch.nn.functional.linear(x, weight), target)
-
-    jitted = thunder_flce.jit(program)
+    jitted = thunder_flce.jit(lambda x, weight, target: F.cross_entropy(F.linear(x, weight), target))
 
     def run():
         jitted(inputs.x, inputs.weight, inputs.target).backward()
