@@ -16,7 +16,6 @@ COMPILERS = {
     "backend": partial(torch.compile, backend=compile_graph, fullgraph=True),
 }
 
-
 V, H = 97, 16
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 

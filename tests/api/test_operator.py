@@ -305,7 +305,6 @@ def test_what_transforms_do_not_have(reduction):
 
 # Checkpoints, hooks and modes.
 
-
 SELECTIVE = {"context_fn": lambda: checkpoint.create_selective_checkpoint_contexts([OPERATOR])}
 
 

@@ -170,7 +170,6 @@ RUNS = {
     "frozen head": {"settings": CHECKPOINTS | WITHOUT_REENTRY, "model": with_adapter(target_modules=["q_proj"])},
 }  # fmt: skip
 
-
 WITH_LAYERS = ("logged warnings", "gradient checkpointing", "frozen head")
 
 

@@ -101,7 +101,6 @@ def entropies(h, w):
 
 # Sums over tokens.
 
-
 OF_TOKENS = {
     "dft": (losses, IN_FORWARD, lambda x, a, m: (x * torch.exp(-x.detach())).mean()),
     "by_matmul": (log_probs, IN_FORWARD, lambda x, a, m: (torch.stack([x, x * a], -1) @ a[0, :2] * m).sum()),
@@ -160,7 +159,6 @@ OF_TOKENS_BY_DYNAMO = {
         )[1],
     ),
 }  # fmt: skip
-
 
 for name, (of_tokens, outcome, made) in (OF_TOKENS | OF_TOKENS_BY_DYNAMO).items():
     expect(outcome, thunder=name in OF_TOKENS)(
@@ -493,12 +491,10 @@ LOGITS_BY_DYNAMO = {
     ),
 }  # fmt: skip
 
-
 for name, (outcome, made) in (LOGITS | LOGITS_BY_DYNAMO).items():
     expect(outcome, thunder=name in LOGITS)(
         lambda h, w, y, a, m, made=made: F.cross_entropy(made(h, w, y, m).reshape(-1, V), y.flatten())
     ).__name__ = name
-
 
 # What is not fused, and why.
 
@@ -565,7 +561,6 @@ def columns_of_logits_beside_a_loss(h, w, y, a, m):
 
 # Changes in place, and operations that look linear and are not.
 
-
 OF_LOSSES = {
     "padded": lambda s, m: F.pad(s, (0, 2), value=5.0).sum() + F.pad(s[None], (0, 2), mode="replicate").sum(),
     "by keyword": lambda s, m: (
@@ -584,7 +579,6 @@ OF_LOSSES = {
     "without gradients": lambda s, m: (t := s * 1.0, _without_gradients(t.mul_, m), t.sum())[2],
     "transposed": lambda s, m: (s.t_(), (s * m.t()).sum())[1],
 }
-
 
 for (name, made), of_tokens in itertools.product(OF_LOSSES.items(), (losses, log_probs)):
     expect(ANY)(
@@ -1022,7 +1016,6 @@ LABELS_CHANGED = {
     "before the sum": (lambda z, y: (F.cross_entropy(z, y, reduction="none"), y.mul_(0))[0], True),
     "masked before": (lambda z, y: (y.masked_fill_(y == 7, 0), _of_labels(z, y))[1], True),
 }
-
 
 by_dynamo = partial(torch.compile, backend=compile_graph)
 

@@ -94,7 +94,6 @@ def test_weights_that_are_dtensors():
 
 # All ranks mean the same call.
 
-
 OF_TOKENS = {"counts": (12, 12, 12), "how": {"sequence_parallel": True}}
 
 

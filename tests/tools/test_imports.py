@@ -124,10 +124,8 @@ torch._inductor.compile_fx.compile_fx = lambda graph, inputs, **_: graph
 import thunder_flce
 from thunder_flce.backend import compile_graph
 
-
 def program(x, w, target):
     return F.cross_entropy(F.linear(x, w), target)
-
 
 tensors = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4), torch.tensor([0, 1, 2])
 compiled = torch.compile(program, backend=compile_graph, options={"strict": True})
@@ -163,10 +161,8 @@ assert thunder.extend.get_executor("flce") is thunder_flce.executor
 assert [finder for finder in sys.meta_path if "thunder" in type(finder).__module__] == []
 assert "exec_module" not in vars(thunder.__spec__.loader) and thunder.__spec__.loader is thunder.__loader__
 
-
 def program(x, w, target):
     return thunder_flce.linear_cross_entropy(x * 2, w, target)
-
 
 tensors = torch.randn(3, 4), torch.randn(5, 4), torch.tensor([0, 1, 2])
 jitted = thunder.jit(program)
@@ -174,7 +170,6 @@ torch.testing.assert_close(jitted(*tensors), program(*tensors))
 called = [bsym.sym.id for bsym in thunder.last_traces(jitted)[0].bound_symbols]
 assert "thunder_flce.flce_linear_cross_entropy" in called, called
 """
-
 
 UNCHANGED = """
 import thunder
