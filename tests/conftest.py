@@ -98,9 +98,8 @@ def seed():
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # Behind "cuda", the backend of the row kernels that counts as the fastest.
-BACKENDS = [
-    pytest.param(f"cuda {name}", marks=pytest.mark.gpu) for name in dispatch.BACKENDS if dispatch.is_installed(name)
-]
+INSTALLED = filter(dispatch.is_installed, dispatch.BACKENDS)
+BACKENDS = [pytest.param(f"cuda {name}", marks=pytest.mark.gpu) for name in INSTALLED]
 
 
 def pytest_generate_tests(metafunc):

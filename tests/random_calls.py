@@ -209,10 +209,8 @@ class Call:
             old, advantage = (each.masked_fill(ignored, torch.nan) for each in (old, advantage))
             arguments |= {"token_loss": self.token_loss, "token_inputs": (old, advantage, mask)}
         if self.expected is not None:
-            is_number = isinstance(self.expected, float)
-            arguments["expected_gradient"] = (
-                self.expected if is_number else torch.tensor(float(self.expected), device=device)
-            )
+            is_number, as_tensor = isinstance(self.expected, float), torch.tensor(float(self.expected), device=device)
+            arguments["expected_gradient"] = self.expected if is_number else as_tensor
         weighs_smoothing = self.class_weight is not None and self.loss["label_smoothing"]
         detached = ("mean_logit",) if weighs_smoothing and "mean_logit" in self.loss["outputs"] else ()
         arguments["detached"] = tuple(dict.fromkeys((*self.detached, *detached)))
@@ -544,9 +542,8 @@ def main() -> None:
             failed.append(number)
             print(f"call {number}: {call}\n{traceback.format_exc()}", flush=True)
         if (number + 1) % (1000 if arguments.device == "cpu" else 20) == 0:
-            print(
-                f"{number + 1 - arguments.first} calls, {time.time() - start:.0f} s, {len(failed)} failed", flush=True
-            )
+            count = number + 1 - arguments.first
+            print(f"{count} calls, {time.time() - start:.0f} s, {len(failed)} failed", flush=True)
     print(f"{len(numbers)} calls on {arguments.device}: {len(failed)} failed {failed[:50]}")
     sys.exit(bool(failed))
 

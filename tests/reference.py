@@ -127,9 +127,8 @@ OF_TOKENS = ("token_weights", "target_weights", "token_inputs")
 
 def truth(case: Case, grad: Tensor | None = None, **settings) -> Result:
     """Eager PyTorch in float64."""
-    exact = Case(
-        *map(doubled, (case.x, case.weight, case.bias)), case.target, doubled(case.class_weight), doubled(case.terms)
-    )
+    operands, others = (case.x, case.weight, case.bias), (case.class_weight, case.terms)
+    exact = Case(*map(doubled, operands), case.target, *map(doubled, others))
     settings |= {name: doubled(settings[name]) for name in OF_TOKENS if name in settings}
     return eager(exact, None if grad is None else grad.double(), **settings)
 
@@ -241,9 +240,8 @@ def differentiate(
     if not inputs:
         return Result(loss, (), tuple(others))
     grads = [torch.ones_like(loss) if grad is None else grad.to(loss.dtype)]
-    differentiable = {
-        name: other for name, other in zip(outputs, others, strict=True) if name in DIFFERENTIABLE_OUTPUTS
-    }
+    named = zip(outputs, others, strict=True)
+    differentiable = {name: other for name, other in named if name in DIFFERENTIABLE_OUTPUTS}
     incoming = dict(zip(differentiable, incoming_gradients(case, outputs, loss.dtype), strict=True))
     # Not so what is detached.
     differentiable = {name: other for name, other in differentiable.items() if other.requires_grad}

@@ -126,6 +126,7 @@ def _litgpt(name: str, n_layer: int = 0, **wrap: Any):
     return build
 
 
+ITEMS = "num_items_in_batch"
 ENTRIES = [
     Entry("transformers Llama", _transformers("Llama", num_hidden_layers=1)),
     Entry("transformers Qwen2", _transformers("Qwen2")),
@@ -153,13 +154,8 @@ ENTRIES = [
         "tied; by default, transformers logs a warning before the loss, where Dynamo breaks the graph",
         dynamo=Reason.ARGUMENT,
     ),
-    Entry(
-        "transformers Llama", _transformers("Llama", call={"num_items_in_batch": 37}), "`num_items_in_batch`, a number",
-    ),
-    Entry(
-        "transformers Llama", _transformers("Llama", call={"num_items_in_batch": torch.tensor(37)}),
-        "`num_items_in_batch`, a tensor",
-    ),
+    Entry("transformers Llama", _transformers("Llama", call={ITEMS: 37}), f"`{ITEMS}`, a number"),
+    Entry("transformers Llama", _transformers("Llama", call={ITEMS: torch.tensor(37)}), f"`{ITEMS}`, a tensor"),
     Entry(
         "transformers Llama", _transformers("Llama", call={"all_outputs": True}), "all outputs returned",
         jit=Reason.LOGITS_RETURNED, dynamo=Reason.LOGITS_RETURNED,

@@ -208,9 +208,7 @@ def test_loss_only_is_the_same_model():
     assert isinstance(model(TOKENS, TOKENS), Output)
 
 
-@pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda only: pickle.loads(pickle.dumps(only))], ids=["copy", "pickle"]
-)
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda of: pickle.loads(pickle.dumps(of))], ids=["copy", "pickle"])
 def test_copies_of_loss_only(copied):
     for only in (loss_only(Model()), loss_only(NanoGPT(), labels="targets", loss=1)):
         other = copied(only)

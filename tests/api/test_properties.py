@@ -57,9 +57,9 @@ def test_on_ranks(way):
 
 def test_failures_are_found(monkeypatch, capsys):
     # Of the same number, another call is drawn when there is one more output: this looks for one with a z-loss.
-    drawn = (random_calls.numbered(number, "cpu") for number in range(1000))
+    calls = (random_calls.numbered(number, "cpu") for number in range(1000))
     call = next(
-        each for each in drawn if each.loss["z_loss"] == 0.1 and prod(each.shape) > 1 and each.ignored == "none"
+        call for call in calls if call.loss["z_loss"] == 0.1 and prod(call.shape) > 1 and call.ignored == "none"
     )
     monkeypatch.setattr("sys.argv", ["random_calls.py", "--count", "3"])
     monkeypatch.setattr("thunder_flce.operation.loss.Loss.z_term", lambda self, row: None)

@@ -28,9 +28,7 @@ def test_the_first_logits_while_the_host_waits(plan, reduction, frozen, ignored,
         return starts_early(SimpleNamespace(**given, device_type="cuda"))
 
     monkeypatch.setattr(Region, "starts_early", property(on_gpu))
-    monkeypatch.setattr(
-        engine._Logits, "start", lambda *arguments: (started.append(len(arguments[1])), start(*arguments))
-    )
+    monkeypatch.setattr(engine._Logits, "start", lambda *given: (started.append(len(given[1])), start(*given)))
     run_by(monkeypatch, plan)
     case = make_case(tokens=41, bias=not frozen, ranks=() if frozen else (3,), ignored=ignored)
     case.weight.requires_grad_(not frozen)

@@ -3,6 +3,7 @@
 Inductor itself, which needs seconds for each program on a CPU, runs where a test is marked so.
 """
 
+from functools import partial
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -304,9 +305,8 @@ def test_compiled_in_a_checkpoint():
     """The checkpoint counts what the program saves, when it is compiled and when it is run again."""
     model, arguments = Model(), batch()
     compiled = compiled_with(model)
-    assert_agrees(
-        model, lambda: model(*arguments), lambda: checkpoint(compiled, *arguments, use_reentrant=False), **CLOSE
-    )
+    again = partial(checkpoint, compiled, *arguments, use_reentrant=False)
+    assert_agrees(model, lambda: model(*arguments), again, **CLOSE)
     assert_fused(compiled, times=1)
 
 

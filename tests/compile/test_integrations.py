@@ -278,9 +278,7 @@ def _sharded_on_a_rank(rank, version, dtype, tied, folder):
     return found
 
 
-@pytest.mark.parametrize(
-    ("version", "dtype", "tied"), [(1, None, True), (1, B16, False), (2, None, False), (2, B16, True)]
-)
+@pytest.mark.parametrize("version, dtype, tied", [(1, None, True), (1, B16, False), (2, None, False), (2, B16, True)])
 def test_sharded(version, dtype, tied, tmp_path):
     """By FSDP, whose hooks around each layer break graphs."""
     run = partial(_sharded_on_a_rank, version=version, dtype=dtype, tied=tied, folder=str(tmp_path))
@@ -412,9 +410,8 @@ def test_data_parallel(tmp_path, not_fused):
 def test_batches_without_labels(tmp_path):
     """As the Trainer says it."""
     rows, no_labels = tiny.rows(4), lambda rows: {"input_ids": collate(rows)["input_ids"]}
-    trainer = OurTrainer(
-        model=tiny.model(num_hidden_layers=0), args=arguments(tmp_path), train_dataset=rows, data_collator=no_labels
-    )
+    given = {"args": arguments(tmp_path), "train_dataset": rows, "data_collator": no_labels}
+    trainer = OurTrainer(model=tiny.model(num_hidden_layers=0), **given)
     with pytest.raises(ValueError, match="The model did not return a loss from the inputs"):
         trainer.train()
 
@@ -548,9 +545,8 @@ def test_numbers_of_the_head(monkeypatch, dtypes, temperature, softcap, scale):
     if of_hidden == torch.float64:
         assert torch.equal(results[4], expected[4])
     weights = torch.randn(2, 11, dtype=torch.float64)
-    gradients = (
-        torch.autograd.grad((weights * torch.stack(each[:2])).sum(), given[:3]) for each in (results, expected)
-    )
+    sums = ((weights * torch.stack(each[:2])).sum() for each in (results, expected))
+    gradients = (torch.autograd.grad(each, given[:3]) for each in sums)
     torch.testing.assert_close(*gradients, rtol=tolerance, atol=20 * tolerance)
 
 
@@ -566,9 +562,7 @@ def test_calls_of_the_head(monkeypatch):
     thunder_flce.replace_trl_head(options=thunder_flce.Options(row_kernels="triton"))  # Again is fine.
     utils = sys.modules["trl.trainer"].utils
     with pytest.raises(ValueError, match='row_kernels="triton" runs on CUDA'):
-        utils._ChunkedLogProbFunction.apply(
-            torch.randn(2, 4), torch.randn(9, 4), None, torch.tensor([1, 2]), *given[4:], ()
-        )
+        utils._ChunkedLogProbFunction.apply(torch.ones(2, 4), torch.ones(9, 4), None, torch.arange(2), *given[4:], ())
     with pytest.raises(TypeError, match="options must be thunder_flce.Options"):
         thunder_flce.replace_trl_head(options={"chunk_rows": 4})
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributions import Categorical
 from torch.utils.checkpoint import checkpoint
 
 import thunder_flce
@@ -118,9 +119,7 @@ OF_TOKENS = {
     "returned": (log_probs, "and not detached", lambda x, a, m: (torch.exp(x - a).mean(), x)),
     # They are no hidden states, of which a matrix makes logits.
     "products": (log_probs, IN_FORWARD, lambda x, a, m: torch.einsum("bt,tk->bk", x, a.t()).sum() + (x @ m.t()).sum()),
-    "times ones, made of no tensor": (
-        losses, FUSED, lambda x, a, m: (x @ torch.ones(m.shape[1], 1, dtype=m.dtype)).sum(),
-    ),
+    "times ones, of no tensor": (losses, FUSED, lambda x, a, m: (x @ torch.ones(m.shape[1], 1, dtype=m.dtype)).sum()),
     "sum that is logged": (
         log_probs, IN_FORWARD, lambda x, a, m: (loss := (x * m).sum(), (-0.5 * loss / m.sum(), loss.detach()))[1],
     ),
@@ -141,15 +140,11 @@ OF_TOKENS_BY_DYNAMO = {
     "trace": (losses, "trace in line", lambda x, a, m: x.t().trace()),
     "in other shapes": (
         log_probs, IN_FORWARD,
-        lambda x, a, m: (
-            (x * m).mean() + x.flatten()[0] + (x.view(2, -1) * a.view(2, -1)).sum() + x[..., None].sum(1).sum()
-        ),
+        lambda x, a, m: (x * m).mean() + x.flatten()[0] + (x.view(2, -1) * a.view(2, -1)).sum()
+        + x[..., None].sum(1).sum(),
     ),
     # They are other tokens: of one number a token, it would be none.
-    "transposed tokens": (
-        log_probs, FUSED,
-        lambda x, a, m: (x.t().exp() * m.t()).sum() + (clipped(x.t(), a.t()) * m.t()).sum(),
-    ),
+    "transposed": (log_probs, FUSED, lambda x, a, m: ((x.t().exp() + clipped(x.t(), a.t())) * m.t()).sum()),
     # The sums of sequences are computed there once more, and the region weighs its tokens by their derivative.
     "logged in a checkpoint": (
         losses, IN_FORWARD,
@@ -287,9 +282,8 @@ def losses_without_their_gradient(h, w, y, a, m):
     """Only what cancels has one."""
     logits = F.linear(h, w)
     constant = logits.detach() - logits.logsumexp(-1, keepdim=True)
-    return (
-        F.cross_entropy(constant.flatten(0, 1), y.flatten()) - constant.log_softmax(-1).gather(-1, y[..., None]).sum()
-    )
+    x = constant.log_softmax(-1).gather(-1, y[..., None])
+    return F.cross_entropy(constant.flatten(0, 1), y.flatten()) - x.sum()
 
 
 @expect(Reason.CLASS_WEIGHTS)
@@ -424,6 +418,7 @@ def _without_gradients(function, *tensors):
         return function(*tensors)
 
 
+TRANSFORMED, PRODUCT = Reason.TRANSFORMED_LOGITS, Reason.ANOTHER_PRODUCT
 LOGITS = {
     # A bias gets a gradient where it was added after the linear was detached, and none where it was detached with it.
     "bias after a frozen head": (FUSED, lambda h, w, y, m: _without_gradients(torch.matmul, h, w.t()) + w[:, 0]),
@@ -446,43 +441,31 @@ LOGITS = {
     ),
     "tensordot": (IN_FORWARD, lambda h, w, y, m: torch.tensordot(h, w, dims=([-1], [1]))),
     "tensordot of a number": (IN_FORWARD, lambda h, w, y, m: torch.tensordot(h.tanh(), w.t(), 1)),
-    "factors that are no float together": (
-        Reason.TRANSFORMED_LOGITS, lambda h, w, y, m: F.linear(h, w) * 1e-200 * 1e-200,
-    ),
-    "cumulated, of a head without gradients": (
-        Reason.TRANSFORMED_LOGITS, lambda h, w, y, m: F.linear(h, w.detach()).cumsum(-1),
-    ),
-    "factors of rows after a bias": (
-        Reason.TRANSFORMED_LOGITS, lambda h, w, y, m: F.linear(h, w, w[:, 0]) * m[..., None],
-    ),
-    "one bias for all columns": (
-        Reason.ANOTHER_PRODUCT, lambda h, w, y, m: torch.addmm(w[:1, 0], h.flatten(0, 1), w.t()),
-    ),
-    "half a bias": (Reason.ANOTHER_PRODUCT, lambda h, w, y, m: torch.addmm(w[:, 0], h.flatten(0, 1), w.t(), beta=0.5)),
+    "factors that are no float": (TRANSFORMED, lambda h, w, y, m: F.linear(h, w) * 1e-200 * 1e-200),
+    "cumulated, of a frozen head": (TRANSFORMED, lambda h, w, y, m: F.linear(h, w.detach()).cumsum(-1)),
+    "factors of rows after a bias": (TRANSFORMED, lambda h, w, y, m: F.linear(h, w, w[:, 0]) * m[..., None]),
+    "one bias for all columns": (PRODUCT, lambda h, w, y, m: torch.addmm(w[:1, 0], h.flatten(0, 1), w.t())),
+    "half a bias": (PRODUCT, lambda h, w, y, m: torch.addmm(w[:, 0], h.flatten(0, 1), w.t(), beta=0.5)),
     "kernels of one token at every second": (
-        Reason.ANOTHER_PRODUCT,
+        PRODUCT,
         lambda h, w, y, m: F.conv1d(h.repeat(1, 2, 1).transpose(1, 2), w[..., None], stride=2).transpose(1, 2),
     ),
     # Before their factor, in float16.
     "shifted too far": (
-        Reason.TRANSFORMED_LOGITS,
-        lambda h, w, y, m: 30 * torch.sigmoid(F.linear(h.half(), w.half()) * 2**-17 + 0.75).float(),
+        TRANSFORMED, lambda h, w, y, m: 30 * torch.sigmoid(F.linear(h.half(), w.half()) * 2**-17 + 0.75).float(),
     ),
     # A region would add the constant before it rounds the logits to 16 bits.
     "shifted in float32": (
-        Reason.TRANSFORMED_LOGITS,
-        lambda h, w, y, m: 23 * torch.sigmoid((F.linear(h.bfloat16(), w.bfloat16()).float() + 5) / 7.5),
+        TRANSFORMED, lambda h, w, y, m: 23 * torch.sigmoid((F.linear(h.bfloat16(), w.bfloat16()).float() + 5) / 7.5),
     ),
-    "a head for each sequence": (Reason.ANOTHER_PRODUCT, lambda h, w, y, m: torch.bmm(h, w.t() * m[:, :1, None])),
+    "a head for each sequence": (PRODUCT, lambda h, w, y, m: torch.bmm(h, w.t() * m[:, :1, None])),
 }  # fmt: skip
 LOGITS_BY_DYNAMO = {
     # Expanded: the weight has as many classes as the logits, and its memory has one.
-    "one row for all classes": (Reason.ANOTHER_PRODUCT, lambda h, w, y, m: F.linear(h, w[:1].expand(V, -1))),
-    "one column for all": (Reason.ANOTHER_PRODUCT, lambda h, w, y, m: h @ w[0].expand(V, H).t()),
+    "one row for all classes": (PRODUCT, lambda h, w, y, m: F.linear(h, w[:1].expand(V, -1))),
+    "one column for all": (PRODUCT, lambda h, w, y, m: h @ w[0].expand(V, H).t()),
     "changed under a detached view": (ANY, lambda h, w, y, m: (z := F.linear(h, w), z.detach().mul_(2.0))[0]),
-    "a part of their gradient": (
-        Reason.TRANSFORMED_LOGITS, lambda h, w, y, m: ((z := F.linear(h, w)) + z.detach()) / 2,
-    ),
+    "a part of their gradient": (TRANSFORMED, lambda h, w, y, m: ((z := F.linear(h, w)) + z.detach()) / 2),
     "scaled without gradients": (
         Reason.OPERAND_MODIFIED, lambda h, w, y, m: (z := F.linear(h, w), _without_gradients(z.mul_, 2))[0],
     ),
@@ -1001,9 +984,7 @@ LOOKALIKES = {
     "entropy of one row": lambda z, y: -(z[0].softmax(-1) * z[0].log_softmax(-1)).sum() - z[1].softmax(-1)[3].log(),
     "entr of one row": lambda z, y: torch.special.entr(z[0].softmax(-1)).sum(-1),
     # Dynamo turns validation off for the whole process.
-    "one row of Categorical": lambda z, y: torch.distributions.Categorical(logits=z[0], validate_args=False).log_prob(
-        y[0]
-    ),
+    "one row of Categorical": lambda z, y: Categorical(logits=z[0], validate_args=False).log_prob(y[0]),
 }
 # A region takes the place of the last operation, and would read the labels there. A cross-entropy is where they are
 # read, and its sum may follow.

@@ -99,9 +99,8 @@ def test_second_backward_over_a_retained_graph():
     jitted = thunder_flce.jit(model, options=Options(strategy="save_logits"))
     weight, loss, expected = model.lm_head.weight, jitted(*arguments), model(*arguments)
     for factor in (0.7, 3.0):
-        of_both = (
-            torch.autograd.grad(each, weight, torch.tensor(factor), retain_graph=True) for each in (loss, expected)
-        )
+        grad, of = torch.tensor(factor), {"retain_graph": True}
+        of_both = (torch.autograd.grad(each, weight, grad, **of) for each in (loss, expected))
         torch.testing.assert_close(*of_both, rtol=1e-4, atol=1e-6)
 
 
@@ -203,9 +202,8 @@ def test_sums_of_sequences(of_sequences):
 
     operands = [torch.randn(size, H, device="cuda", requires_grad=True) for size in (64, V)]
     target = torch.randint(V, (64,), device="cuda")
-    got, expected = (
-        torch.autograd.grad(run(*operands, target), operands) for run in (thunder_flce.jit(preference), preference)
-    )
+    steps = thunder_flce.jit(preference), preference
+    got, expected = (torch.autograd.grad(step(*operands, target), operands) for step in steps)
     torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-5)
 
 

@@ -59,11 +59,8 @@ def _results(rank: int) -> list[Result]:
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     found = []
     for settings in _divisions(dist.get_world_size()):
-        case, run = (
-            _case(device, settings.pop("dtype", torch.float32)),
-            of_mesh if "placements" in settings else of_rank,
-        )
-        result = run(rank, case, **settings)
+        case, has_whole = _case(device, settings.pop("dtype", torch.float32)), "placements" in settings
+        result = (of_mesh if has_whole else of_rank)(rank, case, **settings)
         found.append(Result(**tree_map(lambda each: each.cpu(), vars(result))))
     return found
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 import random_calls
 from interpreted import INTERPRETED, prepare_row_kernels
 from random_calls import Call
-from reference import make_case, run_inside
+from reference import make_case, results_of, run_inside
 from test_kl_divergence import check_call
 from test_pointwise import FUNCTIONS
 from thunder_flce import Options, linear_cross_entropy
@@ -134,9 +134,7 @@ def test_no_operations_beside_the_kernels(settings, of_rows, as_on_a_gpu, monkey
         monkeypatch.setattr(module, "launch", launch)
     case = make_case(tokens=5)
     with _Operations() as seen:
-        loss = linear_cross_entropy(
-            case.x, case.weight, case.target, options=Options(ignored_rows="compute"), **settings
-        )
+        loss = results_of(case, options=Options(ignored_rows="compute"), **settings)
     seen.names.remove("_assert_async")
     assert not seen.names
     (loss if isinstance(loss, torch.Tensor) else loss[0]).backward()

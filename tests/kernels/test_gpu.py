@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import thunder_flce
 from reference import assert_as_exact_as_eager, captured, error, make_case, ours, truth
@@ -206,9 +207,7 @@ def test_cuda_graph_of_each_backend(backend):
 def test_gradients_accumulate_in_cuda_graphs():
     """Into memory of their own: PyTorch refuses to add to what a graph has returned, and may overwrite."""
     torch.manual_seed(0)
-    module = torch.nn.Sequential(
-        torch.nn.Embedding(1009, 64), torch.nn.Linear(64, 64), torch.nn.Linear(64, 1009)
-    ).cuda()
+    module = nn.Sequential(nn.Embedding(1009, 64), nn.Linear(64, 64), nn.Linear(64, 1009)).cuda()
     tokens, labels = torch.randint(1009, (2, 2, 4, 75), device="cuda")
 
     def loss(tokens, labels):

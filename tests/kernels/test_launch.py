@@ -45,10 +45,8 @@ def _compiled_for(kernel, *launches):
 def test_what_triton_compiles_anew_for(kernel):
     z, vector = torch.zeros(64), torch.zeros(64)
     assert _compiled_for(kernel, ([z, vector], 5), ([z[4:], vector[4:]], 2**31 - 1), ([z, vector], -(2**31))) == 1
-    assert kernel.ran == [
-        (z[4:].data_ptr(), vector[4:].data_ptr(), 2**31 - 1, 8),
-        (z.data_ptr(), vector.data_ptr(), -(2**31), 8),
-    ]
+    pointers = [[each.data_ptr() for each in of] for of in ((z[4:], vector[4:]), (z, vector))]
+    assert kernel.ran == [(*pointers[0], 2**31 - 1, 8), (*pointers[1], -(2**31), 8)]
     of_other_tensors = ([z.half(), vector], 5), ([z[1:], vector], 5), ([z, None], 5)
     others = (*of_other_tensors, ([z, vector], 2**31), ([z, vector], -(2**31) - 1))
     assert [_compiled_for(kernel, other) for other in others] == [2, 3, 4, 5, 5]

@@ -54,9 +54,8 @@ def _run(translation, dtype, ignore_index, reduction, *tensors):
     rows, vocab = next(tensor.shape for tensor in tensors if tensor.ndim == 2)
     settings = {"rows": rows, "vocab": vocab, "ignore_index": ignore_index, "reduction": reduction}
     with FusionDefinition() as fd:
-        inputs = [
-            fd.define_tensor(shape=list(t.shape), contiguity=[True] * t.ndim, dtype=types[t.dtype]) for t in tensors
-        ]
+        sizes = [{"shape": list(t.shape), "contiguity": [True] * t.ndim} for t in tensors]
+        inputs = [fd.define_tensor(**of, dtype=types[t.dtype]) for of, t in zip(sizes, tensors, strict=True)]
         outputs = translation(fd, *inputs, dtype=DTYPES[dtype], **settings)
         for output in outputs if isinstance(outputs, tuple) else (outputs,):
             fd.add_output(output)

@@ -98,9 +98,8 @@ class Rows:
         uniform, entropy, class_weight = given
         # Of a size that makes gradients about 1.
         vectors = [vocab * torch.randn(rows, device=device), *torch.randn(3, rows, device=device)]
-        self.coefficients = RowCoefficients(
-            *vectors[:2], vectors[2] if uniform else None, vectors[3] if entropy else None
-        )
+        given = vectors[2] if uniform else None, vectors[3] if entropy else None
+        self.coefficients = RowCoefficients(*vectors[:2], *given)
         self.class_weight = torch.rand(vocab, device=device) if class_weight else None
         self.exact = Exact(self.z.double(), logit_map)
 

@@ -253,9 +253,8 @@ def vectors(dtype):
         loss = Loss(reduction=reduction, z_loss=1e-4, outputs=("log_prob", "log_sum_exp"))
         found = triton_vectors.prepare(Call(tensors=tensors, loss=loss), upstream=torch.ones(()), ordered=True)
         of = RowStatistics(vector(), vector())
-        triton_vectors.finish(
-            loss, of, vector(dtype), weight=found.weight, at_target=found.at_target, divisors=found.divisors
-        )
+        others = {"weight": found.weight, "at_target": found.at_target, "divisors": found.divisors}
+        triton_vectors.finish(loss, of, vector(dtype), **others)
     gradients = [torch.empty(2**16, dtype=dtype) for _ in range(3)]
     triton_vectors.scale_(gradients, torch.ones(()), torch.ones(2, dtype=torch.int64), torch.ones(()))
 

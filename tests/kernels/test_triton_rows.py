@@ -217,9 +217,8 @@ def test_functions(name):
         return
     loss = Loss(token_loss=token_loss_of(function, inputs))
     call = Call(tensors={"input": torch.empty(ROWS, 0)}, loss=loss)
-    ops = SimpleNamespace(
-        call=SimpleNamespace(loss=loss, whole_vocab=V, row_dtype=call.row_dtype), logit_map=lambda z: z
-    )
+    call = SimpleNamespace(loss=loss, whole_vocab=V, row_dtype=call.row_dtype)
+    ops = SimpleNamespace(call=call, logit_map=lambda z: z)
     sums = {"expected": expected, "shifted_sum": V * (expected - 1)}
     found = RowResults(RowStatistics(row_max, log_sum), z_y, {name: sums[name] for name in loss.moments})
     value, coefficients = row_loss.token_loss(ops, found, inputs, s)

@@ -87,9 +87,8 @@ CASES = [
 def live(monkeypatch):
     """Row work in PyTorch takes memory for some rows at a time, which other row kernels do not: it does not count."""
     live, divergence_for = LiveBytes(), dispatch.divergence_for
-    monkeypatch.setattr(
-        dispatch, "divergence_for", lambda *a, **of: _called_within(live.paused, divergence_for(*a, **of))
-    )
+    paused = lambda *a, **of: _called_within(live.paused, divergence_for(*a, **of))  # noqa: E731
+    monkeypatch.setattr(dispatch, "divergence_for", paused)
     for method in ROW_METHODS:
         monkeypatch.setattr(TorchRowKernels, method, _called_within(live.paused, getattr(TorchRowKernels, method)))
     return live

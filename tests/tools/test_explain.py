@@ -222,9 +222,8 @@ def test_missing_row_kernels(monkeypatch):
         for row_kernels in ("auto", "torch"):
             jitted = thunder_flce.jit(programs.litgpt, options=Options(row_kernels=row_kernels))
             with FakeTensorMode():
-                compile_only(
-                    jitted, programs.arguments(programs.litgpt, programs.Sizes(), device="cuda", dtype=torch.bfloat16)
-                )
+                of = {"device": "cuda", "dtype": torch.bfloat16}
+                compile_only(jitted, programs.arguments(programs.litgpt, programs.Sizes(), **of))
             text = str(thunder_flce.explain(jitted))
             if row_kernels == "auto":
                 assert "Triton (pip install triton)" in text and "PyTorch runs their share" in text

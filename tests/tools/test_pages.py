@@ -12,10 +12,8 @@ from test_targets import CHIPS
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-PAGES = [
-    *ROOT.glob("*.md"),
-    *(page for name in ("docs", "examples", "lab", "traces") for page in (ROOT / name).rglob("*.md")),
-]
+FOLDERS = ("docs", "examples", "lab", "traces")
+PAGES = [*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))]
 
 
 def test_snippets_of_readme_run(tmp_path, capsys):
