@@ -13,7 +13,7 @@ from thunder_flce.operation.call import named_tensors
 from thunder_flce.options import FIELDS, OPTIONS, Options, as_options
 from thunder_flce.ranks import on_ranks
 from thunder_flce.token_losses import token_loss_of
-from thunder_flce.vocab_parallel import ONLY_EAGER, VocabParallel, as_literal, has_dtensor, refuse
+from thunder_flce.vocab_parallel import ONLY_EAGER, VocabParallel, as_literal, has_dtensor, tell
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
@@ -182,6 +182,7 @@ def linear_cross_entropy(
         if parallel is not None or has_dtensor([*tensors.values()]):
             call = on_ranks(tensors, loss, options, parallel=parallel)
     except Exception as error:
-        refuse(error, parallel, input, linear_weight)
+        tell(error, parallel, linear_weight)
+        raise
     results = call()
     return tuple(results) if outputs else results[0]

@@ -30,7 +30,7 @@ def on_ranks(
 ) -> Callable[[], Sequence[Tensor]]:
     """What runs a call, from tensors by name, not checked yet, and gives the loss and its outputs.
 
-    Errors that are raised here are of this rank alone, to be told by `refuse`; what is returned begins with the
+    Errors that are raised here are of this rank alone, and `tell` tells the others; what is returned begins with the
     agreement of the ranks.
     """
     if parallel is None:
@@ -49,19 +49,20 @@ def on_ranks(
 
             own[name] = local_weight(name, value, parallel)
     agree = agreement_on(parallel, own, loss=loss, options=options)
-    run_part = _run_averaged if parallel.data_parallel else run
 
     def run_agreed() -> Sequence[Tensor]:
         agreement = agree()
         if is_dtensor(weight := own.get("weight")):
             own["weight"] = weight.full_tensor()
-        return run_part(own, loss, options, ranks=agreement)
+        if parallel.data_parallel:
+            return _run_averaged(own, loss, options, agreement=agreement)
+        return run(own, loss, options, ranks=agreement)
 
     return run_agreed
 
 
 def _run_averaged(
-    tensors: Mapping[str, Any], loss: Loss, options: Options, *, ranks: Agreement
+    tensors: Mapping[str, Any], loss: Loss, options: Options, *, agreement: Agreement
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The loss and its outputs with `VocabParallel.data_parallel`, of what the ranks have agreed on.
 
@@ -69,9 +70,9 @@ def _run_averaged(
     mean over ranks of their losses. That is a call with `sequence_parallel`, once all ranks have as many tokens: to
     those with fewer, ignored ones are added.
     """
-    check_call(tensors, loss=loss, vocab=ranks.weight_rows)
-    shape, number_of_ranks = tensors["input"].shape[:-1], ranks.shard.ranks
-    count, most = shape.numel(), ranks.most_tokens
+    check_call(tensors, loss=loss, vocab=agreement.weight_rows)
+    shape, ranks = tensors["input"].shape[:-1], agreement.shard.ranks
+    count, most = shape.numel(), agreement.most_tokens
 
     def padded(name: str, tensor: Any) -> Any:
         """(most, ...) where the tensor has this rank's tokens."""
@@ -85,16 +86,16 @@ def _run_averaged(
     changed = {name: padded(name, tensor) for name, tensor in tensors.items()}
     # The mean over the ranks divides by their number, too.
     if loss.reduction == "sum":
-        loss, changed["num_items"] = loss_of(**asdict(loss) | {"reduction": "mean"}), float(number_of_ranks)
+        loss, changed["num_items"] = loss_of(**asdict(loss) | {"reduction": "mean"}), float(ranks)
     elif (number := changed.get("num_items")) is not None:
-        changed["num_items"] = (number.double() if isinstance(number, Tensor) else number) * number_of_ranks
+        changed["num_items"] = (number.double() if isinstance(number, Tensor) else number) * ranks
 
     def own(result: Tensor) -> Tensor:
         """Of a result with one number a token, those of this rank's tokens."""
         if not result.ndim:
             return result
         if result.requires_grad:
-            result.register_hook(lambda grad: grad / number_of_ranks)
+            result.register_hook(lambda grad: grad / ranks)
         return result[:count].reshape(shape)
 
-    return tuple(map(own, run(changed, loss, options, ranks=ranks)))
+    return tuple(map(own, run(changed, loss, options, ranks=agreement)))

@@ -12,7 +12,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from importlib.metadata import version
 from typing import Any
 from unittest import mock
 
@@ -46,7 +45,8 @@ def _register() -> None:
         import thunder_flce.graph.plugin  # noqa: F401
     except Exception as error:
         # thunder itself is fine, so its import, or ours, must not fail.
-        problem = f"{version('lightning-thunder')} fails with {type(error).__name__}: {error}"
+        this = getattr(sys.modules["thunder"], "__version__", "this one")
+        problem = f"{this} fails with {type(error).__name__}: {error}"
         message = f"thunder_flce works with lightning-thunder {THUNDER_VERSIONS}; {problem}"
         warnings.warn(message, stacklevel=2)
 

@@ -163,7 +163,7 @@ def _have_dynamo_trace_functions() -> None:
         return operand.call_method(tx, "__invert__", [], {}) if is_ours else None
 
     def has_attribute(self: Any, tx: Any, name: str) -> Any:
-        return ConstantVariable.create(name == self.attr_to_trace)
+        return ConstantVariable.create(hasattr(self.wrapper_obj, name))
 
     if not hasattr(BuiltinVariable, "call_invert"):
         BuiltinVariable.call_invert = call_invert  # type: ignore[attr-defined]

@@ -200,7 +200,7 @@ def agreement_on(
     """What has all ranks agree on a call, each with its own description of it.
 
     It gives the `Agreement`: which rank has which part of the vocabulary, once it is clear that all mean the same call.
-    Until it is called, an error is of this rank alone, to be told by `refuse`.
+    Until it is called, an error is of this rank alone, which `tell` tells the others.
 
     Args:
         parallel: the ranks.
@@ -256,16 +256,15 @@ def _memory_first(device: Device) -> tuple[int, str]:
     return device.memory or 0, repr(device)
 
 
-def refuse(error: Exception, parallel: VocabParallel | None, input: Any, weight: Any) -> NoReturn:
-    """Raises an error of this rank's arguments, once the ranks that are about to agree know of it."""
+def tell(error: Exception, parallel: VocabParallel | None, weight: Any) -> None:
+    """Tells the ranks that are about to agree of an error of this rank's arguments, which they raise then."""
     group = None if parallel is None else parallel.process_group
-    if group is None and is_dtensor(input) and is_dtensor(weight):
+    if group is None and is_dtensor(weight):
         at = next((at for at, placement in enumerate(weight.placements) if placement.is_shard(0)), None)
         group = None if at is None else weight.device_mesh.get_group(at)
     if group is not None and torch._guards.detect_fake_mode() is None and not _is_capturing(group):
         _told_by_all(group, _Told(digest=_digest(str(error))))
         _words_of_all(group, str(error))
-    raise error
 
 
 # What ranks exchange.

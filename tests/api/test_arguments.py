@@ -1,5 +1,9 @@
 """Bad input gets an error that names the argument: eagerly and when a program is traced."""
 
+import contextlib
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -150,3 +154,15 @@ def test_traced(change, exception, message):
     jitted = thunder_flce.jit(lambda *tensors: linear_cross_entropy(*tensors, **settings))
     with pytest.raises(exception, match=message):
         jitted(*tensors)
+
+
+def test_an_error_keeps_no_operand_alive():
+    """Its traceback goes with it, and no cycle waits for Python's collector."""
+    x = torch.zeros(3, 8)
+    gone = weakref.ref(x)
+    gc.disable()
+    with contextlib.suppress(TypeError):
+        linear_cross_entropy(x, torch.zeros(5, 8), torch.zeros(3).long(), options=3)
+    del x
+    assert gone() is None
+    gc.enable()

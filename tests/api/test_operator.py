@@ -151,6 +151,9 @@ def test_numbers_that_change_between_calls(name, kind):
         settings = {name: kind(number)} if name == "num_items" else {}
         assert_right(compiled(case, kind(number)), case, **settings)
     assert counter.frame_count == 2
+    # Dynamo has an error of its own around ours.
+    with pytest.raises(Exception, match=f"{name} must"):
+        compiled(make_case(), kind(-1) if name == "num_items" else kind(0))
 
 
 # The caches on disk know programs by their operators, and not by what these are lowered to.

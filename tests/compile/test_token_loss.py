@@ -89,6 +89,10 @@ def test_functions_that_are_compiled_or_break_the_graph(function, fullgraph):
     is_whole = fullgraph and function is not breaking
     step = program if fullgraph is None else torch.compile(program, backend="aot_eager", fullgraph=is_whole)
     torch.testing.assert_close(*(run(each, (hidden, weight)) for each in (step, written_out)))
+    # What other programs ask of functions is as before.
+    cached = functools.lru_cache(maxsize=1)(plain)
+    asks = torch.compile(lambda x: x + 1 if hasattr(cached, "cache_clear") else x, backend="eager")
+    assert asks(torch.zeros(1)) == 1
 
 
 @pytest.mark.parametrize("settings, error, match", [

@@ -217,7 +217,7 @@ _FINITE: _Rule = ("be finite", math.isfinite)
 _NUMBER_OR_TENSOR = "a number or a tensor without dimensions"
 _SCALAR_RULES: dict[str, _Rule] = {
     "num_items": ("be finite and not negative", lambda x: 0 <= x < math.inf),
-    "expected_gradient": ("be finite and not 0", lambda x: math.isfinite(x) and x != 0),
+    "expected_gradient": ("be finite and not 0", lambda x: -math.inf < x < math.inf and x != 0),
 }
 
 
@@ -231,6 +231,7 @@ def _check_number(name: str, value: Any, *rules: _Rule, kind: type = Real, what:
     if kind is Real and isinstance(value, int) and not _fits_64_bits(value):
         raise ValueError(f"{name} must be a float or fit 64 bits, but is an int of {value.bit_length()} bits")
     for expected, is_right in rules:
-        # The value of a proxy is not known.
-        if isinstance(value, Real) and not is_right(value):
+        # The value of a proxy is not known, nor that of a symbol which stands for what a tensor holds.
+        is_known = value.node.has_hint() if is_symbol else isinstance(value, Real)
+        if is_known and not is_right(value):
             raise ValueError(f"{name} must {expected}, but got {value}")
