@@ -182,8 +182,7 @@ def losses() -> str:
     """Other losses than the mean, at Llama 3.1 8B's head."""
     lines, listed = [], rows("losses.jsonl")
     for name, loss in LOSSES.items():
-        # Of two rows of a method, that of the process with most methods, which comes first.
-        found = {row["method"]: row for row in listed[::-1] if row["frozen"] == name.endswith("frozen head")}
+        found = {row["method"]: row for row in listed if row["frozen"] == name.endswith("frozen head")}
         cells = []
         for ways in WAYS.values():
             row = next((found[key] for way in ways if (key := f"{loss}, {way}") in found), None)
