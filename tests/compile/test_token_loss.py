@@ -89,9 +89,16 @@ def test_functions_that_are_compiled_or_break_the_graph(function, fullgraph):
     is_whole = fullgraph and function is not breaking
     step = program if fullgraph is None else torch.compile(program, backend="aot_eager", fullgraph=is_whole)
     torch.testing.assert_close(*(run(each, (hidden, weight)) for each in (step, written_out)))
-    # What other programs ask of functions is as before.
+
+
+@needs_dynamo
+def test_other_programs_find_what_functions_have():
+    """After a loss that torch.compile has compiled, for which Dynamo looks at functions in another way."""
     cached = functools.lru_cache(maxsize=1)(plain)
-    asks = torch.compile(lambda x: x + 1 if hasattr(cached, "cache_clear") else x, backend="eager")
+    hidden, weight, labels, old = torch.randn(N, H), torch.randn(V, H), torch.randint(V, (N,)), torch.rand(N)
+    loss = {"token_loss": torch.compile(plain), "token_inputs": (old,)}
+    torch.compile(lambda: linear_cross_entropy(hidden, weight, labels, **loss), backend="eager", fullgraph=True)()
+    asks = torch.compile(lambda x: x + 1 if hasattr(cached, "cache_clear") else x, backend="eager", fullgraph=True)
     assert asks(torch.zeros(1)) == 1
 
 
