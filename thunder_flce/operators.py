@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
+from torch.utils.flop_counter import register_flop_formula
 
 from thunder_flce.device import TILE_ROWS, Device
 from thunder_flce.engine import engine
 from thunder_flce.engine.choose import choose
 from thunder_flce.engine.collectives import gathered
 from thunder_flce.engine.engine import Saved
-from thunder_flce.engine.plan import Plan
+from thunder_flce.engine.plan import RECOMPUTE_LOGITS, Plan
 from thunder_flce.engine.primitives import Primitives, Region
 from thunder_flce.engine.row_loss import UpstreamGradients
 from thunder_flce.engine.rows import remember
@@ -289,6 +290,30 @@ define(
     _backward,
     _backward_fake,
 )
+
+
+def _flops(known: Settings, tensors: Sequence[Tensor], *, logits: bool, gradients: bool) -> int:
+    """What FlopCounterMode counts: two operations a product, for the tokens that are ignored, too."""
+    call = known.call(tensors)
+    linears = [*call.linears, *([("teacher_input", "teacher_weight")] if call.loss.divergence is not None else [])]
+    products = [
+        (logits + gradients * sum(name in call.needs_grad for name in linear)) * call.tensors[linear[0]].shape[-1]
+        for linear in linears
+    ]
+    return 2 * call.tokens * call.vocab * sum(products)
+
+
+@register_flop_formula(torch.ops.thunder_flce.linear_cross_entropy, get_raw=True)
+def _forward_flops(tensors: list[Tensor], settings: str, **_: Any) -> int:
+    known = Settings.parse(settings)
+    return _flops(known, tensors, logits=True, gradients=known.plan.finishes_in_forward)
+
+
+@register_flop_formula(torch.ops.thunder_flce.linear_cross_entropy_backward, get_raw=True)
+def _backward_flops(upstream: Any, saved: Any, tensors: list[Tensor], settings: str, **_: Any) -> int:
+    known = Settings.parse(settings)
+    recomputes = known.plan.strategy == RECOMPUTE_LOGITS
+    return _flops(known, tensors, logits=recomputes, gradients=not known.plan.finishes_in_forward)
 
 
 PLAIN = (Tensor, torch.nn.Parameter)

@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_map
+from torch.utils.flop_counter import FlopCounterMode
 
 from reference import (
     Case,
@@ -449,3 +450,14 @@ def test_settings_of_another_schema():
     assert schema in str(settings) and Settings.parse(str(settings)) == settings
     with pytest.raises(ValueError, match="exported with another version of thunder_flce"):
         Settings.parse(str(settings).replace(schema, "'schema': 0"))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(("strategy", "matmuls"), [("gradients_in_forward", 3), ("recompute_logits", 4)])
+def test_operations_are_counted(device: str, strategy: str, matmuls: int) -> None:
+    """As people measure a model's, and litgpt does on the meta device."""
+    x, w = (torch.randn(size, 16, device=device, requires_grad=True) for size in (30, 50))
+    y = torch.zeros(30, dtype=torch.int64, device=device)
+    with FlopCounterMode(display=False) as counter:
+        linear_cross_entropy(x, w, y, options=Options(strategy=strategy)).backward()
+    assert counter.get_total_flops() == matmuls * 2 * 30 * 50 * 16
