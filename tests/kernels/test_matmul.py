@@ -390,3 +390,13 @@ def test_only_a_known_cublaslt_is_called(version, platform_has_it, name, monkeyp
         monkeypatch.delattr(cublaslt.os, "RTLD_NOLOAD")
     assert cublaslt.library_name() == name
     assert cublaslt.loaded.__wrapped__() is None and opened == ([name] if name else [])
+
+
+@pytest.mark.gpu
+def test_one_column_beyond_32_bits():
+    """Such as the last one of 128257, in memory of more than 2³¹ elements."""
+    rows, stride = 20000, 128320
+    x, weight = _randn(rows, 8), _randn(1, 8)
+    out = torch.empty(rows, stride, dtype=B16, device="cuda")[:, 128256:128257]
+    matmul.logits_(out, x, weight)
+    torch.testing.assert_close(out, x @ weight.t())

@@ -171,6 +171,12 @@ def _multiply(
         # On a CPU, PyTorch takes the elements of 16-bit matrices of one row or one column as if they lay side by side
         # (torch 2.8 and 2.10), which the last chunk's only row of a transposed input does not.
         a, b = a.contiguous() if 1 in a.shape else a, b.contiguous() if 1 in b.shape else b
+    elif out.shape[1] == 1 and out.shape[0] * out.stride(0) >= 2**31 and not out.is_contiguous():
+        # One column that goes on beyond so many elements, cuBLAS writes elsewhere (CUDA 13.0).
+        column = out.contiguous()
+        _multiply(column, a, b, bias=bias, accumulate=accumulate)
+        out.copy_(column)
+        return
     if bias is not None:
         _multiply_with_bias(out, a, b, bias=bias)
         return
