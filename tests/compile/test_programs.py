@@ -257,6 +257,13 @@ def slices_of_losses(h, w, y, a, m):
 
 
 @expect(IN_FORWARD)
+def tokens_that_are_all_ignored(h, w, y, a, m):
+    """The mean is NaN, and their gradients are 0."""
+    none = torch.zeros_like(m)
+    return (losses(h, w, torch.where(none > 0, y, -100)).exp() * none).sum() / none.sum()
+
+
+@expect(IN_FORWARD)
 def rows_as_many_as_labels(h, w, y, a, m):
     """Their numbers have the symbol of the labels' length, and may be given by name."""
     x = F.linear(h[0], w).log_softmax(-1)

@@ -154,8 +154,8 @@ def token_loss(
     def times(name: str) -> Tensor | None:
         # Of one column, the log-probability and the entropy are 0, whatever exponentials round to.
         derivative = None if columns == 1 and name in ("log_prob", "entropy") else derivatives[name]
-        # The derivative may be infinite in a row without an upstream gradient.
-        return None if derivative is None else torch.where(s == 0, 0.0, s * derivative)
+        # Of the two factors, the one may be infinite or NaN where the other is 0, as in a row that is ignored.
+        return None if derivative is None else torch.where((s == 0) | (derivative == 0), 0.0, s * derivative)
 
     g_p, g_e, g_l, g_u = map(times, VARIABLES)
     one_hot = torch.zeros_like(s) if g_p is None else -g_p

@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
@@ -97,6 +98,12 @@ class _Written:
         return f'float("{text}")' if text in ("inf", "nan") else f'-float("{text[1:]}")' if text == "-inf" else text
 
 
+@triton.jit
+def _product(upstream, derivative):
+    """Of the two, the one may be infinite or NaN where the other is 0, as in a row that is ignored."""
+    return tl.where((upstream == 0.0) | (derivative == 0.0), 0.0, upstream * derivative)
+
+
 _KERNEL = """
 def token_kernel(
     row_max, row_log_sum, z_y, expected, shifted_sum, s, {inputs}value, probability, one_hot, uniform, of_entropy,
@@ -118,16 +125,15 @@ def token_kernel(
     {loads}
     {statements}
     tl.store(value + number, loss, mask=is_row)
-    # A derivative may be infinite in a row without an upstream gradient.
     upstream = tl.load(s + number, mask=is_row, other=0.0)
-    of_log_prob = tl.where(upstream == 0.0, 0.0, upstream * ({d_log_prob}))
-    share = tl.where(upstream == 0.0, 0.0, upstream * ({d_log_sum_exp})) - of_log_prob
+    of_log_prob = _product(upstream, {d_log_prob})
+    share = _product(upstream, {d_log_sum_exp}) - of_log_prob
     if of_entropy is not None:
-        factor = tl.where(upstream == 0.0, 0.0, upstream * ({d_entropy}))
+        factor = _product(upstream, {d_entropy})
         share += factor * (log_sum - entropy)
         tl.store(of_entropy + number, factor, mask=is_row)
     if uniform is not None:
-        factor = tl.where(upstream == 0.0, 0.0, upstream * ({d_mean_logit}))
+        factor = _product(upstream, {d_mean_logit})
         tl.store(uniform + number, -factor / columns, mask=is_row)
     tl.store(probability + number, share, mask=is_row)
     tl.store(one_hot + number, -of_log_prob, mask=is_row)
@@ -161,7 +167,8 @@ def kernel_for(
     # Triton reads the source of what it compiles where Python does.
     file = f"<token loss {abs(hash(source))}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    scope: dict[str, Any] = {"tl": tl, "libdevice": libdevice, "_logits": _logits, "__name__": __name__}
+    scope: dict[str, Any] = {each.__name__: each for each in (_logits, _product)}
+    scope |= {"tl": tl, "libdevice": libdevice, "__name__": __name__}
     exec(compile(source, file, "exec"), scope)  # noqa: S102 (made of the expressions above)
     jitted = kernel(0, "rows", "columns")(scope["token_kernel"])
     settings = {"SCALE": logit_map.scale, "SOFTCAP": logit_map.softcap, "BLOCK": _BLOCK, "threads": _THREADS}
