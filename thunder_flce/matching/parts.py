@@ -95,7 +95,7 @@ def parts_of(known: Interpreter) -> list[Part]:
         rows, key=lambda each: (each.row.labels is None, each.row.ignore_index is None, each.op.position)
     ):
         row = result.row
-        part = next((each for each in parts if _takes(each, result, row)), None)
+        part = next((each for each in parts if _takes(each, row)), None)
         if part is None:
             part = Part(row.logits, row.labels, row.class_weight)
             parts.append(part)
@@ -105,9 +105,8 @@ def parts_of(known: Interpreter) -> list[Part]:
     return sorted(parts, key=lambda part: part.first.position)
 
 
-def _takes(part: Part, result: Result, row: Row) -> bool:
+def _takes(part: Part, row: Row) -> bool:
     """Whether a part can give another number of its rows, too: of all of them, with its labels."""
     if part.logits != row.logits or part.class_weight is not None or row.ignore_index is not None:
         return False
-    # Without a gradient, to compute the logits once more takes as long, and the ignored rows of a loss stay out.
-    return row.labels in (None, part.labels) and (result.tensor.needs_grad or part.ignore_index == NOTHING_IGNORED)
+    return row.labels in (None, part.labels)
