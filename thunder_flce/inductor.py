@@ -1,9 +1,9 @@
-"""How Inductor multiplies a finished gradient by the upstream gradient: in place, or together with what follows.
+"""What the backward of a program that Inductor compiles does in place.
 
-Compiled programs say `scale_gradient`, which returns a new tensor. Inductor knows whether it may
-overwrite the finished gradient, which nobody but the backward reads: it then calls `scale_gradient_` for a large one,
-and for a factor of 1 that ends before it touches memory. That saves a read and a write of the weight's gradient, 0.4 of
-39 ms at Llama 3.1 8B's head.
+Operators in programs return new tensors. Inductor knows what nobody but the backward reads, so that it may be
+overwritten. With saved logits, their gradient then takes no memory of its own. A finished gradient is multiplied by the
+upstream gradient in place if it is large, and for a factor of 1 that ends before it touches memory, which saves a read
+and a write of the weight's gradient, 0.4 of 39 ms at Llama 3.1 8B's head; a small one together with what follows.
 """
 
 import sys
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from thunder_flce.engine.kernels.scaling import scaled_gradients
-from thunder_flce.operators import define
+from thunder_flce.operators import MOST_IN_PLACE, Settings, define
 
 _LARGE = 2**23
 """Elements from which a launch of its own costs less than reading and writing them."""
@@ -25,9 +25,6 @@ def _scaled(gradient: Tensor, factor: Tensor, valid_count: Tensor) -> Tensor:
 
 
 def _scaled_fake(gradient: Tensor, factor: Tensor, valid_count: Tensor) -> Tensor:
-    # Each program with the operator runs this before Inductor sees it.
-    if "torch._inductor.graph" in sys.modules:
-        _register_lowering()
     return torch.empty_like(gradient, memory_format=torch.contiguous_format)
 
 
@@ -42,17 +39,40 @@ define(
 scale_gradient = torch.ops.thunder_flce.scale_gradient
 
 
+def register_lowerings() -> None:
+    """Tells Inductor, if it is there: each backward that is traced runs this before Inductor sees it."""
+    # Its import takes seconds.
+    if "torch._inductor.graph" in sys.modules:
+        _register_lowerings()
+
+
 @cache
-def _register_lowering() -> None:
-    """Not at the import of this module: that of Inductor takes seconds."""
+def _register_lowerings() -> None:
     from torch._inductor import ir
     from torch._inductor.lowering import mul, register_lowering, to_dtype, where
 
+    def may_overwrite(tensor: Any) -> bool:
+        return isinstance(tensor.data, ir.StorageBox) and isinstance(tensor.data.data, ir.DonatedBuffer)
+
+    operator = torch.ops.thunder_flce.linear_cross_entropy_backward
+    in_place = torch.ops.thunder_flce.linear_cross_entropy_backward_
+
+    @register_lowering(operator.default, type_promotion_kind=None)
+    def lower_backward(upstream: Any, saved: Any, tensors: Any, settings: str) -> Any:
+        known, create = Settings.parse(settings), ir.FallbackKernel.create
+        at, count = known.logits_position, len(known.needs_grad)
+        found: Any
+        if at is not None and count <= MOST_IN_PLACE and may_overwrite(saved[at]):
+            others = [*saved[:at], *saved[at + 1 :]]
+            found = create(in_place.default, upstream, saved[at], others, tensors, settings)
+        else:
+            found = create(operator.default, upstream, saved, tensors, settings)
+        return [ir.TensorBox.create(each) for each in found[:count]]
+
     @register_lowering(torch.ops.thunder_flce.scale_gradient.default, type_promotion_kind=None)
-    def lower(gradient: Any, factor: Any, valid_count: Any) -> Any:
+    def lower_scale(gradient: Any, factor: Any, valid_count: Any) -> Any:
         size = gradient.get_numel()
-        is_large = size.is_number and size >= _LARGE
-        if is_large and isinstance(gradient.data, ir.StorageBox) and isinstance(gradient.data.data, ir.DonatedBuffer):
+        if size.is_number and size >= _LARGE and may_overwrite(gradient):
             ir.FallbackKernel.create(torch.ops.thunder_flce.scale_gradient_.default, gradient, factor, valid_count)
             return gradient
         dtype = gradient.get_dtype()

@@ -34,7 +34,7 @@ from thunder_flce.operation.shard import Shard
 from thunder_flce.options import Options
 from thunder_flce.vocab_parallel import VocabParallel, agreed_call
 
-_SCHEMA = 4
+_SCHEMA = 5
 """Of the settings. PyTorch keeps compiled graphs on disk, and finds them by their arguments, not by what an operator
 takes."""
 
@@ -128,6 +128,11 @@ class Settings:
         names = self.result_names[1 + len(self.loss.outputs) :]
         return (*names, "entropy") if "entropy" in self.loss.differentiable_outputs else names
 
+    @property
+    def logits_position(self) -> int | None:
+        """Where the logits are among what the backward reads."""
+        return self.saved_names.index("logits") if "logits" in self.saved_names else None
+
 
 @lru_cache(maxsize=1024)
 def _written(settings: Settings) -> str:
@@ -190,7 +195,7 @@ def backward(
     ops = _primitives(settings, tensors)
     if ops.plan.finishes_in_forward:
         known["dX"] = known["dX"].reshape(ops.call.tensors["input"].shape)
-    elif "logits" in known and not (may_overwrite or ops.plan.keeps_logits) and known["logits"].dtype == ops.call.dtype:
+    elif "logits" in known and not may_overwrite and known["logits"].dtype == ops.call.dtype:
         known["logits"] = known["logits"].clone()
     of_results = UpstreamGradients(**dict(zip(settings.upstream_names, upstream, strict=True)))
     found = engine.backward(ops, Saved(**known), of_results)
@@ -207,7 +212,7 @@ def _planned(settings: Settings, tensors: Sequence[Tensor]) -> tuple[Call, Plan]
         call, device = agreed_call(call, settings.vocab_parallel, options or Options())
     plan = settings.plan
     if options is not None:
-        plan = plan_for(call, options, device=device, in_program=True)
+        plan = plan_for(call, options, device=device)
     return gathered(call), plan
 
 
@@ -220,13 +225,13 @@ def planned_tokens(tokens: int) -> int:
     return tokens if tokens <= _FEW_TOKENS else -(-tokens // TILE_ROWS) * TILE_ROWS
 
 
-def plan_for(call: Call, options: Options, *, device: Device | None = None, in_program: bool = False) -> Plan:
+def plan_for(call: Call, options: Options, *, device: Device | None = None) -> Plan:
     """The plan for a call, or for one of up to 127 more tokens; for a divided vocabulary, on the device agreed on.
 
-    The same whichever calls came before. `in_program` is as for `choose`.
+    The same whichever calls came before.
     """
     call = call.specs(tokens=planned_tokens(call.own_tokens))
-    return _plan(call, options, device or Device.of(call.device), in_program=in_program)
+    return _plan(call, options, device or Device.of(call.device))
 
 
 _plan = lru_cache(maxsize=4096)(choose)
@@ -265,6 +270,23 @@ def _backward(upstream: list[Tensor | None], saved: list[Tensor], tensors: list[
     return backward(Settings.parse(settings), upstream, saved, tensors, may_overwrite=False)
 
 
+def _backward_in_place(
+    upstream: list[Tensor | None], logits: Tensor, saved: list[Tensor], tensors: list[Tensor], settings: str
+) -> tuple[Tensor, ...]:
+    """Overwrites the logits. They stand apart from what else is saved."""
+    known = Settings.parse(settings)
+    at = known.logits_position
+    return _padded(backward(known, upstream, [*saved[:at], logits, *saved[at:]], tensors, may_overwrite=True))
+
+
+MOST_IN_PLACE = 3
+"""Gradients: Inductor takes no operator that changes an argument and returns a list."""
+
+
+def _padded(gradients: list[Tensor]) -> tuple[Tensor, ...]:
+    return *gradients, *(gradients[0].new_empty(0) for _ in range(MOST_IN_PLACE - len(gradients)))
+
+
 def _backward_fake(
     upstream: list[Tensor | None], saved: list[Tensor], tensors: list[Tensor], settings: str
 ) -> list[Tensor]:
@@ -290,6 +312,13 @@ define(
     _backward,
     _backward_fake,
 )
+define(
+    "linear_cross_entropy_backward_",
+    "(Tensor?[] upstream, Tensor(a!) logits, Tensor[] saved, Tensor[] tensors, str settings)"
+    " -> (Tensor, Tensor, Tensor)",
+    _backward_in_place,
+    lambda upstream, logits, *others: _padded(_backward_fake(upstream, *others)),
+)
 
 
 def _flops(known: Settings, tensors: Sequence[Tensor], *, logits: bool, gradients: bool) -> int:
@@ -309,11 +338,14 @@ def _forward_flops(tensors: list[Tensor], settings: str, **_: Any) -> int:
     return _flops(known, tensors, logits=True, gradients=known.plan.finishes_in_forward)
 
 
-@register_flop_formula(torch.ops.thunder_flce.linear_cross_entropy_backward, get_raw=True)
-def _backward_flops(upstream: Any, saved: Any, tensors: list[Tensor], settings: str, **_: Any) -> int:
-    known = Settings.parse(settings)
+@register_flop_formula(
+    [torch.ops.thunder_flce.linear_cross_entropy_backward, torch.ops.thunder_flce.linear_cross_entropy_backward_],
+    get_raw=True,
+)
+def _backward_flops(*given: Any, **_: Any) -> int:
+    known = Settings.parse(given[-1])
     recomputes = known.plan.strategy == RECOMPUTE_LOGITS
-    return _flops(known, tensors, logits=recomputes, gradients=not known.plan.finishes_in_forward)
+    return _flops(known, given[-2], logits=recomputes, gradients=not known.plan.finishes_in_forward)
 
 
 PLAIN = (Tensor, torch.nn.Parameter)

@@ -188,6 +188,28 @@ def test_finished_gradients_are_scaled_in_their_memory(is_checkpointed, device, 
     assert not any(gradient.any() for gradient in nothing)
 
 
+@pytest.mark.inductor
+@pytest.mark.parametrize(("count", "is_checkpointed"), [(1, False), (3, False), (3, True)])
+def test_saved_logits_become_their_gradient(count, is_checkpointed, device):
+    """In a program that Inductor compiles, unless a checkpoint computes them in the backward."""
+    case = make_case(device=device, bias=True)
+    operands = case.operands()[:count]
+    for frozen in case.operands()[count:]:
+        frozen.requires_grad_(False)
+
+    def loss():
+        settings = {"linear_bias": case.bias, "reduction": "none", "options": Options(strategy="save_logits")}
+        return linear_cross_entropy(case.x * 1, case.weight, case.target, **settings)
+
+    def program():
+        return checkpoint.checkpoint(loss, use_reentrant=False) if is_checkpointed else loss()
+
+    compiled, grad = torch.compile(program, fullgraph=True), torch.randn(case.target.shape, device=device)
+    got, codes = run_and_get_code(lambda: torch.autograd.grad(compiled(), operands, grad))
+    torch.testing.assert_close(got, torch.autograd.grad(program(), operands, grad))
+    assert ("cross_entropy_backward_.default(" in codes[-1]) == (not is_checkpointed)
+
+
 @pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
 @pytest.mark.parametrize("needs_grad", [False, True], ids=["no_grad", "training"])
 def test_exported(needs_grad, strict):

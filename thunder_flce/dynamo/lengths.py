@@ -67,7 +67,7 @@ def _most_saved_tokens(call: Call, options: Options, device: Device) -> int:
     """The largest number of tokens with which a call saves the logits of all."""
 
     def does_not(tokens: int) -> bool:
-        plan = choose(call.specs(tokens=tokens), options, device, in_program=True)
+        plan = choose(call.specs(tokens=tokens), options, device)
         return plan.strategy != SAVE_LOGITS or plan.saved_rows is not None
 
     return bisect(range(1, _MOST_TOKENS), False, key=does_not)

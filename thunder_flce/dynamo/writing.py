@@ -287,7 +287,7 @@ class _Graph:
             count = 1 + len(call.loss.outputs)
             parts = [self._graph.call_function(operator.getitem, (node, at)) for at in range(count)]
         node.meta["example_value"] = tuple(results)
-        planned = PlannedRegion(known, plan_for(known, settings.options or self._options, in_program=True))
+        planned = PlannedRegion(known, plan_for(known, settings.options or self._options))
         return [self._made(part, results[at]) for at, part in enumerate(parts)], planned
 
     def _spec(self, given: Any, call: Call) -> Spec:

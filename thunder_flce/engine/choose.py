@@ -88,17 +88,16 @@ WAIT_SECONDS = 8e-3
 _warned: set[tuple[object, ...]] = set()
 
 
-def choose(call: Call, options: Options, device: Device, *, in_program: bool = False) -> Plan:
+def choose(call: Call, options: Options, device: Device) -> Plan:
     """The plan for a call of specs: the fastest one within the memory budget, or else the smallest worth its time.
 
-    Ranks that divide the vocabulary get the same plan from the same `device`. `in_program` is for one that is compiled
-    or exported, whose backward may not change what was saved.
+    Ranks that divide the vocabulary get the same plan from the same `device`.
 
     Raises:
         ValueError: where a chosen strategy cannot give the gradients asked for, chosen row kernels cannot run, the
             budget is a fraction of an unknown memory, or `batch_invariant` cannot be had.
     """
-    return _Choice(call.largest_part, options, device, in_program=in_program).plan()
+    return _Choice(call.largest_part, options, device).plan()
 
 
 def strategy_of(call: Call, options: Options) -> str:
@@ -153,7 +152,7 @@ def alternatives(call: Call, plan: Plan, device: Device) -> list[Plan]:
     found = {plan: None}
     for options in others:
         with suppress(ValueError):  # Not every loss can have every strategy.
-            found[choose(call, options, device, in_program=plan.keeps_logits)] = None
+            found[choose(call, options, device)] = None
     return [*found][1:]
 
 
@@ -244,7 +243,7 @@ def _logits_bytes(call: Call, plan: Plan) -> int:
 
 def _dlogits_bytes(call: Call, plan: Plan) -> int:
     """Of a row of dlogits, where they do not take the memory of the logits."""
-    is_apart = call.needs_grad and (plan.keeps_logits or plan.logits_dtype(call.dtype) is not call.dtype)
+    is_apart = call.needs_grad and plan.logits_dtype(call.dtype) is not call.dtype
     return _stride(call, call.dtype) * call.dtype.itemsize if is_apart else 0
 
 
@@ -279,9 +278,9 @@ def _scratch_bytes(call: Call, plan: Plan, device: Device, rows: int) -> int:
 class _Choice:
     """One call, what was asked for, and the device: each method decides one thing."""
 
-    def __init__(self, call: Call, options: Options, device: Device, *, in_program: bool):
+    def __init__(self, call: Call, options: Options, device: Device):
         self.call, self.options, self.device, self.tokens = call, options, device, call.tokens
-        self.in_program, self.is_on_cpu = in_program, device.kind == "cpu"
+        self.is_on_cpu = device.kind == "cpu"
         self.smallest = CPU_SMALLEST_CHUNK if self.is_on_cpu else SMALLEST_CHUNK
         # A rank's logits are narrower by the number of ranks, so that its chunks may have as many more rows.
         balance, of_h200 = (each.matmul_rate / each.bandwidth for each in (device, ABSENT_DEVICE))
@@ -472,7 +471,7 @@ class _Choice:
 
     def _saved(self, rows: int | None, plan: Plan) -> Plan:
         """A plan with the logits of some rows saved, or of all: None."""
-        return replace(plan, strategy=SAVE_LOGITS, saved_rows=rows, keeps_logits=self.in_program)
+        return replace(plan, strategy=SAVE_LOGITS, saved_rows=rows)
 
     def _saving(self) -> Plan | None:
         """A plan that keeps the logits of all rows, or of some; None where too few fit, or none may be kept."""

@@ -76,7 +76,7 @@ def forward(ops: Primitives) -> dict[str, Tensor]:
 def backward(ops: Primitives, saved: Saved, upstream: UpstreamGradients) -> dict[str, Tensor]:
     """The gradients by the names of their operands, for the plans that finish them in the backward.
 
-    Saved logits are overwritten, unless the plan keeps them.
+    Saved logits are overwritten.
     """
     call = ops.call
     if upstream.loss is None:

@@ -15,7 +15,7 @@ GRADIENTS_IN_FORWARD = "gradients_in_forward"
 Where each row has an upstream gradient of its own and the head is frozen, these are dX for an upstream gradient of 1 at
 each row, and the backward multiplies each row by its factor."""
 SAVE_LOGITS = "save_logits"
-"""The forward keeps logits, and the backward turns them into gradients, in place unless `Plan.keeps_logits`."""
+"""The forward keeps logits, and the backward turns them into gradients, in place."""
 RECOMPUTE_LOGITS = "recompute_logits"
 """The forward keeps the rows' statistics only, and the backward computes the logits again."""
 LOSS_ONLY = "loss_only"
@@ -41,8 +41,6 @@ class Plan(PlainValues):
     """C, the most tokens in a chunk."""
     saved_rows: int | None = None
     """With "save_logits", of how many rows, the first that are computed, logits are kept; None for all."""
-    keeps_logits: bool = False
-    """Whether the backward leaves saved logits as they are, and has memory of its own for their gradient."""
     float32_accumulator: bool = False
     """Whether dW is summed over chunks in float32 and rounded once, at the end."""
     float32_rows: int = 0
@@ -104,7 +102,6 @@ class Plan(PlainValues):
         has_chunks = self.strategy != SAVE_LOGITS or self.saved_rows is not None
         others = {
             f"chunks of {self.chunk_rows} tokens": has_chunks,
-            "their gradient in memory of its own": self.keeps_logits,
             "dW summed in float32": self.float32_accumulator,
             f"{self.float32_rows} rows of dW summed in float32": self.float32_rows,
             "float32 logits": self.float32_logits,

@@ -316,9 +316,8 @@ class Primitives:
         return torch.empty(*shape, dtype=dtype, device=self.call.device)
 
     def dlogits_buffer(self, z: Tensor) -> Tensor:
-        """(C, V) memory for the gradient of z: its own, where it has x's dtype and need not be kept."""
-        is_own = z.dtype == self.call.dtype and not self.plan.keeps_logits
-        return z if is_own else self.logits_buffer(z.shape[0], self.call.dtype)
+        """(C, V) memory for the gradient of z: its own, where it has x's dtype."""
+        return z if z.dtype == self.call.dtype else self.logits_buffer(z.shape[0], self.call.dtype)
 
     def logits_buffer(self, count: int, dtype: torch.dtype | None = None) -> Tensor:
         """(C, V) memory for the logits of so many rows."""
