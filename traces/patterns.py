@@ -607,6 +607,19 @@ def entropy_logged_beside_cross_entropy(hidden, weight, labels):
     return _loss(logits[:, :-1], labels[:, 1:]), entropy
 
 
+def loss_logged_beside_a_smoothed_one(hidden, weight, labels):
+    logits = F.linear(hidden, weight).float()
+    loss = _loss(logits, labels, label_smoothing=0.1)
+    return loss, _loss(logits.detach(), labels, reduction="none")
+
+
+def policy_beside_cross_entropy(hidden, weight, labels):
+    """Where something reads the logits at the labels, none is -100."""
+    logits, labels = F.linear(hidden, weight).float(), labels.clamp(min=0)
+    log_probs = logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    return 0.1 * _loss(logits, labels) - torch.exp(log_probs - log_probs.detach()).mean()
+
+
 def mean_logit_beside_cross_entropy(hidden, weight, labels):
     """A penalty of logits whose mean is not 0."""
     logits = F.linear(hidden, weight).float()
@@ -723,6 +736,8 @@ FUSED: tuple[Callable, ...] = (
     entropy_beside_cross_entropy,
     z_term_beside_cross_entropy,
     entropy_logged_beside_cross_entropy,
+    loss_logged_beside_a_smoothed_one,
+    policy_beside_cross_entropy,
     mean_logit_beside_cross_entropy,
     log_probability_beside_another_use,
     log_softmax_with_the_maximum_added_again,

@@ -1,7 +1,7 @@
 """What is asked for of the same rows of logits, for the same labels: a `Part`."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from thunder_flce.matching.algebra import Labels, Logits, Row, value
@@ -90,6 +90,13 @@ def parts_of(known: Interpreter) -> list[Part]:
     """The parts of a program, in order."""
     parts: list[Part] = []
     rows = [result for result in known.results.values() if isinstance(result.value, Row)]
+    for result in rows:
+        row, labels = result.row, result.row.labels
+        if labels is not None and labels.ignore_index is not None and labels.ignore_index < 0:
+            # What else reads these rows at their labels takes no negative one.
+            plain = replace(labels, ignore_index=None)
+            if any(each.row.labels == plain and each.row.logits == row.logits for each in rows):
+                result.value = replace(row, labels=plain)
     # An entropy has no labels of its own, so the others come first, and cross-entropies before them.
     for result in sorted(
         rows, key=lambda each: (each.row.labels is None, each.row.ignore_index is None, each.op.position)
@@ -107,6 +114,5 @@ def parts_of(known: Interpreter) -> list[Part]:
 
 def _takes(part: Part, row: Row) -> bool:
     """Whether a part can give another number of its rows, too: of all of them, with its labels."""
-    if part.logits != row.logits or part.class_weight is not None or row.ignore_index is not None:
-        return False
-    return row.labels in (None, part.labels)
+    has_weights = part.class_weight is not None or row.class_weight is not None
+    return part.logits == row.logits and row.labels in (None, part.labels) and not has_weights

@@ -154,7 +154,7 @@ class _Writing:
             return False
         if total is None:
             return self._loss is None
-        return len(part.rows) > 1 or total.counts_ignored(part)
+        return any(each.row.ignore_index is None for each in part.rows) or total.counts_ignored(part)
 
     def _flat(self, tensor: Tensor, ndim: int = 1) -> Tensor:
         """In one dimension, or in one and the last."""
