@@ -106,6 +106,12 @@ def last_position(hidden, weight, labels):
     return F.cross_entropy(F.linear(hidden, weight)[:, -1], labels[:, -1])
 
 
+def rows_picked_by_a_tensor(hidden, weight, labels):
+    """As a classifier reads the last token of each sequence."""
+    rows = torch.arange(hidden.shape[0], device=hidden.device)
+    return F.cross_entropy(F.linear(hidden, weight)[rows, rows + 1], labels[:, 3])
+
+
 def sliced_hidden_states(hidden, weight, labels):
     """As transformers does with `logits_to_keep`."""
     logits = F.linear(hidden[:, slice(-8, None), :], weight)
@@ -655,6 +661,7 @@ FUSED: tuple[Callable, ...] = (
     shift_by_narrow,
     sliced_rows_of_flat_logits,
     last_position,
+    rows_picked_by_a_tensor,
     sliced_hidden_states,
     first_columns_of_the_vocabulary,
     divided,
@@ -894,11 +901,6 @@ def batch_as_classes(hidden, weight, labels):
         return F.cross_entropy(F.linear(hidden, weight), classes)
 
 
-def rows_picked_by_a_tensor(hidden, weight, labels):
-    rows = torch.arange(hidden.shape[0], device=hidden.device)
-    return F.cross_entropy(F.linear(hidden, weight)[rows, rows + 1], labels[:, 3])
-
-
 NOT_FUSED: dict[Callable, Reason] = {
     accuracy_of_other_rows: Reason.LOGITS_USED,
     labels_from_each_other: Reason.LOGITS_USED,
@@ -928,7 +930,6 @@ NOT_FUSED: dict[Callable, Reason] = {
     changed_in_place: Reason.OPERAND_MODIFIED,
     last_columns_of_the_vocabulary: Reason.TRANSFORMED_LOGITS,
     batch_as_classes: Reason.CLASS_DIMENSION,
-    rows_picked_by_a_tensor: Reason.TRANSFORMED_LOGITS,
 }
 
 

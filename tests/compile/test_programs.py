@@ -244,6 +244,25 @@ def slices_without_infinite_tokens(h, w, y, a, m):
     return (unlikely * m[:, 1:]).sum() + (x * m).sum(), x.detach()
 
 
+@expect(IN_FORWARD, thunder=True)
+def rows_that_tensors_pick(h, w, y, a, m):
+    """Some of them twice, in other shapes, and counted from the end; beside all rows of the same logits."""
+    z, at, last = F.linear(h, w), torch.tensor([3, 0, 3]), m.sum(-1).long() - 1
+    x = z.log_softmax(-1)[..., at, :].gather(-1, y[:, at, None]).squeeze(-1)
+    others = F.cross_entropy(z[torch.arange(B), last], y[torch.arange(B), last])
+    of_negative = F.cross_entropy(z[0][-at], y[0][-at]) + F.cross_entropy(
+        z.index_select(1, at).flatten(0, 1), y[:, at].flatten()
+    )
+    return (x * a[:, at]).sum() + others + of_negative + of_rows(z, y)
+
+
+@expect(Reason.TRANSFORMED_LOGITS)
+def rows_that_their_own_logits_pick(h, w, y, a, m):
+    logits = F.linear(h[0], w)
+    certain = logits.detach().amax(-1).argsort()[:3]
+    return F.cross_entropy(logits[certain], y[0][certain])
+
+
 @expect(FUSED)
 def a_slice_beside_probabilities(h, w, y, a, m):
     return losses(h, w, y)[:, 1:].mean() + losses(h, w, y.flip(1)).neg().exp().mean()
@@ -1047,6 +1066,19 @@ def test_entered_without_gradients(program):
     torch.testing.assert_close(found, right)
     assert all(each.fused for each in decisions(compiled))
     assert ("gradients_in_forward" in {each.plan.strategy for each in decisions(compiled)}) == bool(right[1])
+
+
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_masked_rows_of_logits():
+    """As a loss of diffusion has it: a mean of no other tokens, each with its own weight."""
+
+    def program(h, w, y, a, m):
+        masked = m > 0
+        return (
+            F.cross_entropy(F.linear(h, w)[masked], y[masked], reduction="none") / a.exp()[masked]
+        ).sum() / m.numel()
+
+    check(program, IN_FORWARD, by_dynamo(program), (6, 4, 9))
 
 
 @torch._dynamo.config.patch(capture_scalar_outputs=True)

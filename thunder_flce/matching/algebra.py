@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from thunder_flce.matching.program import Tensor
+from thunder_flce.matching.program import Tensor, tensors_in
 
 
 class Unknown(Exception):
@@ -131,14 +131,14 @@ class RowStep:
     """An operation on the rows of logits, by what it does to the shape without the classes."""
 
     kind: str
-    """"reshape", "permute", "index", or "mul" and "div" for a factor of each row"""
+    """"reshape", "permute", "index", "take" for rows that tensors pick, or "mul" and "div" for a factor of each row"""
     argument: tuple[Any, ...]
     """The new shape, the order of the dimensions, an index (a number or a slice) for each of them, or what is the same
-    for equal factors"""
+    for equal tensors"""
     shape: tuple[Any, ...] = field(default=(), compare=False)
     """The shape after it"""
-    factor: Tensor | None = field(default=None, compare=False)
-    """One number for each row, or for all"""
+    given: tuple[Any, ...] = field(default=(), compare=False)
+    """The index with its tensors; or one factor for each row, or for all"""
     factor_shape: tuple[Any, ...] = field(default=(), compare=False)
     """With which it is broadcast to the rows of an input, with a dimension of one in place of H"""
     read_at: int = field(default=0, compare=False)
@@ -179,9 +179,9 @@ class Logits:
         return tensors if self.bias is None else [*tensors, self.bias]
 
     @property
-    def factors(self) -> dict[Tensor, int]:
-        """The factors of rows, each with the position of what reads it."""
-        return {step.factor: step.read_at for step in self.rows if step.factor is not None}
+    def given(self) -> dict[Tensor, int]:
+        """The factors of rows, and what picks them, each with the position of what reads it."""
+        return {each: step.read_at for step in self.rows for each in tensors_in(step.given)}
 
     @property
     def linears(self) -> set[Tensor]:

@@ -74,8 +74,8 @@ class Region:
             for term in logits.terms:
                 add(term.output.op.position, term.input, term.weight)  # type: ignore[union-attr]
             add(logits.terms[0].output.op.position, logits.bias)  # type: ignore[union-attr]
-            for factor, position in logits.factors.items():
-                add(position, factor)
+            for each, position in logits.given.items():
+                add(position, each)
             if labels is not None:
                 add(labels.read_at, *labels.tensors, part.class_weight)
         if self.total is not None:
@@ -132,7 +132,7 @@ def _problem(part: Part, known: Interpreter) -> NotFused | None:
         return NotFused(Reason.CLASS_WEIGHTS, "of a loss with another gradient than its logits'")
     if not has_float_factors(logits):
         return NotFused(Reason.TRANSFORMED_LOGITS, "by factors whose product is no float")
-    tensors = [*logits.operands, *logits.factors, *(part.labels.tensors if part.labels else ())]
+    tensors = [*logits.operands, *logits.given, *(part.labels.tensors if part.labels else ())]
     if not all(each.is_plain for each in tensors):
         return NotFused(Reason.DISTRIBUTED)
     dtypes = {each.dtype for each in logits.operands}

@@ -15,6 +15,7 @@ from sys import float_info
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from thunder_flce.matching.algebra import (
     LOG_PROBABILITY,
@@ -51,6 +52,7 @@ from thunder_flce.matching.program import (
     keeps_elements,
     same,
     same_shape,
+    tensors_in,
 )
 
 if TYPE_CHECKING:
@@ -288,7 +290,30 @@ def _getitem(known: "Interpreter", op: Op, input: Class | Row | Argmax, key: Any
         if key[:-1] and all(type(part) is int for part in key[:-1]):
             of, key = _pick(of, (*key[:-1], slice(None)), (of.columns,)), key[-1:]
         return _indexed(known, op, of, key)
-    return _at_index(of, key, op.output.shape)
+    return _at_index(of, key, op.output.shape) if is_plain(key) else _at_tensors(known, op, of, key)
+
+
+def _at_tensors(known: "Interpreter", op: Op, of: Class, key: tuple[Any, ...]) -> Class:
+    """The rows that tensors pick, such as the last token of each sequence, or those that a mask has."""
+    tensors, ends = tensors_in(key), key[-1] is Ellipsis or (isinstance(key[-1], slice) and key[-1] == slice(None))
+    # A mask is of as many dimensions as it has.
+    sizes = (each.ndim if isinstance(each, Tensor) and each.dtype is torch.bool else each is not None for each in key)
+    is_of_rows = ends if any(each is Ellipsis for each in key) else sum(sizes) < len(of.shape) + ends
+    is_known = all(isinstance(each, Tensor) or is_plain((each,)) for each in key) and tensors
+    if not is_of_rows or not is_known or of.dim != len(of.shape) - 1:
+        raise Unknown("with an index that is neither an integer nor a slice")
+    if any(known.hangs_on(each, of.logits) for each in tensors):
+        raise Unknown("at rows that depend on the logits")
+    numbers = repr(tree_map_only(Tensor, known.program.value_number, key))
+    step = RowStep("take", (numbers,), given=key, read_at=op.position)
+    return replace(of, logits=_with_step(of, step, op.output.shape[:-1]), shape=op.output.shape, dim=op.output.ndim - 1)
+
+
+@rule("index_select")
+def _index_select(known: "Interpreter", op: Op, input: Class, dim: int, index: Tensor) -> Class:
+    if dim % len(input.shape) == input.dim:
+        raise Unknown
+    return _at_tensors(known, op, input, (*(slice(None),) * (dim % len(input.shape)), index))
 
 
 def _at_index(of: Class, key: tuple[Any, ...], new_shape: tuple[Any, ...]) -> Class:
@@ -486,7 +511,7 @@ def _with_factor(known: "Interpreter", op: Op, of: Class | Row, factor: Any) -> 
     if not is_of_rows or logits.bias is not None or logits.softcap is not None or known.hangs_on(factor, logits):
         return None
     step = RowStep(
-        op.name, (known.program.value_number(factor),), factor=factor,
+        op.name, (known.program.value_number(factor),), given=(factor,),
         factor_shape=(*shape[: of.dim], *shape[of.dim + 1 :], 1), read_at=op.position,
     )  # fmt: skip
     return replace(of, logits=_with_step(of, step, of.rows_shape))

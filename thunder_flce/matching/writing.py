@@ -180,8 +180,10 @@ class _Writing:
             return self._call(torch.reshape, hidden, (*step.argument, hidden.shape[-1]))
         if step.kind == "permute":
             return self._call(torch.permute, hidden, (*step.argument, len(step.argument)))
-        if step.factor is not None:
-            factor = self._call(torch.reshape, step.factor, step.factor_shape)
+        if step.kind == "take":
+            return self._call(operator.getitem, hidden, step.given)
+        if step.given:
+            factor = self._call(torch.reshape, *step.given, step.factor_shape)
             product = self._call(getattr(torch, step.kind), hidden, factor)
             return product if product.dtype == hidden.dtype else self._call(torch.Tensor.to, product, hidden.dtype)
         return self._call(operator.getitem, hidden, step.argument)
