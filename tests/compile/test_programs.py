@@ -133,8 +133,16 @@ OF_TOKENS_BY_DYNAMO = {
     # Its derivative depends on which are NaN.
     "without NaNs": (losses, "nansum in line", lambda x, a, m: torch.nansum(x * m)),
     "stacked with zeros": (
+        log_probs, IN_FORWARD, lambda x, a, m: (torch.stack([torch.zeros_like(x), x], -1).sum(-1) * m).mean(),
+    ),
+    "stacked with zeros in other words": (
         log_probs, "is the same whatever the logits are",
-        lambda x, a, m: (torch.stack([torch.zeros_like(x), x], -1).sum(-1) * m).mean(),
+        lambda x, a, m: (torch.stack([torch.zeros_like(x, requires_grad=False), x], -1).sum(-1) * m).mean(),
+    ),
+    "read for their sizes": (
+        log_probs, IN_FORWARD,
+        lambda x, a, m: (torch.cat([x.new_zeros(len(x), 1), x * a[:, :1].expand_as(x)], 1)[:, 1:].flatten()
+        * m.view(-1).view_as(x.flatten()).type_as(x)).sum(),
     ),
     # Of more tokens than sequences: PyTorch's derivative has ones beside the diagonal.
     "trace": (losses, "trace in line", lambda x, a, m: x.t().trace()),
@@ -280,6 +288,22 @@ def tokens_that_are_all_ignored(h, w, y, a, m):
     """The mean is NaN, and their gradients are 0."""
     none = torch.zeros_like(m)
     return (losses(h, w, torch.where(none > 0, y, -100)).exp() * none).sum() / none.sum()
+
+
+@expect(IN_FORWARD)
+def logits_read_for_their_dtype_and_sizes(h, w, y, a, m):
+    """And a view of them, whose strides nothing has that is made like it."""
+    z = F.linear(h, w)
+    loss, mask = z.new_zeros(()), torch.ones_like(z[..., 0]) * (m > 0).to(z)
+    mask[:, 0] = 0.5
+    x = F.cross_entropy(z.flatten(0, 1), y.flatten(), reduction="none")
+    return loss + (x * mask.flatten()).sum() / torch.full_like(mask, 3.0).sum(), torch.zeros_like(z[..., :1]).sum()
+
+
+@expect(Reason.LOGITS_USED)
+def logits_read_for_their_strides(h, w, y, a, m):
+    z = F.linear(h, w)
+    return F.cross_entropy(z.flatten(0, 1), y.flatten()) + torch.zeros_like(z.transpose(1, 2)).mean()
 
 
 @expect(IN_FORWARD)

@@ -25,6 +25,8 @@ _OF_ATEN = {"cross_entropy_loss": "cross_entropy", "nll_loss_nd": "nll_loss", "n
 """ATen's losses, as in the graph of an exported module: they have a number as reduction."""
 _CAST_BY_AUTOCAST = (*LINEARS, "cross_entropy", "nll_loss", "log_softmax", "softmax", "logsumexp")
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+_FILLED = ("zeros", "ones", "empty", "full")
+_LIKE_OTHERS = {"expand_as": "expand", "view_as": "view", "reshape_as": "reshape", "type_as": "to", "to": "to"}
 _RANDOM = re.compile(r"(alpha_|feature_)*dropout\d?d?|rand|randn|randint|randperm|bernoulli|multinomial|normal|rrelu")
 
 
@@ -108,6 +110,7 @@ class _Reader:
             if isinstance(self._values[node], Tensor):
                 self._values[node].handle = node
             return
+        self._write_sizes(node, inside)
         name = name_of(node)
         is_in_place = bool(written) and name.endswith("_") and not name.endswith("__")
         name = name.removesuffix("_") if is_in_place or name == "detach_" else name
@@ -153,6 +156,32 @@ class _Reader:
             )  # fmt: skip
         )
         self._values[node] = output
+
+    def _write_sizes(self, node: Node, inside: Node | None) -> None:
+        """Writes sizes, dtype and device in place of a tensor that is read for these alone: logits may be."""
+        name, args, value = name_of(node), list(node.args), value_of(node)
+        filled = name.removesuffix("_like").removeprefix("new_")
+        is_filled, like = filled in _FILLED and filled != name, _LIKE_OTHERS.get(name)
+        other = args.pop(0 if is_filled else 1) if is_filled and args or like and len(args) == 2 else None
+        known = value_of(other) if isinstance(other, Node) and other.op != "placeholder" else None
+        if type(known) is not FakeTensor or set(node.kwargs) - {"dtype", "device"}:
+            return
+        if name.endswith("_like") or like not in (None, "to"):
+            if not value.is_contiguous() and is_filled:
+                return  # It has the strides of the other, too.
+            sizes: list[Any] = list(known.shape)
+            for dim, size in enumerate(known.shape):
+                if isinstance(size, torch.SymInt):
+                    with node.graph.inserting_before(node):
+                        sizes[dim] = node.graph.call_method("size", (other, dim))
+                    sizes[dim].meta = {**node.meta, "example_value": size}
+                    self._add(sizes[dim], inside)
+            args.insert(0 if is_filled else 1, tuple(sizes))
+        if is_filled or like == "to":
+            of_known: dict[str, Any] = {"dtype": known.dtype, "device": known.device}
+            node.kwargs = of_known | node.kwargs
+        node.op = "call_function" if is_filled else "call_method"
+        node.target, node.args = getattr(torch, filled) if is_filled else str(like), tuple(args)
 
     def _write_casts(self, node: Node, dtype: torch.dtype, inside: Node | None) -> None:
         """Writes what autocast casts to the dtype of the result: nothing else has one of another dtype."""

@@ -297,7 +297,8 @@ def _at_tensors(known: "Interpreter", op: Op, of: Class, key: tuple[Any, ...]) -
     """The rows that tensors pick, such as the last token of each sequence, or those that a mask has."""
     tensors, ends = tensors_in(key), key[-1] is Ellipsis or (isinstance(key[-1], slice) and key[-1] == slice(None))
     # A mask is of as many dimensions as it has.
-    sizes = (each.ndim if isinstance(each, Tensor) and each.dtype is torch.bool else each is not None for each in key)
+    masks = [each for each in tensors if each.dtype in (torch.bool, torch.uint8)]
+    sizes = (each.ndim if each in masks else each is not None for each in key)
     is_of_rows = ends if any(each is Ellipsis for each in key) else sum(sizes) < len(of.shape) + ends
     is_known = all(isinstance(each, Tensor) or is_plain((each,)) for each in key) and tensors
     if not is_of_rows or not is_known or of.dim != len(of.shape) - 1:
