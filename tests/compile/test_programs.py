@@ -881,6 +881,26 @@ def numbers_that_nothing_needs(h, w, y, a, m):
     return policy - (x.exp() * m).mean(), policy.detach()
 
 
+@expect(Reason.NO_LINEAR)
+def scores_of_candidates(h, w, y, a, m):
+    """As a reranker has them: one column for each of a group."""
+    return F.cross_entropy(F.linear(h, w)[:, -1, 7].view(2, 2), y[:2, 0] % 2) + h.sum()
+
+
+def _contrastive(h, w, y, a, m):
+    """Beside the loss of a caption: all pairs of a batch, both ways."""
+    image, text = h.mean(1), (h[:, 0] @ w[:H]).tanh()
+    pairs, others, numbers = image @ text.t() / 0.07, image @ text.t() * w.sum().exp(), torch.arange(B)
+    loss = F.cross_entropy(pairs, numbers) + F.cross_entropy(pairs.t(), numbers) + F.cross_entropy(others, numbers)
+    return loss - pairs.log_softmax(0).diagonal().mean() + of_rows(F.linear(h, w), y)
+
+
+def test_contrastive_loss_is_not_missed():
+    compiled = torch.compile(_contrastive, backend=compile_graph, options={"strict": True})
+    found = check(_contrastive, ANY, compiled, (6,))
+    assert [each.reason for each in found] == [Reason.NO_LINEAR, None]
+
+
 @expect(Reason.NOT_FOLLOWED, thunder=True)
 def normalised_twice(h, w, y, a, m):
     """The gradient is 0, and there is one."""

@@ -242,6 +242,7 @@ class Interpreter:
                 is_changed = bool(op.writes) or op.name == CHANGED
                 reason = Reason.OPERAND_MODIFIED if is_changed else Reason.TRANSFORMED_LOGITS
                 problem = NotFused(reason, f"by {op.name}{detail}")
+                problem = NotFused(Reason.NO_LINEAR) if self.is_similarity(found.logits) else problem
                 columns = (
                     found.columns
                     if op.name not in _SELECTIONS or not op.outs or not op.outs[0].shape
@@ -269,6 +270,8 @@ class Interpreter:
         while (op := origin.op) is not None and op.operands:
             if not (keeps_elements(op) or op.name in (*PERMUTATIONS, "getitem", "div", "mul")):
                 break
+            if op.name == "getitem" and isinstance(self.get(op.operands[0]), Class):
+                break  # Scores of one column, which are no longer of the vocabulary.
             origin = op.operands[0]
         if op is None and origin.needs_grad:
             return NotFused(Reason.ARGUMENT)
@@ -320,6 +323,12 @@ class Interpreter:
                 seen.add(each)
                 waiting += [self.broadcast[each]] if each in self.broadcast else each.op.operands
         return False
+
+    def is_similarity(self, logits: Logits) -> bool:
+        """Whether it is of all pairs of a batch, of which a contrastive loss is made: the classes are no vocabulary."""
+        head = logits.terms[0]
+        is_square = len(head.rows_shape) == 1 and same(head.columns, head.rows_shape[0])
+        return is_square and _stored(head.weight).op is not None
 
     def is_every_index(self, part: Any, dim: int, shape: tuple[Any, ...]) -> bool:
         """Whether an index is 0, 1, … along one dimension of a shape, and the same along the others."""

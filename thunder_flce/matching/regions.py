@@ -103,14 +103,18 @@ def match(known: Interpreter, options: Options) -> tuple[list[Region], list[Deci
     refused = [
         part.problem.at(part.first.source, part.kind)
         for part in parts
-        if part.problem is not None and _is_reported(part)
+        if part.problem is not None and _is_reported(part, known)
     ]
     return regions, list(dict.fromkeys([*refused, *known.refusals, *_escaped(known, parts)]))
 
 
-def _is_reported(part: Part) -> bool:
+def _is_reported(part: Part, known: Interpreter) -> bool:
     # The log-sum-exp of a gate's scores is for its own loss.
-    return not part.is_mean_of_logits and (part.kind != "log-sum-exp" or is_head(part.logits))
+    return (
+        not known.is_similarity(part.logits)
+        and not part.is_mean_of_logits
+        and (part.kind != "log-sum-exp" or is_head(part.logits))
+    )
 
 
 # Parts.

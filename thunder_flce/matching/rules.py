@@ -692,13 +692,18 @@ def _clamp(known: "Interpreter", op: Op, input: Class, min: Any = None, max: Any
 # From logits to log-probabilities, and to one number of each row.
 
 
+def _wrong_dimension(known: "Interpreter", of: Class, detail: str) -> Exception:
+    """Why a loss is not over the classes; a contrastive loss compares all pairs both ways."""
+    return Unknown() if known.is_similarity(of.logits) else NotFused(Reason.CLASS_DIMENSION, detail)
+
+
 @rule("log_softmax")
 def _log_softmax(
     known: "Interpreter", op: Op, input: Class, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None
 ) -> Class:
     dim = int(len(input.shape) not in (0, 1, 3)) if dim is None else dim
     if dim % len(input.shape) != input.dim:
-        raise NotFused(Reason.CLASS_DIMENSION, f"{op.name} over dimension {dim}")
+        raise _wrong_dimension(known, input, f"{op.name} over dimension {dim}")
     _copied(known, op, input)
     if not input.is_shifted_logits:
         raise Unknown(f"after {'softmax' if input.form else 'a factor'}")
@@ -875,7 +880,7 @@ def _loss(
     if target.dtype.is_floating_point or target.ndim == input.ndim:
         raise NotFused(Reason.CLASS_PROBABILITIES)
     if of.dim != min(1, input.ndim - 1):
-        raise NotFused(Reason.CLASS_DIMENSION, f"logits of shape {_text(input.shape)}")
+        raise _wrong_dimension(known, of, f"logits of shape {_text(input.shape)}")
     if of.form:
         raise NotFused(Reason.TRANSFORMED_LOGITS, "by softmax" if of.is_probability else "by exp")
     is_nll = op.name == "nll_loss"
