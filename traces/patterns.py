@@ -497,6 +497,12 @@ def log_probability_indexed_in_three_dimensions(hidden, weight, tokens):
     return log_probs[sequences[:, None], positions, tokens]
 
 
+def one_hot_targets(hidden, weight, tokens):
+    """As BERT has it."""
+    log_probs = F.linear(hidden, weight).log_softmax(-1)
+    return -(F.one_hot(tokens, weight.shape[0]) * log_probs).sum(-1).mean()
+
+
 def preference_loss(hidden, weight, tokens):
     """DPO without a reference: a loss of sums of log-probabilities."""
     log_probs = F.log_softmax(F.linear(hidden, weight), -1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
@@ -730,6 +736,7 @@ FUSED: tuple[Callable, ...] = (
     log_probability_indexed,
     log_probability_at_listed_rows,
     log_probability_indexed_in_three_dimensions,
+    one_hot_targets,
     preference_loss,
     clipped_ratio_with_entropy,
     clipped_ratio_as_trl_has_it,
@@ -840,9 +847,9 @@ def entropy_by_nansum(hidden, weight, tokens):
     return -(log_probs.exp() * log_probs).nansum(-1).mean()
 
 
-def one_hot_targets(hidden, weight, tokens):
+def smoothed_one_hot_targets(hidden, weight, tokens):
     log_probs = F.linear(hidden, weight).log_softmax(-1)
-    return -(F.one_hot(tokens, weight.shape[0]) * log_probs).sum(-1).mean()
+    return -((0.9 * F.one_hot(tokens, weight.shape[0]) + 0.001) * log_probs).sum(-1).mean()
 
 
 def divergence_from_a_teacher(hidden, weight, second_weight):
@@ -919,7 +926,7 @@ NOT_FUSED: dict[Callable, Reason] = {
     log_probability_after_an_activation: Reason.TRANSFORMED_LOGITS,
     entropy_by_nansum: Reason.TRANSFORMED_LOGITS,
     entropy_beside_an_epsilon: Reason.TRANSFORMED_LOGITS,
-    one_hot_targets: Reason.CLASS_PROBABILITIES,
+    smoothed_one_hot_targets: Reason.CLASS_PROBABILITIES,
     divergence_from_a_teacher: Reason.CLASS_PROBABILITIES,
     tanh_after_the_maximum_was_subtracted: Reason.TRANSFORMED_LOGITS,
     nll_loss_of_logits: Reason.NOT_LOG_PROBABILITIES,

@@ -881,6 +881,24 @@ def numbers_that_nothing_needs(h, w, y, a, m):
     return policy - (x.exp() * m).mean(), policy.detach()
 
 
+@expect(IN_FORWARD)
+def focal_loss_of_one_hot_targets(h, w, y, a, m):
+    """Beside a cross-entropy of the same labels, as PolyLoss has it, and in other words."""
+    z, one_hot = F.linear(h, w), F.one_hot(y, V)
+    p, x = (z.softmax(-1) * one_hot).sum(-1), torch.einsum("btv,btv->bt", one_hot.double(), z.log_softmax(-1))
+    of_tokens = F.cross_entropy(z.transpose(1, 2), y, reduction="none")
+    return (of_tokens + (1 - p).square() * a - x * m).mean() - (z.log_softmax(-1) * one_hot.to(z)).sum() / m.sum()
+
+
+@expect(Reason.CLASS_PROBABILITIES)
+def rows_of_one_hot_targets(h, w, y, a, m):
+    """Other rows than the labels', and the choice of the head itself."""
+    x = F.linear(h, w).log_softmax(-1)
+    own = F.linear(h.tanh(), w)
+    own = own.log_softmax(-1) * F.one_hot(own.argmax(-1), V)
+    return (x * F.one_hot(y, V))[:, 1:].sum(-1).mean() + own.sum(-1).mean()
+
+
 @expect(Reason.NO_LINEAR)
 def scores_of_candidates(h, w, y, a, m):
     """As a reranker has them: one column for each of a group."""

@@ -226,6 +226,8 @@ class Class:
     factor: Fraction = Fraction(1)
     p_has_grad: bool = True
     """Of the form "p": whether the probability has its gradient"""
+    labels: "Labels | None" = None
+    """Where all other classes are 0, and only a sum over the classes follows"""
 
     def __post_init__(self) -> None:
         if len(atoms(self.sum)) < len(self.sum):

@@ -195,6 +195,10 @@ def _einsum(known: "Interpreter", op: Op, equation: str, *operands: Any) -> Clas
         if of_a != of_b or len(set(of_a)) < len(of_a) or result != of_a[: of.dim] + of_a[of.dim + 1 :]:
             raise Unknown
         return _summed(of, op.output.shape)
+    for known_of, one_hot in ((a, tensors[1]), (b, tensors[0])):
+        found = _at_one_hot(known, known_of, one_hot) if isinstance(known_of, Class) and of_a == of_b else None
+        if found is not None and result == of_a[: found.dim]:
+            return _summed(found, op.output.shape)
     if any(isinstance(of, Class) and not of.is_logits for of in (a, b)):
         raise Unknown
     ways = [(f"{of_a},{of_b}->{result}", *tensors), (f"{of_b},{of_a}->{result}", *tensors[::-1])]
@@ -495,6 +499,9 @@ def _mul(known: "Interpreter", op: Op, input: Any, other: Any) -> Value:
     found, factor = (a, other) if a is not None else (b, input)
     if not isinstance(found, Class | Row):
         raise Unknown
+    if isinstance(found, Class) and all(user.name == "sum" for user in op.output.users):
+        if (of_labels := _at_one_hot(known, found, factor)) is not None:
+            return of_labels
     return _with_factor(known, op, found, factor) or _scaled(found, _number(factor))
 
 
@@ -516,6 +523,19 @@ def _with_factor(known: "Interpreter", op: Op, of: Class | Row, factor: Any) -> 
         factor_shape=(*shape[: of.dim], *shape[of.dim + 1 :], 1), read_at=op.position,
     )  # fmt: skip
     return replace(of, logits=_with_step(of, step, of.rows_shape))
+
+
+def _at_one_hot(known: "Interpreter", of: Class, one_hot: Any) -> Class | None:
+    """The product with the one-hot vectors of labels."""
+    op = one_hot.op if isinstance(one_hot, Tensor) else None
+    while op is not None and op.name in (*COPIES, "double"):
+        op = op.operands[0].op
+    if op is None or op.name != "one_hot" or of.form == "p" or not same_shape(one_hot.shape, of.shape):
+        return None
+    index = op.operands[0]
+    if of.dim != len(of.shape) - 1 or known.hangs_on(index, of.logits):
+        return None
+    return replace(of, labels=Labels((index,), (known.program.value_number(index),), op.position))
 
 
 def _weighted(p: Class, of: Class) -> Class:
@@ -754,7 +774,10 @@ def _columns(of: Class) -> int:
 
 
 def _summed(of: Class, shape: tuple[Any, ...]) -> Row:
-    """Σ exp(u + r), Σ p (a u + r), or Σ (a u + r)."""
+    """Σ exp(u + r), Σ p (a u + r), or Σ (a u + r); or the only summand that is not 0."""
+    if of.labels is not None:
+        of_label = with_u_as("y", of.sum)
+        return Row(of.logits, shape, of_label, is_exp=of.form == "exp", factor=of.factor, labels=of.labels)
     if not of.form:
         return Row(of.logits, shape, added((_columns(of), with_u_as("U", of.sum))))
     if of.form == "exp" and of.of_u == 1:
