@@ -415,6 +415,21 @@ def chunks_backwards(h, w, y, a, m):
     return (torch.cat(chunks[::-1]) * a.flatten()).sum()
 
 
+@expect(IN_FORWARD)
+def sequences_in_one_line(h, w, y, a, m):
+    """As slime has them: a ratio of each token, of all sequences one after another."""
+    z = F.linear(h, w)
+    parts = [x.log_softmax(-1).gather(-1, of[:, None]) for x, of in zip(z, y, strict=True)]
+    return (clipped(torch.cat(parts).squeeze(-1), a.flatten()) * m.flatten()).sum() / m.sum()
+
+
+@expect("is neither linear nor of single tokens")
+def sequences_out_of_order(h, w, y, a, m):
+    z = F.linear(h, w)
+    parts = [z[at].log_softmax(-1).gather(-1, y[at, :, None]).squeeze(-1) for at in (1, 0, 2, 3)]
+    return (clipped(torch.cat(parts), a.flatten()) * m.flatten()).sum()
+
+
 @expect(IN_FORWARD, thunder=True)
 def a_loss_for_each_chunk(h, w, y, a, m):
     """As torchtune has it."""

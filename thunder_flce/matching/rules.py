@@ -402,12 +402,16 @@ def _split(known: "Interpreter", op: Op, input: Class, *args: Any, **kwargs: Any
 @rule("stack", "cat")
 def _join(known: "Interpreter", op: Op, tensors: Sequence[Tensor], dim: int = 0) -> Row:
     """Numbers of the parts into which rows were split, such as the sequences of a batch, put together again."""
-    found, is_stack = [known.get(each) for each in tensors], op.name == "stack"
+    found = [known.get(each) for each in tensors]
     parts = [each for each in found if isinstance(each, Row)]
     if dim != 0 or not parts or len(parts) < len(found):
         raise Unknown
     first = parts[0]
     whole = replace(first.logits, rows=first.logits.rows[:-1])
+    # Of one number each, as by unbind: the parts of cat are those of stack, flattened.
+    is_stack = first.logits.rows[-1:] and type(first.logits.rows[-1].argument[0]) is int
+    if op.name == "stack" and not is_stack:
+        raise Unknown
     end: Any = 0
     for number, part in enumerate(parts):
         own = part.logits.rows[-1] if part.logits.rows else None
