@@ -914,6 +914,14 @@ def rows_of_one_hot_targets(h, w, y, a, m):
     return (x * F.one_hot(y, V))[:, 1:].sum(-1).mean() + own.sum(-1).mean()
 
 
+@expect(Reason.NOT_FOLLOWED)
+def soft_targets_after_the_maximum(h, w, y, a, m):
+    """Nothing reads a log-softmax, but what is subtracted."""
+    z = F.linear(h, w)
+    z = z - z.amax(-1, keepdim=True).detach()
+    return (z.exp().sum(-1).log() - (z * w.detach().sum(1).softmax(0)).sum(-1)).mean()
+
+
 @expect(Reason.NO_LINEAR)
 def scores_of_candidates(h, w, y, a, m):
     """As a reranker has them: one column for each of a group."""

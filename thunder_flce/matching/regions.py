@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from thunder_flce.engine.plan import GRADIENTS_IN_FORWARD
-from thunder_flce.matching.algebra import Argmax, Row, atoms
+from thunder_flce.matching.algebra import Argmax, Class, Row, atoms
 from thunder_flce.matching.decisions import Decision, NotFused, Reason
 from thunder_flce.matching.interpreter import Interpreter, Result, is_head
 from thunder_flce.matching.parts import Part, parts_of
@@ -184,15 +184,16 @@ def _escaped(known: Interpreter, parts: Sequence[Part]) -> list[Decision]:
     found = []
     for escape in known.escapes:
         of, linears = escape.value, escape.value.logits.linears
-        if escape.user is None or not told.isdisjoint(linears) or isinstance(of, Row) or not is_head(of.logits):
+        if escape.user is None or not told.isdisjoint(linears) or not is_head(of.logits):
             continue
-        is_normalised = "L" in atoms(of.sum) and (of.of_u == 1 or of.form == "p" or not of.form)
+        form = of.form if isinstance(of, Class) else ""
+        is_normalised = "L" in atoms(of.sum) and (isinstance(of, Row) or not form or form == "p" or of.of_u == 1)
         if not is_normalised or not escape.tensor.needs_grad:
             continue
         told |= linears
         name, detail = escape.user.name, escape.detail.strip()
         reason, text = Reason.NOT_FOLLOWED, f"by {name} {detail}".strip()
-        if of.form:
+        if form:
             reason = Reason.TRANSFORMED_LOGITS
         elif name in ("mul", "where", "masked_fill", "kl_div", "einsum", "matmul"):
             reason = Reason.CLASS_PROBABILITIES
@@ -200,7 +201,7 @@ def _escaped(known: Interpreter, parts: Sequence[Part]) -> list[Decision]:
                 text += "; `linear_kl_divergence` takes a teacher's hidden states and head"
         elif name in ("gather", "take_along_dim", "index_select", "take", "getitem", "view", "reshape", "flatten"):
             reason, text = Reason.NOT_A_LOG_PROBABILITY, detail or text
-        kind = "entropy" if of.form else "log-probability"
+        kind = "entropy" if form else "log-probability"
         found.append(Decision(escape.user.source, reason=reason, detail=text, kind=kind))
     return found
 
