@@ -209,6 +209,23 @@ def test_sums_of_sequences(of_sequences):
 
 # thunderfx.
 
+
+@pytest.mark.parametrize("of_tokens", [
+    lambda x, at: (x.flatten().cumsum(0)[at] / at).sum() + x.flip(1)[0, :2].sum(), lambda x, at: x[:, at].mean(),
+    lambda x, at: x.index_select(1, at).sum(), lambda x, at: (x[at, at] * at).sum(),
+], ids=["ends", "picked", "selected", "of pairs"])  # fmt: skip
+def test_derivatives_that_thunder_lacks(of_tokens):
+    """They are the weights of a region's tokens, and thunder asks for a gradient of them."""
+
+    def program(h, w, y):
+        return of_tokens(F.cross_entropy(F.linear(h, w).transpose(1, 2), y, reduction="none"), torch.tensor([1, 2, 1]))
+
+    h, w = torch.randn(4, 6, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
+    compiled, y = thunder_flce.thunderfx(program), torch.randint(V, (4, 6))
+    torch.testing.assert_close(run(compiled, [h, w, y]), run(program, [h, w, y]), **CLOSE)
+    assert_fused(compiled)
+
+
 SHAPES = [(3, 8), (2, 9), (4, 5), (3, 8)]
 
 

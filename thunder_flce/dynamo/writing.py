@@ -239,7 +239,7 @@ class _Graph:
         given = [each.detach() if isinstance(each, torch.Tensor) else each for each in map(value_of, others)]
         wide = [each.float() if each.dtype.itemsize < 4 else each for each in rows]
         with tracing(None), self._fake_mode, enable_python_dispatcher(), torch.autocast("cpu", enabled=False):
-            traced = make_fx(derivative, decomposition_table=_AS_PADDING)(wide, given)
+            traced = make_fx(derivative, decomposition_table=_AS_OTHERS)(wide, given)
         placeholders = traced.graph.find_nodes(op="placeholder")
         inlined: dict[Node, Any] = dict(zip(placeholders[len(starts) :], others, strict=True))
         (output,) = traced.graph.find_nodes(op="output")
@@ -325,7 +325,29 @@ def _padded(grad: torch.Tensor, dim: int, before: Any, behind: Any) -> torch.Ten
     return F.pad(grad, [*(0, 0) * (grad.ndim - dim % grad.ndim - 1), before, behind])
 
 
-_AS_PADDING: dict[Any, Callable] = {
+def _flip(given: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+    for dim in dims:
+        backwards = given.shape[dim] - 1 - torch.arange(given.shape[dim], device=given.device)
+        given = given.index_select(dim, backwards)
+    return given
+
+
+def _index_put(given: torch.Tensor, indices: Sequence[Any], values: torch.Tensor, accumulate: bool = False) -> Any:
+    if not accumulate:
+        return NotImplemented
+    numbers = torch.arange(given.numel(), device=given.device).view(given.shape)
+    numbers = numbers[tuple(slice(None) if each is None else each for each in indices)]
+    values = values.expand_as(numbers).reshape(-1)
+    return given.reshape(-1).scatter_add(0, numbers.reshape(-1), values).view(given.shape)
+
+
+def _index_add(given: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: Any = 1) -> Any:
+    return _index_put(given, (*(None,) * (dim % given.ndim), index), source * alpha, accumulate=True)
+
+
+_AS_OTHERS: dict[Any, Callable] = {
+    torch.ops.aten.flip.default: _flip, torch.ops.aten.index_put.default: _index_put,
+    torch.ops.aten.index_add.default: _index_add,
     torch.ops.aten.slice_backward.default: _slice_backward, torch.ops.aten.select_backward.default: _select_backward,
 }  # fmt: skip
 """Derivatives that thunder does not have, by an operation that it has"""
