@@ -180,7 +180,7 @@ class _Reader:
             args.insert(0 if is_filled else 1, tuple(sizes))
         if is_filled or like == "to":
             of_known: dict[str, Any] = {"dtype": known.dtype, "device": known.device}
-            node.kwargs = of_known | node.kwargs
+            node.kwargs = of_known | {name: each for name, each in node.kwargs.items() if each is not None}
         node.op = "call_function" if is_filled else "call_method"
         node.target, node.args = getattr(torch, filled) if is_filled else str(like), tuple(args)
 
