@@ -242,7 +242,9 @@ def loss_only(model: nn.Module, *, labels: str = "labels", loss: str | int = "lo
     """A model that returns only its loss, of one that returns it with the logits, as those of transformers do.
 
     Logits that a program returns must be there in full, so this is what to compile:
-    `thunder_flce.jit(thunder_flce.loss_only(model))`. It is called as the model is, with `labels=`.
+    `thunder_flce.jit(thunder_flce.loss_only(model))`. It is called as the model is, with `labels=`. A model of
+    transformers gets `use_cache=False`, where the call does not say: no loss needs the cache, and Dynamo cannot trace
+    those of T5 and Gemma 4.
 
     Compile it by a function, such as `torch.compile`: `Module.compile` replaces the call of both. It is the same model
     but for the call: the two share parameters, buffers and their names, submodules, hooks, mode and every other
@@ -270,12 +272,20 @@ def loss_only(model: nn.Module, *, labels: str = "labels", loss: str | int = "lo
         return model
     if getattr(model, "_compiled_call_impl", None) is not None:
         raise TypeError(f"this {name} was compiled; call loss_only before that")
-    if labels not in inspect.signature(model.forward).parameters:
+    parameters = [*inspect.signature(model.forward).parameters]
+    if labels not in parameters:
         raise TypeError(
             f"the forward of {name} takes no {labels}, so it computes no loss; give loss_only the name of the argument "
             "that has the labels, as labels=…, or the model that computes the loss, before it is compiled or wrapped, "
             "or return the loss from a module of your own"
         )
+
+    cache_at = [*parameters, "use_cache"].index("use_cache") if takes_no_cache(model) else -1
+    for module in model.modules():
+        has_default = isinstance(getattr(type(module), "loss_function", None), property)
+        if has_default and getattr(module, "loss_type", "") is None:
+            # What transformers takes anyhow, with a warning, at which Dynamo breaks the graph before the loss.
+            module.loss_type = "ForCausalLM"  # type: ignore[assignment]
 
     def raise_no_loss(output: Any) -> NoReturn:
         raise TypeError(
@@ -294,6 +304,8 @@ def loss_only(model: nn.Module, *, labels: str = "labels", loss: str | int = "lo
         # It is bound to the model, and Dynamo does not trace it through another object.
         def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
             call = model if "forward" in self.__dict__ else super().__call__
+            if len(args) <= cache_at:
+                kwargs.setdefault("use_cache", False)
             output = call(*args, **kwargs)
             found = _loss_of(output, loss)
             if found is None:
@@ -308,6 +320,17 @@ def loss_only(model: nn.Module, *, labels: str = "labels", loss: str | int = "lo
     for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):
         setattr(LossOnly, attribute, getattr(model_class, attribute))
     return _same(model, LossOnly)
+
+
+def takes_no_cache(model: nn.Module) -> bool:
+    """Whether a model computes the same without the cache of transformers, and takes the argument that leaves it out.
+
+    Some versions of Gemma 3n and 4 have in it what layers share.
+    """
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # Of peft.
+    config = getattr(inner, "config", None)
+    has_shared_layers = getattr(getattr(config, "text_config", config), "num_kv_shared_layers", 0)
+    return "use_cache" in inspect.signature(inner.forward).parameters and not has_shared_layers
 
 
 def _same(module: nn.Module, as_class: type[nn.Module]) -> nn.Module:

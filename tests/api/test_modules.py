@@ -6,6 +6,7 @@ import io
 import pickle
 from dataclasses import dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -206,6 +207,52 @@ def test_loss_only_is_the_same_model():
     with pytest.raises(ValueError, match="model is a loss_only model already, with labels='labels', loss='loss'"):
         loss_only(only, loss=1)
     assert isinstance(model(TOKENS, TOKENS), Output)
+
+
+class Caching(Model):
+    """As a model of transformers."""
+
+    def __init__(self, shared_layers=0):
+        super().__init__()
+        self.config = SimpleNamespace(text_config=SimpleNamespace(num_kv_shared_layers=shared_layers))
+
+    def forward(self, tokens, labels=None, use_cache=None):
+        """Notes what it is told."""
+        self.use_cache = use_cache
+        return super().forward(tokens, labels)
+
+
+class OfPeft(nn.Module):
+    """Whose signature does not say what the model takes."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def get_base_model(self):
+        """The model inside."""
+        return self.model
+
+    def forward(self, tokens, labels=None, **kwargs):
+        """The model's."""
+        return self.model(tokens, labels=labels, **kwargs)
+
+
+def test_loss_only_leaves_the_cache_out():
+    """But where the call asks for it, or where layers share what is in it."""
+    for model, make, found in (
+        (Caching(), lambda each: each, False),
+        (Caching(), OfPeft, False),
+        (Caching(1), OfPeft, None),
+    ):
+        only = loss_only(make(model))
+        only(TOKENS, labels=TOKENS)
+        assert model.use_cache is found
+        only(TOKENS, labels=TOKENS, use_cache=True)
+        assert model.use_cache is True
+    model = Caching()
+    loss_only(model)(TOKENS, TOKENS, True)
+    assert model.use_cache is True
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda of: pickle.loads(pickle.dumps(of))], ids=["copy", "pickle"])

@@ -149,6 +149,18 @@ def with_adapter(of_model=None, **of_adapter):
     return make
 
 
+def gpt2():
+    sizes = {"vocab_size": tiny.VOCAB, "n_embd": 32, "n_layer": 1, "n_head": 4}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+
+
+def t5():
+    sizes = {"vocab_size": tiny.VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4}
+    config = transformers.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0)
+    torch.manual_seed(0)
+    return transformers.T5ForConditionalGeneration(config)
+
+
 CHECKPOINTS = {"gradient_checkpointing": True}
 WITHOUT_REENTRY = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
 TRAINED_HEAD = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
@@ -158,6 +170,7 @@ RUNS = {
     "bf16": {"settings": {"bf16": True}},
     "logged warnings": {"model": partial(tiny.model, "Gemma2", num_hidden_layers=0, use_cache=False)},
     "a decoder in what is not called": {"model": partial(tiny.model, "OPT", ffn_dim=48, word_embed_proj_dim=32)},
+    "encoder and decoder": {"model": t5},
     "label smoothing": {"settings": {"label_smoothing_factor": 0.1}},
     "gradient checkpointing": {"settings": CHECKPOINTS, "model": tiny.model},
     "predictions and metrics": {"settings": {"max_steps": 1}, "compute_metrics": accuracy},
@@ -489,6 +502,15 @@ def test_accelerate(is_first):
         torch.testing.assert_close(loss, model(**batch).loss, rtol=1e-2, atol=0)
     float32 = tiny.model(num_hidden_layers=0)(**batch).loss
     assert not torch.allclose(only(**batch), float32, rtol=1e-6)
+    assert [decision.fused for decision in thunder_flce.explain(step).decisions] == [True]
+
+
+@pytest.mark.parametrize("make", [gpt2, t5])
+def test_loss_only_of_models_that_break_graphs(make):
+    """By a warning that the loss has no type, and by the cache."""
+    model, batch = make().eval(), collate(tiny.rows(2))
+    step = torch.compile(thunder_flce.loss_only(model), backend="thunder_flce", options={"strict": True})
+    torch.testing.assert_close(step(**batch), model(**batch).loss)
     assert [decision.fused for decision in thunder_flce.explain(step).decisions] == [True]
 
 

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import get_device_states
 
 from thunder_flce.backend import compile_graph
 from thunder_flce.matching.decisions import NotFusedError, NotFusedWarning
+from thunder_flce.modules import takes_no_cache
 
 
 class LossTrainerMixin:
@@ -187,6 +188,8 @@ class LossTrainerMixin:
         decoder = None
         if self._calls_decoder:
             decoder = _around_sharded(inner) or (None if self.compile_layers else _layers_of(inner))
+        if decoder is None and takes_no_cache(inner):
+            inputs = {"use_cache": False, **inputs}
         # Mixed precision of accelerate has put one there, too.
         forward = inner.forward
 
