@@ -550,6 +550,13 @@ LOGITS_BY_DYNAMO = {
     "scaled without gradients": (
         Reason.OPERAND_MODIFIED, lambda h, w, y, m: (z := F.linear(h, w), _without_gradients(z.mul_, 2))[0],
     ),
+    "a bias added under a view": (
+        FUSED, lambda h, w, y, m: (z := F.linear(h, w), u := z.transpose(0, 1), z.add_(w[:, 0]), u.transpose(0, 1))[3],
+    ),
+    "a bias added under a part": (ANY, lambda h, w, y, m: (z := F.linear(h, w), u := z[:, 1:], u.add_(w[:, 0]), z)[3]),
+    "a bias added without gradients": (
+        ANY, lambda h, w, y, m: (z := F.linear(h, w), _without_gradients(z.add_, w[:, 0]), z)[2],
+    ),
     "scaled under a view": (
         FUSED, lambda h, w, y, m: (z := F.linear(h, w).div_(0.7), u := z.flatten(0, 1), z.mul_(2).mul_(0.4), u)[3],
     ),

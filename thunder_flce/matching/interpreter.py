@@ -172,8 +172,8 @@ class Interpreter:
         if op.name not in ("mul", "div", "neg", "add", "sub") or len(op.writes) != 1 or op.writes[0] is not written:
             return False
         others = [self.get(each) for each in (*op.args[1:], *op.kwargs.values()) if isinstance(each, Tensor)]
-        is_factor = op.name in ("mul", "div") and not any(others)
-        is_known = isinstance(self.get(written), Class) and (is_factor or all(isinstance(of, Row) for of in others))
+        is_given = op.name in ("mul", "div", "add") and not any(others)  # A factor, or a bias.
+        is_known = isinstance(self.get(written), Class) and (is_given or all(isinstance(of, Row) for of in others))
         if not is_known or op.leaves_gradient or written is None or written.storage is None:
             return False
         # An alias that was detached, or one that was not, would get another gradient.
