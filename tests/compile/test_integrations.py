@@ -369,6 +369,24 @@ def test_layers_that_call_themselves(tmp_path):
     assert_same_loss(model, tmp_path)
 
 
+def test_a_decoder_with_the_head(tmp_path):
+    """As BLIP's."""
+
+    class Captioner(transformers.Qwen2PreTrainedModel):
+        def __init__(self, decoder):
+            super().__init__(decoder.config)
+            self.text_decoder = decoder
+
+        def get_decoder(self):
+            return self.text_decoder
+
+        def forward(self, input_ids, attention_mask=None, labels=None):
+            return self.text_decoder(input_ids, attention_mask, labels=labels)
+
+    trainer = assert_same_loss(Captioner(tiny.model()), tmp_path)
+    assert [each.fused for each in thunder_flce.explain(trainer.compiled_loss).decisions] == [True]
+
+
 def test_random_numbers_before_the_layers(tmp_path):
     """A mask of the inputs that the loss has, too, would be drawn twice; what the loss does not read may be."""
     model = tiny.model("Llama")

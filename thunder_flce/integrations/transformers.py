@@ -306,7 +306,11 @@ def _layers_of(model: nn.Module) -> nn.Module | None:
         # Gemma 3's base_model is the model itself, and OPT calls the decoder in it.
         if found is whole or getattr(found, "decoder", None) is decoder:
             found = decoder
-    return None if found is whole else found
+    if found is whole:
+        return None
+    # BLIP's decoder is a language model with its head and loss.
+    head = found.get_output_embeddings() if hasattr(found, "get_output_embeddings") else None
+    return _layers_of(found) if isinstance(head, nn.Module) and not isinstance(head, nn.Embedding) else found
 
 
 def _around_sharded(model: nn.Module) -> nn.Module | None:
