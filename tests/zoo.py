@@ -151,7 +151,7 @@ ENTRIES = [
     Entry("transformers GPT-2", _gpt2(loss_type="ForCausalLM"), 'tied; `model.loss_type = "ForCausalLM"`'),
     Entry(
         "transformers GPT-2", _gpt2(),
-        "tied; by default, transformers logs a warning before the loss, where Dynamo breaks the graph",
+        "tied; without the type that `loss_only` gives it, transformers logs a warning, where Dynamo breaks the graph",
         dynamo=Reason.ARGUMENT,
     ),
     Entry("transformers Llama", _transformers("Llama", call={ITEMS: 37}), f"`{ITEMS}`, a number"),

@@ -106,6 +106,21 @@ def test_graphs_of_two_functions():
     assert [len(thunder_flce.explain(each)) for each in compiled] == [1, 1]
 
 
+@pytest.mark.skipif(torch.__version__ < "2.10", reason="PyTorch 2.9 returns something else there")
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_graph_break_in_the_layers(nested):
+    model, arguments = Model(), batch()
+    model.hidden.register_forward_hook(lambda *_: torch._dynamo.graph_break())
+    compiled = torch.compile(model, backend=compile_graph, options={"strict": True})
+    with torch._dynamo.config.patch(nested_graph_breaks=nested):
+        if nested:
+            assert_agrees(model, lambda: model(*arguments), lambda: compiled(*arguments))
+            assert_fused(compiled)
+        else:
+            with pytest.raises(NotFusedError, match="beside a graph break|after a graph break"):
+                compiled(*arguments)
+
+
 def test_no_linear():
     """There is nothing to report."""
     table, arguments = torch.randn(V, V), batch()

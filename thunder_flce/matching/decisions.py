@@ -29,7 +29,9 @@ class Reason(Enum):
     ANOTHER_PRODUCT = "its logits are no linear layer's, which has one matrix for all rows and a bias for each column"
     ARGUMENT = "its logits are given to the program, or to its part after a graph break, which does not compute them"
     LOGITS_USED = "the logits, or something between them and the loss, are also used elsewhere"
-    LOGITS_RETURNED = "the program returns its logits; return the loss only to have them fused"
+    LOGITS_RETURNED = (
+        "the program, or its part beside a graph break, returns its logits; return the loss only to have them fused"
+    )
     TRANSFORMED_LOGITS = "the logits are changed between the linear and the loss"
     NOT_LOG_PROBABILITIES = "the input of nll_loss is not a log_softmax"
     NOT_A_LOG_PROBABILITY = "its logits are gathered, but not into the log-probability of one label a row"
