@@ -322,7 +322,7 @@ def loss_only(model: nn.Module, *, labels: str = "labels", loss: str | int = "lo
     return _same(model, LossOnly)
 
 
-def takes_no_cache(model: nn.Module) -> bool:
+def takes_no_cache(model: Any) -> bool:
     """Whether a model computes the same without the cache of transformers, and takes the argument that leaves it out.
 
     Some versions of Gemma 3n and 4 have in it what layers share.
