@@ -197,8 +197,9 @@ def test_saved_logits_become_their_gradient(count, is_checkpointed, device):
     for frozen in case.operands()[count:]:
         frozen.requires_grad_(False)
 
+    settings = {"linear_bias": case.bias, "reduction": "none", "options": Options(strategy="save_logits")}
+
     def loss():
-        settings = {"linear_bias": case.bias, "reduction": "none", "options": Options(strategy="save_logits")}
         return linear_cross_entropy(case.x * 1, case.weight, case.target, **settings)
 
     def program():
