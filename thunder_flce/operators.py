@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
-from torch.utils.flop_counter import register_flop_formula
 
 from thunder_flce.device import TILE_ROWS, Device
 from thunder_flce.engine import engine
@@ -27,6 +26,7 @@ from thunder_flce.engine.plan import RECOMPUTE_LOGITS, Plan
 from thunder_flce.engine.primitives import Primitives, Region
 from thunder_flce.engine.row_loss import UpstreamGradients
 from thunder_flce.engine.rows import remember
+from thunder_flce.importing import when_imported
 from thunder_flce.operation.call import Call, gradient_name, result_names, result_specs
 from thunder_flce.operation.divergence import Divergence
 from thunder_flce.operation.loss import Loss
@@ -332,20 +332,28 @@ def _flops(known: Settings, tensors: Sequence[Tensor], *, logits: bool, gradient
     return 2 * call.tokens * call.vocab * sum(products)
 
 
-@register_flop_formula(torch.ops.thunder_flce.linear_cross_entropy, get_raw=True)
 def _forward_flops(tensors: list[Tensor], settings: str, **_: Any) -> int:
     known = Settings.parse(settings)
     return _flops(known, tensors, logits=True, gradients=known.plan.finishes_in_forward)
 
 
-@register_flop_formula(
-    [torch.ops.thunder_flce.linear_cross_entropy_backward, torch.ops.thunder_flce.linear_cross_entropy_backward_],
-    get_raw=True,
-)
 def _backward_flops(*given: Any, **_: Any) -> int:
     known = Settings.parse(given[-1])
     recomputes = known.plan.strategy == RECOMPUTE_LOGITS
     return _flops(known, given[-2], logits=recomputes, gradients=not known.plan.finishes_in_forward)
+
+
+def _register_flops() -> None:
+    from torch.utils.flop_counter import register_flop_formula
+
+    operators = torch.ops.thunder_flce
+    backwards = [operators.linear_cross_entropy_backward, operators.linear_cross_entropy_backward_]
+    register_flop_formula(operators.linear_cross_entropy, get_raw=True)(_forward_flops)
+    register_flop_formula(backwards, get_raw=True)(_backward_flops)
+
+
+# It imports Triton, from torch 2.15 on.
+when_imported("torch.utils.flop_counter", _register_flops)
 
 
 PLAIN = (Tensor, torch.nn.Parameter)
