@@ -314,22 +314,6 @@ def rows_as_many_as_labels(h, w, y, a, m):
     return -sum((x[each, y[0]] * a[0]).sum() for each in rows)
 
 
-@expect(IN_FORWARD)
-def stacked_heads(h, w, y, a, m):
-    """As those of Medusa, or of the codebooks of audio: each loss reads its own."""
-    z = torch.stack([F.linear(each, w) for each in (h, h.tanh(), h.sin())], dim=1)
-    return sum(of_rows(z[:, at, start:], y[:, start:]) for at, start in ((0, 0), (1, 1), (-1, 2)))
-
-
-@expect(ANY)
-def stacked_heads_that_are_changed(h, w, y, a, m):
-    z, *others = F.linear(h, w), F.linear(h.tanh(), w)
-    of_heads = torch.stack([z, *others])
-    z.mul_(2)
-    of_heads[0][:, 0] = 0.0
-    return of_rows(of_heads[0], y) + of_rows(of_heads[1], y)
-
-
 @expect("class weights")
 def weighted_losses_logged(h, w, y, a, m):
     of_tokens = F.cross_entropy(F.linear(h, w).transpose(1, 2), y, w[:, 0].detach().abs(), reduction="none")

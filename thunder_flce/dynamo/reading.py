@@ -111,7 +111,6 @@ class _Reader:
                 self._values[node].handle = node
             return
         self._write_sizes(node, inside)
-        _pick_before_stack(node)
         name = name_of(node)
         is_in_place = bool(written) and name.endswith("_") and not name.endswith("__")
         name = name.removesuffix("_") if is_in_place or name == "detach_" else name
@@ -195,21 +194,6 @@ class _Reader:
                     cast.meta = {**node.meta, "example_value": given.to(dtype)}
                 node.replace_input_with(operand, cast)
                 self._add(cast, inside)
-
-
-def _pick_before_stack(node: Node) -> None:
-    """Takes what an index picks of stacked tensors from one of these, such as the logits of one of several heads."""
-    stack: Any = node.args[0] if node.target is operator.getitem else None
-    if not isinstance(stack, Node) or name_of(stack) != "stack" or not isinstance(stack.args[0], list | tuple):
-        return
-    key: Any = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-    dim = dict(zip(("", "dim"), stack.args, strict=False)).get("dim", stack.kwargs.get("dim", 0)) % value_of(stack).ndim
-    if not all(type(each) in (int, slice) for each in key) or len(key) <= dim or type(key[dim]) is not int:
-        return
-    storages = {_tensor(value_of(each), each).storage for each in (stack, *stack.args[0])}
-    written = [_tensor(value_of(each), each) for other in node.graph.nodes for each in written_by(other)]
-    if storages.isdisjoint(each.storage for each in written if isinstance(each, Tensor)):
-        node.args = stack.args[0][key[dim]], (*key[:dim], *key[dim + 1 :])
 
 
 def _has_grad_fn(out: torch.Tensor) -> bool:
