@@ -50,9 +50,12 @@ def register_lowerings() -> None:
 def _register_lowerings() -> None:
     from torch._inductor import ir
     from torch._inductor.lowering import mul, register_lowering, to_dtype, where
+    from torch._inductor.virtualized import V
 
-    def may_overwrite(tensor: Any) -> bool:
-        return isinstance(tensor.data, ir.StorageBox) and isinstance(tensor.data.data, ir.DonatedBuffer)
+    def may_overwrite(tensor: Any, node: Any) -> bool:
+        is_donated = isinstance(tensor.data, ir.StorageBox) and isinstance(tensor.data.data, ir.DonatedBuffer)
+        # Of two equal calls, AOTAutograd makes one, whose results both backwards read.
+        return is_donated and len(node.users) == 1
 
     operator = torch.ops.thunder_flce.linear_cross_entropy_backward
     in_place = torch.ops.thunder_flce.linear_cross_entropy_backward_
@@ -61,8 +64,9 @@ def _register_lowerings() -> None:
     def lower_backward(upstream: Any, saved: Any, tensors: Any, settings: str) -> Any:
         known, create = Settings.parse(settings), ir.FallbackKernel.create
         at, count = known.logits_position, len(known.needs_grad)
+        nodes: Any = V.graph.current_node.args[1]
         found: Any
-        if at is not None and count <= MOST_IN_PLACE and may_overwrite(saved[at]):
+        if at is not None and count <= MOST_IN_PLACE and may_overwrite(saved[at], nodes[at]):
             others = [*saved[:at], *saved[at + 1 :]]
             found = create(in_place.default, upstream, saved[at], others, tensors, settings)
         else:
@@ -72,7 +76,7 @@ def _register_lowerings() -> None:
     @register_lowering(torch.ops.thunder_flce.scale_gradient.default, type_promotion_kind=None)
     def lower_scale(gradient: Any, factor: Any, valid_count: Any) -> Any:
         size = gradient.get_numel()
-        if size.is_number and size >= _LARGE and may_overwrite(gradient):
+        if size.is_number and size >= _LARGE and may_overwrite(gradient, V.graph.current_node.args[0]):
             ir.FallbackKernel.create(torch.ops.thunder_flce.scale_gradient_.default, gradient, factor, valid_count)
             return gradient
         dtype = gradient.get_dtype()

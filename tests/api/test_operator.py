@@ -211,6 +211,24 @@ def test_saved_logits_become_their_gradient(count, is_checkpointed, device):
     assert ("cross_entropy_backward_.default(" in codes[-1]) == (not is_checkpointed)
 
 
+@pytest.mark.inductor
+def test_two_equal_calls_read_the_same(monkeypatch, device):
+    """In a program that Inductor compiles, where they become one: neither backward overwrites what both read."""
+    monkeypatch.setattr(inductor, "_LARGE", 0)
+    case = make_case(device=device)
+    operands, settings = (case.x, case.weight), {"reduction": "none", "options": Options(strategy="save_logits")}
+
+    def program(x, weight):
+        x, total = x * 1, x.sum()
+        first, second = (linear_cross_entropy(x, weight, case.target, **settings) for _ in range(2))
+        mean, same = (linear_cross_entropy(x, weight, case.target) for _ in range(2))
+        return first.square().sum() + (second * total).mean() + mean.exp() + same * total
+
+    compiled = torch.compile(program, fullgraph=True)
+    got, right = (torch.autograd.grad(each(*operands), operands) for each in (compiled, program))
+    torch.testing.assert_close(got, right)
+
+
 @pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
 @pytest.mark.parametrize("needs_grad", [False, True], ids=["no_grad", "training"])
 def test_exported(needs_grad, strict):

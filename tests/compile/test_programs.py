@@ -283,6 +283,25 @@ def slices_of_losses(h, w, y, a, m):
     return (of_tokens * torch.exp(-of_tokens.detach()) + (of_tokens - a[:, 1:]).square()).mean()
 
 
+@expect(ANY)
+def labels_written_between_losses(h, w, y, a, m):
+    """By an index; they are those of one tensor, and not the same."""
+    z, written = F.linear(h, w), y.clone()
+    with torch.no_grad():
+        before = F.cross_entropy(z.flatten(0, 1), written.flatten(), reduction="none").mean()
+        written[0, 0] = (y[0, 0] + 1) % V
+        behind = F.cross_entropy(z.flatten(0, 1), written.flatten())
+    return F.cross_entropy(z.flatten(0, 1), y.flatten()), before, behind
+
+
+@expect(ANY)
+def one_hot_vectors_that_are_written(h, w, y, a, m):
+    one_hot = F.one_hot(y, V).to(h.dtype)
+    one_hot[0] = 0.0
+    one_hot[:, :, 0].add_(1.0)
+    return -(one_hot * F.linear(h, w).log_softmax(-1)).sum(-1).mean()
+
+
 @expect(IN_FORWARD)
 def tokens_that_are_all_ignored(h, w, y, a, m):
     """The mean is NaN, and their gradients are 0."""

@@ -290,8 +290,8 @@ class Labels:
 
     tensors: tuple[Tensor, ...] = field(compare=False)
     """Several where parts of the rows were joined"""
-    numbers: tuple[int, ...]
-    """`Program.value_number` of each"""
+    numbers: tuple[tuple[int, int], ...]
+    """`Program.number_at` of each"""
     read_at: int = field(compare=False)
     """The position of the operation that read them first"""
     wraps: bool = False

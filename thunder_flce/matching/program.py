@@ -165,6 +165,11 @@ class Program:
             self._number_of[tensor] = next(self._count)
         return self._number_of[tensor]
 
+    def number_at(self, tensor: Tensor, position: int) -> tuple[int, int]:
+        """`value_number`, and how many changes in place a tensor may have had where an operation reads it."""
+        changes = sum(1 for _ in self.writers(0, position)) if self.may_have_changed(tensor) else 0
+        return self.value_number(tensor), changes
+
     def may_have_changed(self, tensor: Tensor) -> bool:
         """Whether an operation in place may have written to it, or to what it is a view of."""
         return tensor in self._changed

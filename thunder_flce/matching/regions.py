@@ -416,6 +416,6 @@ def is_compared_with_labels(indices: Tensor, part: Part, program: Program) -> bo
         others = [each for each in user.operands if each is not indices]
         if user.name not in ("eq", "ne") or len(others) != 1 or not same_shape(others[0].shape, indices.shape):
             return False
-        return (program.value_number(others[0]),) == (part.labels.numbers if part.labels else None)
+        return (program.number_at(others[0], user.position),) == (part.labels.numbers if part.labels else None)
 
     return indices not in program.results and all(map(compares, indices.users))

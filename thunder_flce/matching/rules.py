@@ -531,15 +531,16 @@ def _with_factor(known: "Interpreter", op: Op, of: Class | Row, factor: Any) -> 
 
 def _at_one_hot(known: "Interpreter", of: Class, one_hot: Any) -> Class | None:
     """The product with the one-hot vectors of labels."""
-    op = one_hot.op if isinstance(one_hot, Tensor) else None
-    while op is not None and op.name in (*COPIES, "double"):
-        op = op.operands[0].op
+    made = [one_hot] if isinstance(one_hot, Tensor) else []
+    while made and (before := made[-1].op) is not None and before.name in (*COPIES, "double"):
+        made.append(before.operands[0])
+    op = made[-1].op if made and not any(map(known.program.may_have_changed, made)) else None
     if op is None or op.name != "one_hot" or of.form == "p" or not same_shape(one_hot.shape, of.shape):
         return None
     index = op.operands[0]
     if of.dim != len(of.shape) - 1 or known.hangs_on(index, of.logits):
         return None
-    return replace(of, labels=Labels((index,), (known.program.value_number(index),), op.position))
+    return replace(of, labels=Labels((index,), (known.program.number_at(index, op.position),), op.position))
 
 
 def _weighted(p: Class, of: Class) -> Class:
@@ -866,7 +867,7 @@ def _at_labels(known: "Interpreter", op: Op, of: Class, index: Tensor, *, wraps:
         raise Unknown("at a choice that depends on the logits")
     return Row(
         of.logits, op.output.shape, with_u_as("y", of.sum), is_exp=of.form == "exp", factor=of.factor,
-        labels=Labels((index,), (known.program.value_number(index),), op.position, wraps),
+        labels=Labels((index,), (known.program.number_at(index, op.position),), op.position, wraps),
     )  # fmt: skip
 
 
@@ -917,7 +918,7 @@ def _loss(
         raise NotFused(Reason.TRANSFORMED_LOGITS, "by a factor after log_softmax")
     if weight is not None:
         _check_class_weights(weight, of.logits)
-    labels = Labels((target,), (known.program.value_number(target),), op.position, ignore_index=ignore_index)
+    labels = Labels((target,), (known.program.number_at(target, op.position),), op.position, ignore_index=ignore_index)
     smoothing = Fraction(label_smoothing)
     if is_nll:
         # Its gradient is that of its input, also where a log-sum-exp was detached.
