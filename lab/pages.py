@@ -77,7 +77,7 @@ def source(found: Iterable[Row], path: Path = DATA / REGIONS) -> str:
     listed = list(found)
     commits, row = dict.fromkeys(row["commit"] for row in listed), listed[0]
     file = path.relative_to(ROOT).as_posix()
-    return f"`{file}` at {' and '.join(commits)}: one {row['device']}, torch {row['torch']}, {row['dtype']}."
+    return f"`{file}` at {', '.join(commits)}: one {row['device']}, torch {row['torch']}, {row['dtype']}."
 
 
 def gb(number: float | None) -> str:
