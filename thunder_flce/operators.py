@@ -4,7 +4,8 @@ Each is opaque: it runs the engine. It takes a call's tensors in their order, an
 Python literal (`Settings`). This holds a plan or, where a program is compiled for any number of tokens, options from
 which the operator makes the plan when it runs. Such options name the strategy, since that decides what is returned.
 
-They return fresh, contiguous tensors and change none of their arguments. `autograd` differentiates them.
+They return fresh, contiguous tensors and change none of their arguments, but for `…_backward_`, by which Inductor
+replaces `…_backward`: see `inductor`. `autograd` differentiates them.
 """
 
 import ast
@@ -273,7 +274,7 @@ def _backward(upstream: list[Tensor | None], saved: list[Tensor], tensors: list[
 def _backward_in_place(
     upstream: list[Tensor | None], logits: Tensor, saved: list[Tensor], tensors: list[Tensor], settings: str
 ) -> tuple[Tensor, ...]:
-    """Overwrites the logits. They stand apart from what else is saved."""
+    """Overwrites the logits, which stand apart from what else is saved."""
     known = Settings.parse(settings)
     at = known.logits_position
     return _padded(backward(known, upstream, [*saved[:at], logits, *saved[at:]], tensors, may_overwrite=True))

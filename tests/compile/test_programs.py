@@ -283,6 +283,14 @@ def slices_of_losses(h, w, y, a, m):
     return (of_tokens * torch.exp(-of_tokens.detach()) + (of_tokens - a[:, 1:]).square()).mean()
 
 
+@expect(FUSED)
+def class_weights_beside_log_probabilities(h, w, y, a, m):
+    """A mean by weights, also where another loss and what is logged read the same labels."""
+    z, y = F.linear(h, w).flatten(0, 1), y.flatten()
+    weighted = F.cross_entropy(z, y, weight=w[:, 0].detach().abs() + 0.5)
+    return weighted + F.cross_entropy(z, y), z.detach().log_softmax(-1).gather(-1, y[:, None])
+
+
 @expect(ANY)
 def labels_written_between_losses(h, w, y, a, m):
     """By an index; they are those of one tensor, and not the same."""

@@ -92,7 +92,7 @@ def parts_of(known: Interpreter) -> list[Part]:
     rows = [result for result in known.results.values() if isinstance(result.value, Row)]
     for result in rows:
         row, labels = result.row, result.row.labels
-        if labels is not None and labels.ignore_index is not None and labels.ignore_index < 0:
+        if row.class_weight is None and labels and labels.ignore_index is not None and labels.ignore_index < 0:
             # What else reads these rows at their labels takes no negative one.
             plain = replace(labels, ignore_index=None)
             if any(each.row.labels == plain and each.row.logits == row.logits for each in rows):
