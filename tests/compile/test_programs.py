@@ -294,12 +294,12 @@ def class_weights_beside_log_probabilities(h, w, y, a, m):
 @expect(ANY)
 def labels_written_between_losses(h, w, y, a, m):
     """By an index; they are those of one tensor, and not the same."""
-    z, written = F.linear(h, w), y.clone()
+    z, written = F.linear(h, w).transpose(1, 2), y.clone()
     with torch.no_grad():
-        before = F.cross_entropy(z.flatten(0, 1), written.flatten(), reduction="none").mean()
+        before = F.cross_entropy(z, written, reduction="none").mean()
         written[0, 0] = (y[0, 0] + 1) % V
-        behind = F.cross_entropy(z.flatten(0, 1), written.flatten())
-    return F.cross_entropy(z.flatten(0, 1), y.flatten()), before, behind
+        behind = F.cross_entropy(z, written)
+    return F.cross_entropy(z, y), before, behind
 
 
 @expect(ANY)
