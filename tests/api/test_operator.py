@@ -192,8 +192,6 @@ def test_finished_gradients_are_scaled_in_their_memory(is_checkpointed, device, 
 @pytest.mark.parametrize(("count", "is_checkpointed"), [(1, False), (3, False), (3, True)])
 def test_saved_logits_become_their_gradient(count, is_checkpointed, device):
     """In a program that Inductor compiles, unless a checkpoint computes them in the backward."""
-    if is_checkpointed and torch.__version__ >= "2.15":
-        pytest.skip("AOTAutograd raises: a node was invalid, but is output")
     case = make_case(device=device, bias=True)
     operands = case.operands()[:count]
     for frozen in case.operands()[count:]:
@@ -202,7 +200,7 @@ def test_saved_logits_become_their_gradient(count, is_checkpointed, device):
     settings = {"linear_bias": case.bias, "reduction": "none", "options": Options(strategy="save_logits")}
 
     def loss():
-        return linear_cross_entropy(case.x * 1, case.weight, case.target, **settings)
+        return linear_cross_entropy(case.x.tanh(), case.weight, case.target, **settings)
 
     def program():
         return checkpoint.checkpoint(loss, use_reentrant=False) if is_checkpointed else loss()
