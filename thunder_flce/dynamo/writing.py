@@ -231,7 +231,8 @@ class _Graph:
                 values: dict[Node, Any] = dict(zip(starts, [each.clone() for each in rows], strict=True))
                 values |= zip(others, given, strict=True)
                 for node in (*starts, *others, *nodes):
-                    _run(node, values)
+                    if not isinstance(value_of(node), torch.SymInt):
+                        _run(node, values)
                 total = values[result.handle]
             return list(torch.autograd.grad(total, rows, torch.ones((), dtype=total.dtype, device=total.device)))
 
@@ -239,7 +240,9 @@ class _Graph:
         given = [each.detach() if isinstance(each, torch.Tensor) else each for each in map(value_of, others)]
         wide = [each.float() if each.dtype.itemsize < 4 else each for each in rows]
         with tracing(None), self._fake_mode, enable_python_dispatcher(), torch.autocast("cpu", enabled=False):
-            traced = make_fx(derivative, decomposition_table=_AS_OTHERS)(wide, given)
+            # Dynamo cannot print a guard that autograd's own thread of a GPU adds.
+            with torch.autograd.set_multithreading_enabled(False):
+                traced = make_fx(derivative, decomposition_table=_AS_OTHERS)(wide, given)
         placeholders = traced.graph.find_nodes(op="placeholder")
         inlined: dict[Node, Any] = dict(zip(placeholders[len(starts) :], others, strict=True))
         (output,) = traced.graph.find_nodes(op="output")

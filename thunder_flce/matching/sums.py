@@ -201,7 +201,8 @@ class _Search:
             self._slices[outs[0]] = (*slices, op)
             self._tokens[outs[0]] = part, self._picked(op, part)
             return
-        if op.name in ("sum", "mean") or not same(outs[0].numel, operands[0].numel):
+        # Of sizes that are symbols, PyTorch may not know that a reshape keeps their product.
+        if op.name in ("sum", "mean") or not (keeps_elements(op) or same(outs[0].numel, operands[0].numel)):
             return
         self._slices[outs[0]] = slices
         try:
