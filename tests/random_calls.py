@@ -54,39 +54,32 @@ class Call:
     hidden: int
     vocab: int
     dtype: torch.dtype
-    scale: float
-    """Standard deviation of the logits, before they are mapped"""
+    scale: float  # The standard deviation of the logits, before they are mapped
     bias: bool
     class_weight: torch.dtype | None
-    targets: str
-    """How the targets are distributed over the columns"""
+    targets: str  # How they are distributed over the columns
     ignored: str
-    needs_grad: tuple[bool, bool, bool]
-    """The input, the weight, the bias"""
-    terms: tuple[tuple[int, bool, bool], ...]
-    """Of each further term its hidden size, and whether its input and weight need a gradient"""
-    grad: str
-    """What the gradient at the loss is like"""
-    layouts: tuple[str, ...]
-    """Of the input, the weight, the bias, the targets and the class weights"""
-    num_items: str | float | None
-    """A number, or the name of a tensor's value"""
+    needs_grad: tuple[bool, bool, bool]  # The input, the weight, the bias
+    terms: tuple[tuple[int, bool, bool], ...]  # Of each its hidden size, and whether input and weight need a gradient
+    grad: str  # What the gradient at the loss is like
+    layouts: tuple[str, ...]  # Of the input, the weight, the bias, the targets and the class weights
+    num_items: str | float | None  # A number, or the name of a tensor's value
     loss: dict[str, Any]
     options: Options
     token_weights: torch.dtype | None = None
-    several: int = 0
-    """K with target weights, or 0"""
+    several: int = 0  # K with target weights, or 0
     target_rest: bool = False
     token_loss: Callable[..., Tensor] | None = None
-    expected: str | float | None = None
-    """The expected gradient: a number, or the name of a tensor's value"""
+    expected: str | float | None = None  # The expected gradient: a number, or the name of a tensor's value
     detached: tuple[str, ...] = ()
-    target_dtype: torch.dtype = torch.int64
-    """Where the targets fit it, which `ignore_index` and the number of columns need not"""
-    is_repeated: bool = False
-    """Whether the same call comes a second time, when it is known"""
-    special: str | None = None
-    """One of `SPECIAL`"""
+    target_dtype: torch.dtype = torch.int64  # Where targets fit it: `ignore_index` and the columns need not
+    is_repeated: bool = False  # Whether the same call comes a second time, when it is known
+    special: str | None = None  # One of `SPECIAL`
+
+    @property
+    def columns(self) -> int:
+        """Those that are not cut off."""
+        return self.loss["vocab_size"] or self.vocab
 
     def case(self, device: str) -> Case:
         """The operands."""
@@ -95,20 +88,14 @@ class Call:
         def randn(*shape: int, factor: float = 1.0) -> Tensor:
             return (torch.randn(*shape, generator=generator) * factor).to(self.dtype)
 
-        columns = self.loss["vocab_size"] or self.vocab
-        count = torch.Size(self.shape).numel()
-        targets = {
-            "anywhere": torch.randint(0, columns, (count,), generator=generator),
-            "first": torch.zeros(count, dtype=torch.long),
-            "last": torch.full((count,), columns - 1),
-        }[self.targets]
+        count = math.prod(self.shape)
+        targets = torch.randint(0, self.columns, (count,), generator=generator)
+        if self.targets != "anywhere":
+            targets.fill_({"first": 0, "last": self.columns - 1}[self.targets])
+        chance, at = torch.rand(count, generator=generator), torch.arange(count)
         ignored = {
-            "none": torch.zeros(count, dtype=torch.bool),
-            "some": torch.rand(count, generator=generator) < 0.3,
-            "all": torch.ones(count, dtype=torch.bool),
-            "first": torch.arange(count) == 0,
-            "last": torch.arange(count) == count - 1,
-        }[self.ignored]
+            "none": at < 0, "some": chance < 0.3, "all": at >= 0, "first": at == 0, "last": at == count - 1,
+        }[self.ignored]  # fmt: skip
         targets[ignored] = self.loss["ignore_index"]
         class_weight = None
         if self.class_weight is not None:
@@ -120,34 +107,25 @@ class Call:
             unused[0] = False
             class_weight[unused & (torch.rand(self.vocab, generator=generator) < 0.2)] = 0
             class_weight = class_weight.to(self.class_weight)
-        tensors = [
-            randn(*self.shape, self.hidden),
-            randn(self.vocab, self.hidden, factor=self.scale * max(self.hidden, 1) ** -0.5),
-            randn(self.vocab, factor=self.scale) if self.bias else None,
-            targets.view(self.shape),
-            class_weight,
-        ]
-        x, weight, bias, target, class_weight = (
-            None if tensor is None else laid_out(tensor.to(device), layout)
-            for tensor, layout in zip(tensors, self.layouts, strict=True)
-        )
-        for tensor, needed in zip((x, weight, bias), self.needs_grad, strict=True):
-            if tensor is not None:
-                tensor.requires_grad_(needed)
-        terms = []
-        for rank, *needs_grad in self.terms:
-            pair = (randn(*self.shape, rank), randn(self.vocab, rank, factor=self.scale * rank**-0.5))
-            # Not the layouts of the head.
-            laid = zip(pair, reversed(self.layouts[:2]), needs_grad, strict=True)
-            terms.append(tuple(laid_out(t.to(device), layout).requires_grad_(needed) for t, layout, needed in laid))
-        case = Case(x, weight, bias, target, class_weight, tuple(terms))
+
+        def linear(hidden: int) -> tuple[Tensor, Tensor]:
+            return randn(*self.shape, hidden), randn(self.vocab, hidden, factor=self.scale * max(hidden, 1) ** -0.5)
+
+        def placed(tensor: Tensor | None, layout: str, needs_grad: bool = False) -> Tensor | None:
+            return None if tensor is None else laid_out(tensor.to(device), layout).requires_grad_(needs_grad)
+
+        operands = *linear(self.hidden), randn(self.vocab, factor=self.scale) if self.bias else None
+        others = map(placed, (targets.view(self.shape), class_weight), self.layouts[3:])
+        # Not the layouts of the head.
+        terms = [tuple(map(placed, linear(rank), self.layouts[1::-1], needs_grad)) for rank, *needs_grad in self.terms]
+        case = Case(*map(placed, operands, self.layouts, self.needs_grad), *others, tuple(terms))
         if self.special is not None:
             self.make_special(case)
         return case
 
     def make_special(self, case: Case) -> None:
         """Writes special values into operands, and targets where they matter."""
-        value, half = SPECIAL[self.special], (self.loss["vocab_size"] or self.vocab) // 2
+        value, half = SPECIAL[self.special], self.columns // 2
         target = case.target.view(-1)
         with torch.no_grad():
             if self.special == "NaN in a row":
@@ -170,17 +148,12 @@ class Call:
         """The gradient at the loss."""
         shape = self.shape if self.loss["reduction"] == "none" else ()
         dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
-        generator = torch.Generator().manual_seed(self.seed + 1)
-        random = torch.randn(shape, generator=generator, dtype=dtype)
-        if self.grad == "zero first" and random.ndim and random.shape[0]:
-            random[0] = 0
-        random = random.to(device)
-        if self.grad == "transposed" and random.ndim > 1:
-            return random.transpose(0, 1).contiguous().transpose(0, 1)
-        if self.grad in ("one", "power of two", "expanded"):
-            value = {"one": 1.0, "power of two": 0.25, "expanded": 0.7}[self.grad]
-            return torch.tensor(value, dtype=dtype, device=device).expand(shape)
-        return random
+        if self.grad in (values := {"one": 1.0, "power of two": 0.25, "expanded": 0.7}):
+            return torch.tensor(values[self.grad], dtype=dtype, device=device).expand(shape)
+        random = torch.randn(shape, generator=torch.Generator().manual_seed(self.seed + 1), dtype=dtype)
+        if self.grad == "zero first" and shape:
+            random[:1] = 0
+        return laid_out(random.to(device), "transposed" if self.grad == "transposed" else "contiguous")
 
     def given(self, device: str) -> tuple[Case, Tensor, dict[str, Any]]:
         """Operands, the gradient at the loss, and the other arguments. What ignored tokens weigh and have is NaN."""
@@ -224,8 +197,8 @@ class Call:
         for _ in range(1 + self.is_repeated):
             with named(self):
                 found = (RANKS | WAYS)[way](case, grad, self.options, arguments)
-                result, *of_truth, others = found if way in RANKS else (found, case, grad, arguments)
-                assert_close_to_truth(result, *of_truth, 2.0, True, **others)
+                result, others = found if way in RANKS else (found, arguments)
+                assert_close_to_truth(result, case, grad, 2.0, True, **others)
 
 
 def laid_out(tensor: Tensor, layout: str) -> Tensor:
@@ -410,32 +383,34 @@ WAYS = {
 
 
 def on_ranks(of_tokens: str = "") -> Callable:
-    """The vocabulary divided among ranks, and the tokens, in one dimension, too by sequence or data parallel."""
+    """The vocabulary divided among ranks, and the tokens, in one dimension, too by sequence or data parallel.
 
-    def run(case: Case, grad: Tensor, options: Options, arguments: dict[str, Any]) -> tuple:
+    With the result come the arguments of the same call of the whole.
+    """
+
+    def run(case: Case, grad: Tensor, options: Options, arguments: dict[str, Any]) -> tuple[Result, dict[str, Any]]:
         vocab, tokens = case.weight.shape[0], case.x.shape[:-1].numel()
         sizes = SIZES[tokens % len(SIZES)]
         sizes = tuple(vocab - sum(each or 0 for each in sizes) if size is None else size for size in sizes)
         if not of_tokens or not case.needing_grad():
-            return divided(case, sizes, grad, options=options, **arguments), case, grad, arguments
+            return divided(case, sizes, grad, options=options, **arguments), arguments
         ranks, averages = len(sizes), of_tokens == "data_parallel"
         counts = [tokens // ranks] * ranks
         if averages and ranks > 1:
             counts = (tokens - tokens // 3, *[0] * (ranks - 2), tokens // 3)
-        how = {of_tokens: True}
-        result = divided(case, sizes, grad, counts=counts, how=how, options=options, **arguments)
+        result = divided(case, sizes, grad, counts=counts, how={of_tokens: True}, options=options, **arguments)
         if averages and arguments["reduction"] == "sum":
             arguments = arguments | {"reduction": "mean", "num_items": float(ranks)}
         elif averages and arguments["num_items"] is not None:
             arguments = arguments | {"num_items": float(arguments["num_items"]) * ranks}
-        return result, case, grad, arguments
+        return result, arguments
 
     return run
 
 
-def as_dtensors(case: Case, grad: Tensor, options: Options, arguments: dict[str, Any]) -> tuple:
+def as_dtensors(case: Case, grad: Tensor, options: Options, arguments: dict[str, Any]) -> tuple[Result, dict[str, Any]]:
     """Of two by two ranks: sequences divided along the first dimension, tokens and vocabulary along the second."""
-    return on_a_mesh(case, BOTH, grad, options=options, **arguments), case, grad, arguments
+    return on_a_mesh(case, BOTH, grad, options=options, **arguments), arguments
 
 
 SIZES = ((None, 4), (3, 0, None), (None, 0), (None,), (1, None, 1, 0), (0, None))

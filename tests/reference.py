@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,33 +25,35 @@ class Case:
     bias: Tensor | None
     target: Tensor
     class_weight: Tensor | None = None
-    terms: tuple[tuple[Tensor, Tensor], ...] = ()
-    """Further linears that are added to the logits"""
-    incoming: dict[Any, list[Tensor]] = field(default_factory=dict, init=False, repr=False)
-    """See `incoming_gradients`."""
+    terms: tuple[tuple[Tensor, Tensor], ...] = ()  # Further linears that are added to the logits
+    incoming: dict[Any, list[Tensor]] = field(default_factory=dict, init=False, repr=False)  # See `incoming_gradients`.
 
     def operands(self) -> list[Tensor]:
         """The tensors that may need a gradient."""
         of_terms = [tensor for term in self.terms for tensor in term]
         return [t for t in (self.x, self.weight, self.bias, *of_terms) if t is not None]
 
-    def linears(self) -> Iterable[tuple[Tensor, Tensor]]:
-        """All pairs of an input and a weight."""
-        return ((self.x, self.weight), *self.terms)
-
-    def exact_products(self) -> Tensor:
-        """(..., V) the sum of the linears in float64, without gradients."""
-        with torch.no_grad():
-            return linear(Case(*map(doubled, (self.x, self.weight, self.bias)), self.target, None, doubled(self.terms)))
-
-    def exact_logits(self, **settings) -> Tensor:
-        """(..., V) what a call with these settings makes of them."""
-        transforms = {name: settings.get(name) for name in ("softcap", "vocab_size")}
-        return map_logits(self.exact_products(), logit_scale=settings.get("logit_scale", 1.0), **transforms)
-
     def needing_grad(self) -> list[Tensor]:
         """The tensors that need one."""
         return [t for t in self.operands() if t.requires_grad]
+
+    def exact(self) -> "Case":
+        """The same in float64."""
+        others = self.target, doubled(self.class_weight), doubled(self.terms)
+        return Case(doubled(self.x), doubled(self.weight), doubled(self.bias), *others)
+
+    def exact_products(self) -> Tensor:
+        """(..., V) the sum of the linears in float64, without gradients."""
+        return linear(self.exact()).detach()
+
+    def exact_logits(self, **settings) -> Tensor:
+        """(..., V) what a call with these settings makes of them."""
+        return map_logits(self.exact_products(), **{name: settings[name] for name in OF_LOGITS if name in settings})
+
+
+OF_TOKENS = ("token_weights", "target_weights", "token_inputs")
+"""Settings that are tensors of numbers of tokens"""
+OF_LOGITS = ("softcap", "logit_scale", "vocab_size")
 
 
 def doubled(value):
@@ -121,16 +123,10 @@ def eager(case: Case, grad: Tensor | None = None, **settings) -> Result:
     return differentiate(results, case, grad, settings.get("outputs", ()))
 
 
-OF_TOKENS = ("token_weights", "target_weights", "token_inputs")
-"""Settings that are tensors of numbers of tokens"""
-
-
 def truth(case: Case, grad: Tensor | None = None, **settings) -> Result:
     """Eager PyTorch in float64."""
-    operands, others = (case.x, case.weight, case.bias), (case.class_weight, case.terms)
-    exact = Case(*map(doubled, operands), case.target, *map(doubled, others))
     settings |= {name: doubled(settings[name]) for name in OF_TOKENS if name in settings}
-    return eager(exact, None if grad is None else grad.double(), **settings)
+    return eager(case.exact(), None if grad is None else grad.double(), **settings)
 
 
 def composed(
@@ -144,9 +140,8 @@ def composed(
 ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """What `linear_cross_entropy` returns, of the products (..., V), by its definition and PyTorch's operations."""
     shape = logits.shape[:-1]
-    logits = logits.reshape(shape.numel(), logits.shape[-1])
     target = target.reshape(shape.numel(), *target.shape[len(shape) :])
-    logits = map_logits(logits, softcap=softcap, logit_scale=logit_scale, vocab_size=vocab_size)
+    logits = map_logits(_by_rows(logits), softcap=softcap, logit_scale=logit_scale, vocab_size=vocab_size)
     if class_weight is not None:
         class_weight = class_weight[:vocab_size].to(logits.dtype)
     is_label = target != ignore_index
@@ -225,7 +220,11 @@ def _of_several(logits: Tensor, target: Tensor, weights: Tensor, is_label: Tenso
     return of_rows - (1 - weights.sum(-1)).clamp(min=0) * log_rest
 
 
-def map_logits(products: Tensor, *, softcap: float | None, logit_scale: float, vocab_size: int | None) -> Tensor:
+def _by_rows(logits: Tensor) -> Tensor:
+    return logits.reshape(logits.shape[:-1].numel(), logits.shape[-1])
+
+
+def map_logits(products: Tensor, *, softcap=None, logit_scale=1.0, vocab_size=None) -> Tensor:
     """The logits of a linear's output (..., V)."""
     logits = logit_scale * products[..., :vocab_size]
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
@@ -349,7 +348,8 @@ def assert_close_to_truth(
     peer, exact = eager(case, grad, **settings), truth(case, grad, **settings)
     row_dtype = torch.float64 if case.x.dtype == torch.float64 else torch.float32
     names = settings.get("outputs", ())
-    sizes = Magnitudes.of(case, grad, **settings) if tiny else Magnitudes()
+    none = 0.0, 0.0, [0.0] * len(case.needing_grad())
+    of_loss, of_output, of_gradients = _magnitudes(case, grad, **settings) if tiny else none
     of_terms = _rounding_of_sums(case, **settings)
 
     def check(what: str, got: Tensor, theirs: Tensor, right: Tensor, size: float) -> None:
@@ -374,7 +374,7 @@ def assert_close_to_truth(
         assert (got - right).norm() <= bound, f"{what} errs by {(got - right).norm():.2e} > {bound:.2e}"
 
     assert result.loss.dtype == row_dtype
-    check("loss", result.loss, peer.loss, exact.loss, sizes.loss)
+    check("loss", result.loss, peer.loss, exact.loss, of_loss)
     for name, got, theirs, right in zip(names, result.outputs, peer.outputs, exact.outputs, strict=True):
         assert got.dtype == (torch.int64 if "argmax" in name else row_dtype)
         if name in CHOICES:
@@ -383,9 +383,9 @@ def assert_close_to_truth(
             if name in ("mean_logit", "log_sum_exp"):
                 # Relative to the largest logit: nothing is left where that is infinite.
                 got = torch.where(case.exact_logits(**settings).amax(-1).isinf(), right.to(got.dtype), got)
-            check(name, got, theirs, right, sizes.output)
+            check(name, got, theirs, right, of_output)
     for operand, size, *gradients in zip(
-        case.needing_grad(), sizes.gradients(case), result.gradients, peer.gradients, exact.gradients, strict=True
+        case.needing_grad(), of_gradients, result.gradients, peer.gradients, exact.gradients, strict=True
     ):
         assert gradients[0].dtype == operand.dtype
         check(f"gradient {tuple(operand.shape)}", *gradients, size)
@@ -404,87 +404,63 @@ def _rounding_of_sums(case: Case, **settings) -> float:
     return of_row / math.sqrt(rows) if settings.get("reduction", "mean") == "mean" else of_row * math.sqrt(rows)
 
 
-@dataclass
-class Magnitudes:
-    """How large results could be if no terms cancelled: roughly, and not less."""
+def _magnitudes(case: Case, grad: Tensor | None, **settings) -> tuple[float, float, list[float]]:
+    """How large the loss, outputs and gradients could be if no terms cancelled: roughly, and not less."""
+    rows = max(case.target.numel(), 1)
+    z_loss, names, reduction = settings.get("z_loss", 0.0), settings.get("outputs", ()), settings.get("reduction")
+    logits = case.exact_logits(**settings).nan_to_num(0, 0, 0)
+    logit = float(logits.abs().max()) + math.log(logits.shape[-1]) if logits.numel() else 0.0
+    class_weight = 1.0 if case.class_weight is None else max(1.0, float(case.class_weight.max()))
+    terms = {"mean": 1.0, "sum": rows, "none": rows}[reduction or "mean"]
+    if settings.get("num_items"):
+        terms = rows / float(settings["num_items"])
+    incoming = 1.0 if grad is None or not grad.numel() else float(grad.abs().max())
+    incoming *= terms * (class_weight + 2 * z_loss * logit)
+    for output_grad in incoming_gradients(case, names, torch.float64):
+        incoming += float(output_grad.abs().sum()) * (1 + logit)
+    # The sum over rows of the products' gradients. A probability errs by as many units as its logit is large.
+    of_products = incoming * abs(settings.get("logit_scale", 1.0)) * max(1.0, logit / 32)
+    pairs = (case.x, case.weight), *case.terms
+    others = {id(one): other for pair in pairs for one, other in (pair, pair[::-1])}
 
-    loss: float = 0.0
-    output: float = 0.0
-    row_gradients: float = 0.0
-    """The sum over rows of the absolute gradients of the products"""
+    def largest_norm(operand: Tensor) -> float:
+        other = others.get(id(operand), torch.ones(1))  # A bias has no other.
+        return float(other.detach().double().nan_to_num(0).norm(dim=-1).max()) if other.numel() else 0.0
 
-    @classmethod
-    def of(cls, case: Case, grad: Tensor | None, **settings) -> "Magnitudes":
-        """Of the results of `linear_cross_entropy`."""
-        rows = max(case.target.numel(), 1)
-        z_loss, names, reduction = settings.get("z_loss", 0.0), settings.get("outputs", ()), settings.get("reduction")
-        logits = case.exact_logits(**settings).nan_to_num(0, 0, 0)
-        logit = float(logits.abs().max()) + math.log(logits.shape[-1]) if logits.numel() else 0.0
-        class_weight = 1.0 if case.class_weight is None else max(1.0, float(case.class_weight.max()))
-        terms = {"mean": 1.0, "sum": rows, "none": rows}[reduction or "mean"]
-        if settings.get("num_items"):
-            terms = rows / float(settings["num_items"])
-        incoming = 1.0 if grad is None or not grad.numel() else float(grad.abs().max())
-        incoming *= terms * (class_weight + 2 * z_loss * logit)
-        for output_grad in incoming_gradients(case, names, torch.float64):
-            incoming += float(output_grad.abs().sum()) * (1 + logit)
-        return cls(
-            loss=terms * (class_weight * logit + z_loss * logit**2),
-            output=rows * logit,
-            # A probability errs by as many units as its logit is large.
-            row_gradients=incoming * abs(settings.get("logit_scale", 1.0)) * max(1.0, logit / 32),
-        )
-
-    def gradients(self, case: Case) -> list[float]:
-        """Of the gradients, in the order of `Case.needing_grad`."""
-        others = {id(one): other for x, weight in case.linears() for one, other in ((x, weight), (weight, x))}
-
-        def size(operand: Tensor) -> float:
-            other = others.get(id(operand))
-            if other is None:
-                return self.row_gradients
-            norms = other.detach().double().nan_to_num(0).norm(dim=-1)
-            return self.row_gradients * float(norms.max()) if other.numel() else 0.0
-
-        return [size(operand) for operand in case.needing_grad()]
+    gradients = [of_products * largest_norm(operand) for operand in case.needing_grad()]
+    return terms * (class_weight * logit + z_loss * logit**2), rows * logit, gradients
 
 
 def _check_choice(name: str, got: Tensor, case: Case, **settings) -> None:
     """Of "argmax", "valid_argmax" and "accuracy", what does not hang on how logits are rounded."""
-    ignore_index, token_weights = settings.get("ignore_index", -100), settings.get("token_weights")
     target = case.target.reshape(case.x.shape[:-1].numel(), *case.target.shape[case.x.ndim - 1 :]).long()
-    valid = target != ignore_index
+    valid = target != settings.get("ignore_index", -100)
     valid = valid if target.ndim == 1 else valid.any(1)
-    if token_weights is not None:
-        valid &= token_weights.reshape(-1) != 0
+    if settings.get("token_weights") is not None:
+        valid &= settings["token_weights"].reshape(-1) != 0
     if name == "argmax":
         valid = torch.ones_like(valid)
-    of_rows = (each.reshape(-1, each.shape[-1]) for each in (case.exact_products(), case.exact_logits(**settings)))
-    products, logits = (each[valid] for each in of_rows)
+    logits = _by_rows(case.exact_logits(**settings))[valid]
+    if not logits.numel():
+        assert got.isnan() if name == "accuracy" else (got == -1).all()
+        return
     # A product is rounded once, after a sum in float32, or once a term; a softcap only brings logits together.
-    largest, rounding = logits.new_zeros(0), 0.0
-    if products.numel():
-        largest = logits.max(1).values
-        largest_product = products.nan_to_num(0, 0, 0).abs().max()
-        for x, weight in case.terms:
-            largest_product += (x.detach().double() @ weight.detach().double().t()).nan_to_num(0, 0, 0).abs().max()
-        rounding = (torch.finfo(case.x.dtype).eps + 1e-6) * abs(settings.get("logit_scale", 1.0)) * largest_product
-    has_nan = logits.isnan().any(1)
-    if name != "accuracy":
+    of_terms = [linear(Case(*doubled(term), None, case.target)).detach() for term in case.terms]
+    products = (_by_rows(each)[valid] for each in (case.exact_products(), *of_terms))
+    size = sum(each.nan_to_num(0, 0, 0).abs().max() for each in products)
+    rounding = (torch.finfo(case.x.dtype).eps + 1e-6) * abs(settings.get("logit_scale", 1.0)) * size
+    largest, has_nan = logits.max(1).values, logits.isnan().any(1)
+    if name == "accuracy":
+        target = target[valid][:, None]
+        at_target, others = logits.gather(1, target)[:, 0], logits.scatter(1, target, float("-inf")).max(1).values
+        possible = (at_target >= largest - 2 * rounding) | has_nan
+        certain = at_target > others + 2 * rounding
+        assert certain.double().mean() - 1e-6 <= got <= possible.double().mean() + 1e-6, "accuracy"
+    else:
         got = got.reshape(-1)
         assert (got[~valid] == -1).all()
         chosen = logits.gather(1, got[valid][:, None]).squeeze(1)
         assert ((chosen >= largest - 2 * rounding) | has_nan).all(), "argmax is not the largest logit"
-    else:
-        at_target = logits.gather(1, target[valid][:, None])
-        others = logits.scatter(1, target[valid][:, None], float("-inf")).max(1).values
-        possible = (at_target.squeeze(1) >= largest - 2 * rounding) | has_nan
-        certain = at_target.squeeze(1) > others + 2 * rounding
-        count = valid.sum()
-        if count == 0:
-            assert got.isnan()
-        else:
-            assert certain.sum() / count - 1e-6 <= got <= possible.sum() / count + 1e-6, "accuracy"
 
 
 class RecordedCalls(TorchDispatchMode):
