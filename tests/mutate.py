@@ -40,8 +40,7 @@ class Mutant:
 
     path: Path
     line: int
-    start: int
-    """In bytes from the beginning of the file"""
+    start: int  # In bytes from the beginning of the file
     before: str
     after: str
 

@@ -38,15 +38,11 @@ class Entry:
     """A row of the table."""
 
     model: str
-    build: Callable[[], nn.Module]
-    """Makes the module: (tokens, labels) to the loss, or to what has it as its attribute `loss`."""
-    head: str = ""
-    """What is between the linear and the loss, or else is particular, in words."""
-    region: Mapping[str, Any] = field(default_factory=dict)
-    """The same as arguments of the fused region"""
+    build: Callable[[], nn.Module]  # Makes (tokens, labels) to the loss, or to what has it as its attribute `loss`
+    head: str = ""  # What is between the linear and the loss, or else is particular, in words
+    region: Mapping[str, Any] = field(default_factory=dict)  # The same as arguments of the fused region
     jit: Outcome = FUSED
-    dynamo: Outcome = FUSED
-    """Of thunderfx and the backend of torch.compile, which get the same graph"""
+    dynamo: Outcome = FUSED  # Of thunderfx and the backend of torch.compile, which get the same graph
 
 
 class OfTransformers(nn.Module):
@@ -54,9 +50,7 @@ class OfTransformers(nn.Module):
 
     def __init__(self, model: nn.Module, *, all_outputs: bool = False, **settings: Any):
         super().__init__()
-        self.model = model
-        self.all_outputs = all_outputs
-        self.settings = settings
+        self.model, self.all_outputs, self.settings = model, all_outputs, settings
 
     def forward(self, tokens, labels):
         outputs = self.model(input_ids=tokens, labels=labels, use_cache=False, **self.settings)
@@ -68,9 +62,7 @@ class WithCrossEntropy(nn.Module):
 
     def __init__(self, model: nn.Module, chunk_size: int = 0, lm_head_chunk_size: int = 0):
         super().__init__()
-        self.model = model
-        self.chunk_size = chunk_size
-        self.lm_head_chunk_size = lm_head_chunk_size
+        self.model, self.chunk_size, self.lm_head_chunk_size = model, chunk_size, lm_head_chunk_size
 
     def forward(self, tokens, labels):
         logits = self.model(tokens, lm_head_chunk_size=self.lm_head_chunk_size)
@@ -190,18 +182,17 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randint(0, VOCAB, (2, 12)), labels
 
 
-def table() -> str:
-    """The rows as Markdown."""
-    lines = ["| model | head and loss | `thunder.jit` | `thunderfx`, the backend |", "| --- | --- | --- | --- |"]
-    for entry in ENTRIES:
-        lines.append(f"| {entry.model} | {entry.head} | {_cell(entry.jit)} | {_cell(entry.dynamo)} |")
-    return "\n".join(lines)
-
-
 def _cell(outcome: Outcome) -> str:
     if isinstance(outcome, Reason):
         return f"not fused: {outcome.value}"
     return outcome if outcome == FUSED else f"thunder raises `{outcome.__name__}`"
+
+
+def table() -> str:
+    """The rows as Markdown."""
+    rows = [("model", "head and loss", "`thunder.jit`", "`thunderfx`, the backend"), ("---",) * 4]
+    rows += [(entry.model, entry.head, _cell(entry.jit), _cell(entry.dynamo)) for entry in ENTRIES]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def write_page() -> None:

@@ -48,6 +48,29 @@ for attempt in range(2):
             raise AssertionError(name)
 assert not hasattr(thunder_flce, "jitt")
 
+import torch.nn.functional as F
+from thunder_flce.__main__ import main
+from thunder_flce.backend import compile_graph
+
+def program(x, w, target):
+    return F.cross_entropy(F.linear(x, w), target)
+
+# The backend and `explain` work, and a command that needs thunder says so.
+absent.names = {"thunder"}
+torch._inductor.compile_fx.compile_fx = lambda graph, inputs, **_: graph
+tensors = x, w, torch.tensor([0, 1, 2])
+compiled = torch.compile(program, backend=compile_graph, options={"strict": True})
+torch.testing.assert_close(compiled(*tensors), program(*tensors))
+assert "1 of 1 cross-entropies fused" in str(thunder_flce.explain(compiled))
+assert "1 of 1 cross-entropies fused" in str(thunder_flce.explain())
+assert not [name for name in sys.modules if name.startswith("thunder_flce.graph")]
+try:
+    main(["trace", "litgpt"])
+except SystemExit as exit:
+    assert exit.code == 2
+else:
+    raise AssertionError("it ran")
+
 # A thunder that we cannot use can be imported all the same.
 absent.names = set()
 sys.path.insert(0, sys.argv[1])
@@ -65,8 +88,10 @@ def _run(program, *arguments):
 
 
 def _runs(program, *arguments):
+    """What a program prints as errors that has none."""
     process = _run(program, *arguments)
     assert process.returncode == 0, process.stderr
+    return process.stderr
 
 
 HEAVY = ["torch._dynamo", "torch._inductor", "torch.fx.experimental.proxy_tensor", "torch.distributed.tensor"]
@@ -92,9 +117,7 @@ assert not found, found
 
 def test_without_torch_distributed():
     """As in a PyTorch that was built without it."""
-    _runs(
-        ABSENT
-        + """
+    _runs(f"""{ABSENT}
 absent.prefixes = ("torch.distributed.", "torch.testing._internal.distributed")
 torch.distributed.is_available = lambda: False
 for name in [*sys.modules]:
@@ -106,49 +129,14 @@ thunder_flce.linear_cross_entropy(x, w, y).backward()
 thunder_flce.linear_cross_entropy(x, w, y, terms=[(x, w)], reduction="none").sum().backward()
 thunder_flce.LinearCrossEntropyLoss(4, 5)(x, y).backward()
 assert x.grad.isfinite().all()
-"""
-    )
+""")
 
 
 def test_without_thunder(tmp_path):
-    package = tmp_path / "thunder"
-    package.mkdir()
-    (package / "__init__.py").write_text("is_another = True")
-    _runs(ABSENT + WITHOUT, str(tmp_path))
-
-
-BACKEND = """
-import torch.nn.functional as F
-absent.names = {"thunder"}
-torch._inductor.compile_fx.compile_fx = lambda graph, inputs, **_: graph
-import thunder_flce
-from thunder_flce.backend import compile_graph
-
-def program(x, w, target):
-    return F.cross_entropy(F.linear(x, w), target)
-
-tensors = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4), torch.tensor([0, 1, 2])
-compiled = torch.compile(program, backend=compile_graph, options={"strict": True})
-torch.testing.assert_close(compiled(*tensors), program(*tensors))
-assert "1 of 1 cross-entropies fused" in str(thunder_flce.explain(compiled))
-assert "1 of 1 cross-entropies fused" in str(thunder_flce.explain())
-
-assert not [name for name in sys.modules if name.startswith("thunder_flce.graph")]
-
-from thunder_flce.__main__ import main
-try:
-    main(["trace", "litgpt"])
-except SystemExit as exit:
-    assert exit.code == 2
-else:
-    raise AssertionError("it ran")
-"""
-
-
-def test_the_backend_and_explain_need_no_thunder():
-    """A command that needs it says so."""
-    process = _run(ABSENT + BACKEND)
-    assert process.returncode == 0 and "thunder" in process.stderr.splitlines()[-1], process.stderr
+    (tmp_path / "thunder").mkdir()
+    (tmp_path / "thunder" / "__init__.py").write_text("is_another = True")
+    errors = _runs(ABSENT + WITHOUT, str(tmp_path)).splitlines()
+    assert "thunder" in errors[-1], errors
 
 
 WITH = """
