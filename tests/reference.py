@@ -323,6 +323,12 @@ def run_inside(mode: TorchDispatchMode, function, arguments, settings):
         return operators.run_forward(*arguments, **settings)
 
 
+def errors(result: Result, exact: Result) -> list[float]:
+    """Those of the loss and of all gradients."""
+    pairs = zip((result.loss, *result.gradients), (exact.loss, *exact.gradients), strict=True)
+    return [error(*pair) for pair in pairs]
+
+
 def error(result: Tensor, exact: Tensor) -> float:
     """‖result − exact‖ / ‖exact‖."""
     difference = torch.linalg.vector_norm(result.double() - exact.double())
@@ -461,20 +467,3 @@ def _check_choice(name: str, got: Tensor, case: Case, **settings) -> None:
         assert (got[~valid] == -1).all()
         chosen = logits.gather(1, got[valid][:, None]).squeeze(1)
         assert ((chosen >= largest - 2 * rounding) | has_nan).all(), "argmax is not the largest logit"
-
-
-class RecordedCalls(TorchDispatchMode):
-    """The arguments of each call of an operator, positional ones and those by name."""
-
-    def __init__(self, operator):
-        super().__init__()
-        self._operator, self._calls = operator, []
-
-    def __enter__(self):
-        super().__enter__()
-        return self._calls
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is self._operator:
-            self._calls.append((args, kwargs or {}))
-        return function(*args, **(kwargs or {}))

@@ -136,7 +136,7 @@ def test_without_thunder(tmp_path):
     (tmp_path / "thunder").mkdir()
     (tmp_path / "thunder" / "__init__.py").write_text("is_another = True")
     errors = _runs(ABSENT + WITHOUT, str(tmp_path)).splitlines()
-    assert "thunder" in errors[-1], errors
+    assert "trace needs lightning-thunder" in errors[-1], errors
 
 
 WITH = """
