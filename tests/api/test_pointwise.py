@@ -1,7 +1,7 @@
 """Losses of single tokens: their text, its values and derivatives against autograd's, and what is refused."""
 
 import math
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -234,9 +234,6 @@ def test_threads_at_once():
             written(scaled(number + at + 2), [torch.float32])
 
     before = is_in_torch_dispatch_mode(include_infra_modes=True)
-    threads = [threading.Thread(target=trace, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(trace, range(4)))
     assert is_in_torch_dispatch_mode(include_infra_modes=True) == before
