@@ -307,26 +307,23 @@ def named(example: Any) -> Iterator[None]:
         raise AssertionError(f"{example}: {error}") from error
 
 
-def grpo(log_prob: Tensor, entropy: Tensor, old: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
+def grpo(log_prob, entropy, old, advantage, mask):
     """A clipped ratio, with a penalty and a bonus. It has corners, which 16 bits put elsewhere."""
     ratio = torch.exp(torch.tanh(log_prob - old))
     clipped = torch.min(ratio * advantage, torch.clamp(ratio, 0.8, 1.2) * advantage)
     return torch.where(mask, -clipped, 0.1 * log_prob) - 0.01 * entropy
 
 
-def focal(log_prob: Tensor, entropy: Tensor, old: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
+def focal(log_prob, entropy, old, advantage, mask):
     return -((1 - log_prob.exp()) ** 2) * log_prob * advantage.abs() * (1 + mask)
 
 
-def of_all(
-    log_prob: Tensor, entropy: Tensor, old: Tensor, advantage: Tensor, mask: Tensor, *, log_sum_exp: Tensor,
-    mean_logit: Tensor,
-) -> Tensor:  # fmt: skip
+def of_all(log_prob, entropy, old, advantage, mask, *, log_sum_exp, mean_logit):
     value = -log_prob * advantage + 0.01 * log_sum_exp.square() - entropy * log_sum_exp.tanh()
     return value + advantage * (log_sum_exp - mean_logit)
 
 
-def sigmoids(log_prob: Tensor, entropy: Tensor, old: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
+def sigmoids(log_prob, entropy, old, advantage, mask):
     return -torch.nn.functional.logsigmoid(0.5 * (log_prob - old)) + torch.sigmoid(entropy) * log_prob.detach()
 
 

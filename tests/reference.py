@@ -149,7 +149,7 @@ def composed(
     weights = valid.to(logits.dtype)
     if token_weights is not None:
         weights = torch.where(valid, token_weights.reshape(-1).to(logits.dtype), 0)
-        valid = weights != 0
+    valid = weights != 0
     valid_logits, valid_target = logits[valid], target[valid]
     log_probs = torch.log_softmax(valid_logits, 1)
 
@@ -169,8 +169,7 @@ def composed(
             logits, target, class_weight, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
         )
     z_term = of_all(z_loss * torch.logsumexp(valid_logits, 1).square()) if z_loss else torch.zeros_like(row_loss)
-    if token_weights is not None:
-        row_loss, z_term = (torch.where(valid, each * weights, 0) for each in (row_loss, z_term))
+    row_loss, z_term = (torch.where(valid, each * weights, 0) for each in (row_loss, z_term))
     if reduction == "none":
         loss = (row_loss + z_term).reshape(shape)
     elif reduction == "sum":
@@ -184,19 +183,18 @@ def composed(
         total = row_loss.sum() + z_term.sum()
         loss = total / num_items if num_items != 0 else total * 0
 
-    argmax = valid_logits.argmax(1)
-
-    of_rows = {
+    found = {
         "log_prob": lambda: of_all(log_probs.gather(1, valid_target[:, None]).squeeze(1)),
         "entropy": lambda: of_all(_entropy(log_probs)),
         "log_sum_exp": lambda: of_all(valid_logits.logsumexp(1)),
         "argmax": lambda: logits.argmax(1),
-        "valid_argmax": lambda: of_all(argmax, -1),
+        "valid_argmax": lambda: of_all(valid_logits.argmax(1), -1),
+        "accuracy": lambda: (valid_logits.argmax(1) == valid_target).to(logits.dtype).mean(),
         "mean_logit": lambda: of_all(valid_logits.mean(1)),
         "log_sum_sq_probs": lambda: of_all(torch.logsumexp(2 * log_probs, 1)),
     }
-    accuracy = (argmax == valid_target).sum().to(logits.dtype) / valid.sum() if "accuracy" in outputs else None
-    results = {name: accuracy if name == "accuracy" else of_rows[name]().reshape(shape) for name in outputs}
+    results = {name: found[name]() for name in outputs}
+    results = {name: value.reshape(shape) if value.ndim else value for name, value in results.items()}
     if token_loss is not None or target_rest:
         detached = outputs
     return (loss, *(of.detach() if name in detached else of for name, of in results.items())) if outputs else loss
