@@ -21,7 +21,6 @@ BAD = [
     ({"input": [1, 2]}, TypeError, "input must be a tensor, but got list"),
     ({"input": X.long()}, TypeError, "input must have one of the dtypes float16.*got int64"),
     ({"target": X[:, 0]}, TypeError, "target must have one of the dtypes int8.*got float32"),
-    ({"target": Y.bool()}, TypeError, "target must have one of the dtypes int8.*got bool"),
     ({"input": torch.zeros(())}, ValueError, "input must have at least one dimension"),
     ({"linear_weight": W.view(-1)[:0]}, ValueError, r"linear_weight must be two-dimensional, .* but got \(0,\)"),
     ({"linear_weight": W[:0]}, ValueError, "linear_weight must have at least one row"),
@@ -35,7 +34,6 @@ BAD = [
     ({"ignore_index": 2**64}, ValueError, "ignore_index must fit 64 bits"),
     ({"weight": torch.zeros(8)}, ValueError, r"weight must be \(V,\) = \(9,\), but got \(8,\)"),
     ({"weight": torch.zeros(9).half()}, TypeError, "weight must have input's dtype, float32, but got float16"),
-    ({"weight": torch.zeros(9, dtype=torch.long)}, TypeError, "weight must have one of the dtypes float16"),
     ({"weight": torch.ones(9, requires_grad=True)}, ValueError, "weight must not require a gradient"),
     ({"label_smoothing": 1.1}, ValueError, "label_smoothing must be between 0 and 1, but got 1.1"),
     ({"softcap": 0.0}, ValueError, "softcap must be positive, or None for no softcap, but got 0.0"),
@@ -48,7 +46,6 @@ BAD = [
     ({"num_items": 3, "reduction": "sum"}, ValueError, 'num_items is what reduction "mean" divides by'),
     ({"num_items": torch.ones(1)}, ValueError, r"num_items must be a number or a tensor without dimensions, .*\(1,\)"),
     ({"num_items": float("nan")}, ValueError, "num_items must be finite and not negative, but got nan"),
-    ({"input": X.numpy()}, TypeError, "input must be a tensor, but got ndarray"),
     ({"num_items": "3"}, TypeError, "num_items must be a number or a tensor without dimensions, but got str"),
     ({"token_loss": X}, TypeError, "token_loss must be a function, but got Tensor"),
     ({"token_loss": 0}, TypeError, "token_loss must be a function, but got int"),
@@ -57,12 +54,9 @@ BAD = [
     ({"expected_gradient": float("inf")}, ValueError, "expected_gradient must be finite and not 0, but got inf"),
     ({"expected_gradient": torch.ones(2)}, ValueError, r"expected_gradient must be a number or a tensor without .*2"),
     ({"expected_gradient": NEEDING[0]}, ValueError, "expected_gradient must not require a gradient"),
-    ({"expected_gradient": "1"}, TypeError, "expected_gradient must be a number or a tensor without .* got str"),
-    ({"token_weights": Y[0]}, TypeError, "token_weights must have one of the dtypes"),
     ({"token_weights": torch.ones(5)}, ValueError, r"token_weights must have target's shape, \(6,\), but got \(5,\)"),
     ({"token_weights": Y > 0}, TypeError, r"but got bool; pass mask.to\(input.dtype\)"),
     ({"token_weights": NEEDING}, ValueError, "token_weights must not require a gradient"),
-    ({"token_weights": 1.0}, TypeError, "token_weights must be a tensor, but got float"),
     ({"token_loss": OF_ONE, "reduction": "none"}, ValueError, 'reduction "mean" or "sum"'),
     ({"token_loss": OF_ONE, "label_smoothing": 0.1}, ValueError, "label_smoothing belongs to the cross-entropy"),
     ({"token_loss": OF_ONE, "weight": torch.ones(9)}, ValueError, "weight belongs to the cross-entropy"),
@@ -101,7 +95,6 @@ EAGER = [
     ({"linear_weight": W.to_sparse()}, TypeError, "linear_weight must be a dense tensor, but has the layout torch.sp"),
     ({"input": torch.nested.nested_tensor([X], layout=torch.jagged)}, TypeError, r"input must be a dense .*unbind\(\)"),
     ({"input": torch.nested.nested_tensor([X])}, TypeError, r"input must be a dense tensor, but is nested"),
-    ({"target": torch.nested.nested_tensor([Y])}, TypeError, r"target must be a dense tensor, but is nested"),
     ({"target": Y.to("meta")}, ValueError, "target must be on input's device, cpu, but got meta"),
     ({**NEEDS_GRAD, "options": Options(strategy="save_logits")}, ValueError, "no other strategy"),
     (
@@ -127,13 +120,11 @@ BAD_TERMS = [
     ({"terms": [TERM, (X, None)]}, TypeError, r"terms\[1\].weight must be a tensor, but got NoneType"),
     ({"terms": [(Y, W)]}, TypeError, r"terms\[0\].input must have one of the dtypes float16.*got int64"),
     ({"terms": [TERM, (X, W.half())]}, TypeError, r"terms\[1\].weight must have input's dtype, float32, but got"),
-    ({"terms": [(X.double(), W)]}, TypeError, r"terms\[0\].input must have input's dtype, float32, but got float64"),
     ({"terms": [(X, W[0])]}, ValueError, r"terms\[0\].weight must be \(V, h\) with V = 9, but got \(4,\)"),
     ({"terms": [TERM, (X, W[:8])]}, ValueError, r"terms\[1\].weight must be \(V, h\) with V = 9, but got \(8, 4\)"),
     ({"terms": [(X, TERM[1])]}, ValueError, r"terms\[0\].input must be \(6, 3\): .* but got \(6, 4\)"),
     ({"terms": [TERM, (X[:5], W)]}, ValueError, r"terms\[1\].input must be \(6, 4\): .* but got \(5, 4\)"),
 ]
-IDS = [f"{next(iter(change))}-{number}" for number, (change, _, _) in enumerate(BAD + BAD_TERMS)]
 
 
 def _call(change):
@@ -148,7 +139,7 @@ def test_eager(change, exception, message):
         linear_cross_entropy(*tensors, **settings)
 
 
-@pytest.mark.parametrize(("change", "exception", "message"), BAD + BAD_TERMS, ids=IDS)
+@pytest.mark.parametrize(("change", "exception", "message"), BAD + BAD_TERMS)
 def test_traced(change, exception, message):
     *tensors, settings = _call(change)
     jitted = thunder_flce.jit(lambda *tensors: linear_cross_entropy(*tensors, **settings))

@@ -1,7 +1,7 @@
 """Random calls over every argument of `linear_cross_entropy`, against eager PyTorch in float64: see `random_calls`."""
 
+import re
 from dataclasses import replace
-from math import prod
 
 import pytest
 
@@ -56,14 +56,8 @@ def test_on_ranks(way):
 
 
 def test_failures_are_found(monkeypatch, capsys):
-    # Of the same number, another call is drawn when there is one more output: this looks for one with a z-loss.
-    calls = (random_calls.numbered(number, "cpu") for number in range(1000))
-    call = next(
-        call for call in calls if call.loss["z_loss"] == 0.1 and prod(call.shape) > 1 and call.ignored == "none"
-    )
-    monkeypatch.setattr("sys.argv", ["random_calls.py", "--count", "3"])
+    monkeypatch.setattr("sys.argv", ["random_calls.py", "--count", "30"])
     monkeypatch.setattr("thunder_flce.operation.loss.Loss.z_term", lambda self, row: None)
-    monkeypatch.setattr("random_calls.drawn_call", lambda *_: call)
     with pytest.raises(SystemExit) as ended:
         random_calls.main()
-    assert ended.value.code and "3 failed [0, 1, 2]" in capsys.readouterr().out
+    assert ended.value.code and re.search(r"30 calls on cpu: \d+ failed \[\d", capsys.readouterr().out)
