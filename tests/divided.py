@@ -1,6 +1,7 @@
 """A case that is divided among ranks, by rows of the vocabulary and tokens or as DTensors: results of the whole."""
 
 import itertools
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -22,12 +23,10 @@ BOTH = ((2, 2), (Shard(0), Shard(1)), (R, Shard(0)))
 def part_of(case: Case, rows: slice, tokens=ALL) -> Case:
     """What one rank has of a case: leaves of its own, of some rows of the vocabulary and some tokens."""
 
-    def leaf(tensor, of):
-        return None if tensor is None else tensor.detach()[of].clone().requires_grad_(tensor.requires_grad)
+    def leaf(of):
+        return lambda tensor: tensor.detach()[of].clone().requires_grad_(tensor.requires_grad)
 
-    terms = tuple((leaf(x, tokens), leaf(weight, rows)) for x, weight in case.terms)
-    operands = leaf(case.x, tokens), leaf(case.weight, rows), leaf(case.bias, rows)
-    return Case(*operands, case.target[tokens].clone(), case.class_weight, terms)
+    return replace(case.mapped(leaf(tokens), leaf(rows)), target=case.target[tokens].clone())
 
 
 def parts(sizes) -> list[slice]:
@@ -104,13 +103,13 @@ def divided(case: Case, sizes, grad=None, *, counts=None, **settings) -> Result:
 def on_mesh(case: Case, mesh, of_x, of_weight) -> Case:
     """The case on a mesh, but for its targets."""
 
-    def placed(tensor, placements):
+    def placed(placements):
         # A broadcast writes to what it is given, and threads share the case.
-        return distribute_tensor(tensor.detach().clone(), mesh, placements).requires_grad_(tensor.requires_grad)
+        return lambda tensor: distribute_tensor(tensor.detach().clone(), mesh, placements).requires_grad_(
+            tensor.requires_grad
+        )
 
-    terms = tuple((placed(x, of_x), placed(weight, of_weight)) for x, weight in case.terms)
-    bias = None if case.bias is None else placed(case.bias, of_weight)
-    return Case(placed(case.x, of_x), placed(case.weight, of_weight), bias, case.target, case.class_weight, terms)
+    return case.mapped(placed(of_x), placed(of_weight))
 
 
 def of_mesh(rank: int, case: Case, placements, grad=None, **settings) -> Result:

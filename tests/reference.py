@@ -3,7 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -37,10 +37,15 @@ class Case:
         """The tensors that need one."""
         return [t for t in self.operands() if t.requires_grad]
 
+    def mapped(self, of_tokens: Callable[[Tensor], Tensor], of_columns: Callable[[Tensor], Tensor]) -> "Case":
+        """The same with other operands, each made of the one that was there."""
+        terms = tuple((of_tokens(x), of_columns(weight)) for x, weight in self.terms)
+        bias = None if self.bias is None else of_columns(self.bias)
+        return replace(self, x=of_tokens(self.x), weight=of_columns(self.weight), bias=bias, terms=terms)
+
     def exact(self) -> "Case":
         """The same in float64."""
-        others = self.target, doubled(self.class_weight), doubled(self.terms)
-        return Case(doubled(self.x), doubled(self.weight), doubled(self.bias), *others)
+        return replace(self.mapped(doubled, doubled), class_weight=doubled(self.class_weight))
 
     def exact_products(self) -> Tensor:
         """(..., V) the sum of the linears in float64, without gradients."""
@@ -59,7 +64,7 @@ OF_LOGITS = ("softcap", "logit_scale", "vocab_size")
 def doubled(value):
     """A tensor with fractions in float64, or each of a tuple; None for None."""
     if value is None or isinstance(value, tuple):
-        return None if value is None else tuple(map(doubled, value))
+        return value and tuple(map(doubled, value))
     return value.detach().double().requires_grad_(value.requires_grad) if value.is_floating_point() else value
 
 
@@ -284,7 +289,7 @@ def run_by(monkeypatch, plan: Plan) -> None:
     monkeypatch.setattr(calls, "_known", {})
 
 
-def poison_memory(replace: Callable[[Any, str, Any], None] = setattr) -> None:
+def poison_memory(set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:
     """Fills uninitialised floating-point memory with NaN, so that what is never written shows in the result."""
 
     def poisoned(allocate):
@@ -298,7 +303,7 @@ def poison_memory(replace: Callable[[Any, str, Any], None] = setattr) -> None:
         return wrapper
 
     for name in ("empty", "empty_like"):
-        replace(torch, name, poisoned(getattr(torch, name)))
+        set_attribute(torch, name, poisoned(getattr(torch, name)))
 
 
 def captured(step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:

@@ -43,7 +43,7 @@ WAYS = {
     "tensor": lambda g: lambda *a: linear_cross_entropy(*a, expected_gradient=torch.tensor(g, device=a[0].device)) * g,
     "module": lambda g: lambda *a: _module(a, expected_gradient=g) * g,
     "option": lambda g: lambda *a: linear_cross_entropy(*a, options=Options(expected_gradient=g)) * g,
-    "option of jit": lambda g: _outside(thunder_flce.jit(fused, options=Options(expected_gradient=g)), g),
+    "option of jit": lambda g: lambda *a: thunder_flce.jit(fused, options=Options(expected_gradient=g))(*a) * g,
     "multiplied": lambda g: thunder_flce.jit(lambda *a: fused(*a) * g),
     "divided": lambda g: thunder_flce.jit(lambda *a: fused(*a) / (1 / g)),
     "16-bit loss": lambda g: thunder_flce.jit(lambda *a: F.cross_entropy(F.linear(*a[:2]), a[2]) * g),
@@ -51,7 +51,9 @@ WAYS = {
     "divided, backend": lambda g: torch.compile(
         lambda *a: fused(*a) / (1 / g), backend=compile_graph, fullgraph=True, options={"chunk_rows": 1024}
     ),
-    "scale": lambda g: _with_scale(thunder_flce.jit(lambda scale, *a: scale * fused(*a)), g),
+    "scale": lambda g: (
+        lambda *a: thunder_flce.jit(lambda scale, *a: scale * fused(*a))(torch.tensor(g).to(a[0].device), *a)
+    ),
 }
 
 
@@ -59,14 +61,6 @@ def _module(arguments, **settings):
     x, weight, target = arguments
     module = LinearCrossEntropyLoss(weight.shape[1], weight.shape[0], bias=False, device="meta")
     return torch.func.functional_call(module, {"linear.weight": weight}, (x, target), settings)
-
-
-def _outside(jitted, g):
-    return lambda *a: jitted(*a) * g
-
-
-def _with_scale(jitted, g):
-    return lambda *a: jitted(torch.tensor(g, device=a[0].device), *a)
 
 
 @pytest.mark.parametrize("way", WAYS)

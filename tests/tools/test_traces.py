@@ -27,14 +27,14 @@ needs_nvfuser = pytest.mark.skipif(not find_spec("nvfuser_direct"), reason="need
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, thunder has other executors")
 
 
+def _read(folder: Path, pattern: str) -> dict[str, str]:
+    return {path.relative_to(folder).as_posix(): path.read_text(encoding="utf-8") for path in folder.glob(pattern)}
+
+
 def _assert_current(files: dict[str, str], versions: str) -> None:
     """That the files of the same folders in traces/ are these, unless they were printed with other versions."""
     folders = {Path(path).parent for path in files}
-    committed = {
-        path.relative_to(TRACES).as_posix(): path.read_text(encoding="utf-8")
-        for folder in folders
-        for path in (TRACES / folder).glob("*.py")
-    }
+    committed = {name: text for folder in folders for name, text in _read(TRACES, f"{folder}/*.py").items()}
     others = sorted(path for path, text in committed.items() if versions not in text)
     if others:
         pytest.skip(f"traces/{others[0]} was printed with other versions than {versions}")
@@ -51,8 +51,7 @@ def test_distributed_traces_are_current(tmp_path):
     """In a process of its own: the numbers of process groups count on."""
     program = "import regenerate as r; r.write(r.build_distributed(), r.Path(__import__('sys').argv[1]))"
     _run(["-c", program, str(tmp_path)])
-    printed = {f"distributed/{path.name}": path.read_text(encoding="utf-8") for path in tmp_path.glob("*/*.py")}
-    _assert_current(printed, regenerate.versions())
+    _assert_current(_read(tmp_path, "distributed/*.py"), regenerate.versions())
 
 
 @needs_nvfuser
@@ -91,17 +90,8 @@ def test_no_loss_is_computed_again(program):
     assert not any(re.search("cross_entropy_fwd$|^cross_entropy$|softmax|logsumexp|nll", name) for name in backward)
 
 
-# Traces for CUDA, which need no GPU. They are read as text, because they come from another process.
-
-
-@pytest.fixture(scope="module")
-def cuda_traces(tmp_path_factory) -> dict[str, str]:
-    """Compiled in a process of its own: thunder decides when it is imported whether it has nvFuser."""
-    folder = tmp_path_factory.mktemp("traces")
-    _run([str(TRACES / "regenerate.py"), "--device", "cuda", "--output", str(folder)])
-    return {path.relative_to(folder).as_posix(): path.read_text(encoding="utf-8") for path in folder.glob("cuda/*.py")}
-
-
 @needs_nvfuser
-def test_cuda_traces_are_current(cuda_traces):
-    _assert_current(cuda_traces, regenerate.versions())
+def test_cuda_traces_are_current(tmp_path):
+    """They need no GPU, but a process of their own: thunder decides when it is imported whether it has nvFuser."""
+    _run([str(TRACES / "regenerate.py"), "--device", "cuda", "--output", str(tmp_path)])
+    _assert_current(_read(tmp_path, "cuda/*.py"), regenerate.versions())
