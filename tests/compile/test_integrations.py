@@ -19,6 +19,7 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
 import thunder_flce
+from front_ends import assert_fused, decisions
 from ranks import as_processes
 from thunder_flce import NotFusedError, NotFusedWarning
 from thunder_flce.integrations import trl as our_trl
@@ -56,7 +57,6 @@ def history(trainer):
 
 
 def assert_same(trainer, of_ours, rtol=1e-4):
-    """All that was logged."""
     (names, expected), (our_names, got) = zip(*history(trainer)), zip(*history(of_ours))  # noqa: B905
     assert names == our_names
     torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), rtol=rtol, atol=1e-5)
@@ -99,10 +99,18 @@ def train(trainer_class, folder, *, model=None, settings=None, rows=None, **othe
 
 
 def assert_same_loss(model, folder):
-    """Of one call, without a step; returns our trainer."""
+    """Of one call, without a step."""
     trainer, inputs = OurTrainer(model=model, args=arguments(folder)), collate(tiny.rows(4))
     torch.testing.assert_close(trainer.compute_loss(model, dict(inputs)), model(**inputs).loss)
-    return trainer
+    assert_fused(trainer.compiled_loss)
+
+
+def compiled_loss(only, batch):
+    """Of a model that returns only its loss."""
+    step = torch.compile(only, backend="thunder_flce", options={"strict": True})
+    loss = step(**batch)
+    assert_fused(step, times=1)
+    return loss
 
 
 @pytest.fixture
@@ -119,10 +127,10 @@ def not_fused(monkeypatch):
     return check
 
 
-def assert_fused(trainer):
+def assert_plans(trainer):
     """Once for the first length, once for all others, and once in the evaluation, which needs no gradient."""
     report = thunder_flce.explain(trainer.compiled_loss)
-    strategies = [decision.region.plan.strategy for decision in report.decisions]
+    strategies = [decision.plan.strategy for decision in report.decisions]
     assert strategies in (["gradients_in_forward"] * count + ["loss_only"] for count in (1, 2)), strategies
     assert len(report) == len(strategies)
 
@@ -200,7 +208,7 @@ def test_trainer(name, compile_layers, tmp_path, monkeypatch):
     assert_same(expected, ours, 2e-2 if name == "bf16" else 1e-4)
     assert ours.model.config.to_dict() == expected.model.config.to_dict()
     if "metrics" not in name:
-        assert_fused(ours)
+        assert_plans(ours)
         return
     assert "eval_accuracy" in ours.state.log_history[-1]
     found, right = (torch.tensor(each.predict(tiny.rows(4)).predictions) for each in (ours, expected))
@@ -226,7 +234,7 @@ def _on_a_rank(rank, folder):
             )
             # Mixed precision of accelerate has a forward of its own there.
             assert ("forward" in vars(theirs.model)) == ("forward" in vars(ours.model))
-            assert_fused(ours)
+            assert_plans(ours)
             assert_same(theirs, ours, 2e-2 if others else 1e-4)
             found.append(history(ours))
             accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
@@ -280,8 +288,7 @@ def _sharded_on_a_rank(rank, version, dtype, tied, folder):
                 found[-1].append([loss.item(), getattr(norm, "full_tensor", lambda norm=norm: norm)().item()])
                 optimizer.step()
                 optimizer.zero_grad()
-        report = thunder_flce.explain(trainer.compiled_loss)
-        assert {each.region.plan.strategy for each in report.decisions} == {"gradients_in_forward"}
+        assert {each.plan.strategy for each in decisions(trainer.compiled_loss)} == {"gradients_in_forward"}
         assert "forward" not in {name for module in model.modules() for name in vars(module)}
         inner = trainer.accelerator.unwrap_model(model)
         patch.setattr(inner, "forward", lambda forward=inner.forward, **given: forward(**given) and forward(**given))
@@ -356,7 +363,7 @@ def test_layers(prefix, compile_layers, tmp_path, monkeypatch):
     assert traced == [compile_layers, False]
 
 
-def test_layers_that_call_themselves(tmp_path):
+def that_calls_its_layers_twice():
     model = tiny.model("Llama")
 
     def looped(input_ids=None, own=model.model.forward, **given):
@@ -366,11 +373,11 @@ def test_layers_that_call_themselves(tmp_path):
         return own(**given)
 
     model.model.forward = looped
-    assert_same_loss(model, tmp_path)
+    return model
 
 
-def test_a_decoder_with_the_head(tmp_path):
-    """As BLIP's."""
+def with_the_head_in_its_decoder():
+    """As BLIP."""
 
     class Captioner(transformers.Qwen2PreTrainedModel):
         def __init__(self, decoder):
@@ -383,8 +390,20 @@ def test_a_decoder_with_the_head(tmp_path):
         def forward(self, input_ids, attention_mask=None, labels=None):
             return self.text_decoder(input_ids, attention_mask, labels=labels)
 
-    trainer = assert_same_loss(Captioner(tiny.model()), tmp_path)
-    assert [each.fused for each in thunder_flce.explain(trainer.compiled_loss).decisions] == [True]
+    return Captioner(tiny.model())
+
+
+def with_hooks():
+    """As DeepSpeed has them around the model, where they break the graph."""
+    model = tiny.model()
+    model.register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
+    model.register_forward_hook(lambda *_: torch._dynamo.graph_break())
+    return model
+
+
+@pytest.mark.parametrize("make", [that_calls_its_layers_twice, with_the_head_in_its_decoder, with_hooks])
+def test_a_model(make, tmp_path):
+    assert_same_loss(make(), tmp_path)
 
 
 def test_random_numbers_before_the_layers(tmp_path):
@@ -406,15 +425,6 @@ def test_random_numbers_before_the_layers(tmp_path):
     model.forward = masked
     with pytest.raises(RuntimeError, match="draws random numbers there, .* set compile_layers = True in the class"):
         trainer.compute_loss(model, dict(inputs))
-
-
-def test_hooks(tmp_path):
-    """As DeepSpeed has them around the model, where they break the graph."""
-    model = tiny.model()
-    model.register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
-    model.register_forward_hook(lambda *_: torch._dynamo.graph_break())
-    trainer = assert_same_loss(model, tmp_path)
-    assert all(each.fused for each in thunder_flce.explain(trainer.compiled_loss).decisions)
 
 
 def test_a_label_smoother_of_ones_own(tmp_path):
@@ -439,7 +449,6 @@ def test_data_parallel(tmp_path, not_fused):
 
 
 def test_batches_without_labels(tmp_path):
-    """As the Trainer says it."""
     rows, no_labels = tiny.rows(4), lambda rows: {"input_ids": collate(rows)["input_ids"]}
     given = {"args": arguments(tmp_path), "train_dataset": rows, "data_collator": no_labels}
     trainer = OurTrainer(model=tiny.model(num_hidden_layers=0), **given)
@@ -494,7 +503,7 @@ def test_a_loss_function_with_older_transformers(tmp_path, not_fused):
 
 
 def test_a_compute_loss_around_the_compiled_one(tmp_path):
-    assert_fused(train(ScalesOurs, tmp_path, settings={"max_steps": 1}))
+    assert_plans(train(ScalesOurs, tmp_path, settings={"max_steps": 1}))
 
 
 def test_reentrant_checkpoints_of_a_frozen_trunk(tmp_path, monkeypatch):
@@ -515,21 +524,17 @@ def test_accelerate(is_first):
     model = accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
     only = thunder_flce.loss_only(model) if only is None else only
     batch = collate(tiny.rows(2))
-    step = torch.compile(only, backend="thunder_flce", options={"strict": True})
-    for loss in (only(**batch), step(**batch)):
+    for loss in (only(**batch), compiled_loss(only, batch)):
         torch.testing.assert_close(loss, model(**batch).loss, rtol=1e-2, atol=0)
     float32 = tiny.model(num_hidden_layers=0)(**batch).loss
     assert not torch.allclose(only(**batch), float32, rtol=1e-6)
-    assert [decision.fused for decision in thunder_flce.explain(step).decisions] == [True]
 
 
 @pytest.mark.parametrize("make", [gpt2, t5])
 def test_loss_only_of_models_that_break_graphs(make):
     """By a warning that the loss has no type, and by the cache."""
     model, batch = make().eval(), collate(tiny.rows(2))
-    step = torch.compile(thunder_flce.loss_only(model), backend="thunder_flce", options={"strict": True})
-    torch.testing.assert_close(step(**batch), model(**batch).loss)
-    assert [decision.fused for decision in thunder_flce.explain(step).decisions] == [True]
+    torch.testing.assert_close(compiled_loss(thunder_flce.loss_only(model), batch), model(**batch).loss)
 
 
 # TRL.
@@ -690,9 +695,8 @@ def test_loss_only_of_what_trl_holds(tmp_path):
     model = make_trl_trainer("SFT", tmp_path).model
     assert "forward" in vars(model)
     batch = collate(tiny.rows(2))
-    step = torch.compile(thunder_flce.loss_only(model), backend="thunder_flce", options={"strict": True})
-    torch.testing.assert_close(step(**batch), tiny.model()(**batch).loss, rtol=1e-4, atol=0)
-    assert [decision.fused for decision in thunder_flce.explain(step).decisions] == [True]
+    found = compiled_loss(thunder_flce.loss_only(model), batch)
+    torch.testing.assert_close(found, tiny.model()(**batch).loss, rtol=1e-4, atol=0)
 
 
 # litgpt and Lightning. Its Trainer is that of lightning 2.6.
@@ -727,31 +731,26 @@ def by_backend(module):
     return torch.compile(module, backend="thunder_flce")
 
 
-FABRIC = {
-    "jit, then setup": (thunder_flce.jit, True, "32-true"),
-    "setup, then the backend": (by_backend, False, "32-true"),
-    "the backend, then setup, bf16": (by_backend, True, "bf16-mixed"),
-}
+def as_it_is(module):
+    return module
 
 
-@pytest.mark.parametrize("name", FABRIC)
-def test_fabric(name, monkeypatch):
+@pytest.mark.parametrize(("compiled_by", "is_first", "precision", "lengths"), [
+    (thunder_flce.jit, True, "32-true", (12, 12)),
+    (by_backend, False, "32-true", (12, 17, 9)),
+    (by_backend, True, "bf16-mixed", (12, 17, 9)),
+], ids=["jit, then setup", "setup, then the backend", "the backend, then setup, bf16"])  # fmt: skip
+def test_fabric(compiled_by, is_first, precision, lengths, monkeypatch):
     fabric_of = pytest.importorskip("lightning.fabric", reason="needs the extra 'examples'").Fabric
     # As lightning has it, until a use of thunder's thunderfx in the same process takes that away.
     capturing = importlib.import_module("lightning.fabric.wrappers")._capture_compile_kwargs
     monkeypatch.setattr(torch, "compile", capturing(torch.compile))
-    compiled_by, is_first, precision = FABRIC[name]
 
-    def run(compiled_by):
-        fabric, module = fabric_of(accelerator="cpu", devices=1, precision=precision), Loss()
-        if is_first:
-            module = compiled_by(module)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
-        step, optimizer = fabric.setup(module, optimizer)
-        if not is_first:
-            step = compiled_by(step)
-        logged = []
-        for tokens, targets in batches_of((12, 12) if "jit" in name else (12, 17, 9)):
+    def run(before, after):
+        fabric, module = fabric_of(accelerator="cpu", devices=1, precision=precision), before(Loss())
+        step, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.5))
+        step, logged = after(step), []
+        for tokens, targets in batches_of(lengths):
             loss = step(tokens, targets)
             fabric.backward(loss)
             norm = torch.nn.utils.clip_grad_norm_(step.parameters(), 100)
@@ -760,11 +759,11 @@ def test_fabric(name, monkeypatch):
             optimizer.zero_grad()
         return logged, step
 
-    expected, _ = run(lambda module: module)
-    got, step = run(compiled_by)
-    torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), rtol=2e-2 if "bf16" in name else 1e-4, atol=0)
-    decisions = thunder_flce.explain(step).decisions
-    assert decisions and all(decision.fused for decision in decisions)
+    expected, _ = run(as_it_is, as_it_is)
+    got, step = run(compiled_by, as_it_is) if is_first else run(as_it_is, compiled_by)
+    rtol = 2e-2 if "bf16" in precision else 1e-4
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), rtol=rtol, atol=0)
+    assert_fused(step)
 
 
 def test_torchtitan():
@@ -832,7 +831,7 @@ def test_programs_of_the_page(title, program, tmp_path, monkeypatch, capsys):
     vars(module).update(yours)
     monkeypatch.setitem(sys.modules, "program", module)  # Dynamo looks there for what a function reads.
     exec(program, vars(module))
-    decisions = thunder_flce.explain().decisions[before:]
-    assert all(decision.fused for decision in decisions)
-    assert bool(decisions) == (title != "TRL" and "linear_cross_entropy" not in program)
+    found = thunder_flce.explain().decisions[before:]
+    assert all(decision.fused for decision in found)
+    assert bool(found) == (title != "TRL" and "linear_cross_entropy" not in program)
     assert ("gradients in forward" in capsys.readouterr().out) == ("explain(" in program)
