@@ -65,28 +65,8 @@ def operands(tokens):
     return torch.randn(tokens, H).requires_grad_(), torch.randn(V, H).requires_grad_(), torch.randint(V, (tokens,))
 
 
-def _losses(h, w, y):
-    return F.cross_entropy(F.linear(h, w), y, reduction="none")
-
-
 def _log_probs(h, w, y):
     return F.log_softmax(F.linear(h, w), -1).gather(-1, y.unsqueeze(-1)).squeeze(-1)
-
-
-@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
-@pytest.mark.parametrize("program", [
-    lambda h, w, y, mask: _losses(h[mask], w, y[mask]).mean() + _log_probs(h[mask], w, y[mask]).mean(),
-    lambda h, w, y, mask: _losses(h, w, y)[mask].sum(),
-    lambda h, w, y, mask: _losses(h, w, y).masked_select(mask).sum() / mask.sum(),
-    lambda h, w, y, mask: _losses(h, w, y)[mask].mean(),
-])  # fmt: skip
-def test_rows_that_a_mask_selects(program):
-    """Their number is known when the program runs; gradients of losses that are selected wait."""
-    compiled = compiled_with(program, fullgraph=True)
-    for length in (9, 12, 7):
-        tensors = *operands(length), torch.arange(length) % 3 > 0
-        torch.testing.assert_close(run(compiled, tensors), run(program, tensors), **CLOSE)
-    assert_fused(compiled)
 
 
 def test_labels_of_fewer_tokens():

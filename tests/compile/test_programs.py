@@ -38,14 +38,19 @@ def expect(outcome, *, thunder: bool = False, dynamo: bool = True, name: str = "
     """Enters a program: with a `Reason`, it is not fused; with other words, its gradients wait, and a note has them."""
 
     def enter(program: Callable) -> Callable:
-        arguments = [argument for argument in inspect.signature(program).parameters if argument in ARGUMENTS]
-        entered = lambda *given: program(*[ARGUMENTS[argument](*given) for argument in arguments])  # noqa: E731
+        entered = with_arguments(program)
         entered.__name__ = name or program.__name__
         BY_DYNAMO.extend([(entered, outcome)] * dynamo)
         BY_THUNDER.extend([(entered, outcome)] * thunder)
         return entered
 
     return enter
+
+
+def with_arguments(program: Callable) -> Callable:
+    """Gives it what its parameters name."""
+    arguments = [each for each in inspect.signature(program).parameters if each in ARGUMENTS]
+    return lambda *given: program(*[ARGUMENTS[each](*given) for each in arguments])
 
 
 def operands(tokens: int):
@@ -184,6 +189,28 @@ PROGRAMS = {
             (of_sequences.mean(), of_sequences.detach()),
         )[1],
     ),
+    # It reads what a region gives that stands behind it, where the sum of losses is: it moves there.
+    "checkpoint of losses": (
+        FUSED, lambda h, w, y, s, a: checkpoint(lambda x: x.detach().sort().values.cos(), s, use_reentrant=False).sum()
+        * of_rows(F.linear(h, w), y.flatten().flip(0)) + (s * a).sum(),
+    ),
+    # The region reads a mask that is made inside, and one that another checkpoint returns beside something else.
+    "masked in a checkpoint": (
+        IN_FORWARD, lambda h, w, y, m: (
+            checkpoint(lambda m: (m.exp(), m.sin()), m, use_reentrant=False)[0]
+            * checkpoint(lambda h, w: log_probs(h, w, y) * h.detach().mean(-1), h, w, use_reentrant=False)
+        ).sum(),
+    ),
+    "as indices": (
+        "index_add in line", lambda x, a: x.sum()
+        + torch.zeros_like(a).flatten().index_add(0, (x.detach() < -4).long().flatten(), x.flatten()).square().sum(),
+    ),
+    # Ignored ones among them.
+    "slices of losses": (
+        IN_FORWARD, lambda h, w, y, a, m: (
+            (s := losses(h, w, y.where(m > 0, -100))[:, 1:]) * torch.exp(-s.detach()) + (s - a[:, 1:]).square()
+        ).mean(),
+    ),
     "a slice beside probabilities": (
         FUSED, lambda h, w, y, s: s[:, 1:].mean() + losses(h, w, y.flip(1)).neg().exp().mean(),
     ),
@@ -198,7 +225,34 @@ PROGRAMS = {
     "count between terms": (
         "adds another loss before all terms of this one", lambda x, e, a, m: (x * a).sum() + (m > 0).sum() - e.mean(),
     ),
+    # Through a view, which has no gradient then.
+    "hidden states written without gradients": (
+        FUSED, lambda h, w, y: (_without_gradients(lambda h: h[:, 1:].mul_(2), h), losses(h, w, y).mean())[1],
+    ),
+    # Dynamo has a symbol for the length of each input, and knows more of that which a linear has read.
+    "shifted hidden states": (
+        IN_FORWARD, lambda h, w, y, m: -(log_probs(h[:, :-1], w, y[:, 1:]) * m[:, 1:]).sum() / m.sum(),
+    ),
+    # One region gives both, where the first is: there, gradients have to be on for the second. No region gives the sum
+    # of what mixes tokens.
+    "old log-probabilities": (
+        FUSED, lambda h, w, y: (_without_gradients(log_probs, h, w, y) - log_probs(h, w, y)).neg().exp().cumsum(0)
+        .square().sum() + h.square().sum(),
+    ),
+    # What is computed without gradients is so where it moves, behind the region that has the entropies.
+    "weights before the loss": (
+        FUSED, lambda h, w, y, e: (_without_gradients(torch.cumsum, e, -1) * losses(h, w, y)).sum() + e.mean(),
+    ),
     # Of logits.
+    "rows that they pick": (
+        TRANSFORMED, lambda z, y: F.cross_entropy(z[0][at := z[0].detach().amax(-1).argsort()[:3]], y[0][at]),
+    ),
+    # A shape is one argument of what follows the losses: that of another tensor, and of what comes before.
+    "in the shape of labels": (
+        IN_FORWARD, lambda z, y, a: (
+            (s := of_rows(z, y, reduction="none").view(y.shape).flip(0)).flatten().view(s.size()) * a
+        ).mean(),
+    ),
     "class weights, logged": (
         WITH_WEIGHTS,
         lambda z, w, y: ((s := of_rows(z, y, weight=class_weights(w), reduction="none")).mean(), s.detach()),
@@ -240,6 +294,17 @@ PROGRAMS = {
         FUSED, lambda z, y: F.cross_entropy(torch.transpose(input=z, dim0=1, dim1=2), y)
         + F.cross_entropy(torch.permute(input=z, dims=(0, 2, 1)), y)
         + F.cross_entropy(torch.movedim(input=z, source=2, destination=1), y),
+    ),
+    # What is added to it afterwards is of the same rows.
+    "changed through a view": (
+        ANY, lambda z, y: (
+            x := z.log_softmax(-1).gather(-1, y[..., None]), x[:, :2].zero_(),
+            (x + 2 * z.logsumexp(-1, keepdim=True)).sum(),
+        )[2],
+    ),
+    "changed under other rows": (
+        Reason.OPERAND_MODIFIED,
+        lambda z, y, a: (u := z.transpose(0, 1), z.div_(a.exp()[..., None]), of_rows(u, y.t()))[2],
     ),
     # As slime has them: a ratio of each token, of all sequences one after another.
     "sequences in one line": (
@@ -310,6 +375,11 @@ PROGRAMS_OF_BOTH = {
     # thunder lacks the sum of a scalar's gradient, where that is broadcast on a CPU, and a method of tensors.
     "scalar and vector": (
         FUSED, lambda h, w, y: (s := losses(h, w, y % 3)).mean() + s * s.mean() - s.sum() + torch.arange(3).sum(),
+    ),
+    # The region takes the place of the loss, so it would read them after the change.
+    "hidden states changed": (
+        Reason.OPERAND_MODIFIED,
+        lambda h, w, y: (x := h.tanh() + 1, z := F.linear(x, w.detach()), x.mul_(0.5), of_rows(z, y) + x.sum())[3],
     ),
     # It is NaN.
     "mean of no tokens": (
@@ -403,12 +473,6 @@ def smoothing_in_place(z, y, m):
     return 0.9 * of_labels.sum() / m.sum() + 0.1 * of_all.sum() / (m.sum() * of_classes.shape[-1])
 
 
-@expect(IN_FORWARD)
-def shifted_hidden_states(h, w, y, m):
-    """Dynamo has a symbol for the length of each input, and knows more of that which a linear has read."""
-    return -(log_probs(h[:, :-1], w, y[:, 1:]) * m[:, 1:]).sum() / m.sum()
-
-
 @expect(IN_FORWARD, thunder=True)
 def slices_of_tokens(x, e, a, m):
     """As those of a response, of which a loss is made: of other tokens, what it reads and weighs is not known."""
@@ -430,12 +494,6 @@ def means_of_packed_sequences(s, y, a, m):
     return (sums / counts.clamp(min=1)).mean() + (others * a[0, :3]).sum() + (ends[3:] - ends[:-3]).mean() / 3
 
 
-@expect("index_add in line")
-def tokens_as_indices(x, a):
-    x = x.flatten()
-    return torch.zeros_like(a).flatten().index_add(0, (x.detach() < -4).long(), x).square().sum() + x.sum()
-
-
 @expect(IN_FORWARD, thunder=True)
 def slices_without_infinite_tokens(h, w, y, a, m):
     """Some of the first tokens are certain, and 0 is no place where the square root could be asked for."""
@@ -453,19 +511,6 @@ def rows_that_tensors_pick(z, y, a, m):
     others = F.cross_entropy(z[torch.arange(B), last], y[torch.arange(B), last])
     of_negative = F.cross_entropy(z[0][-at], y[0][-at]) + of_rows(z.index_select(1, at), y[:, at])
     return (x * a[:, at]).sum() + others + of_negative + of_rows(z, y)
-
-
-@expect(TRANSFORMED)
-def rows_that_their_own_logits_pick(z, y):
-    certain = z[0].detach().amax(-1).argsort()[:3]
-    return F.cross_entropy(z[0][certain], y[0][certain])
-
-
-@expect(IN_FORWARD)
-def slices_of_losses(h, w, y, a, m):
-    """Ignored ones among them."""
-    of_tokens = losses(h, w, torch.where(m > 0, y, -100))[:, 1:]
-    return (of_tokens * torch.exp(-of_tokens.detach()) + (of_tokens - a[:, 1:]).square()).mean()
 
 
 @expect(ANY)
@@ -503,21 +548,6 @@ def chunks_backwards(z, y, a):
     return (torch.cat(chunks[::-1]) * a.flatten()).sum()
 
 
-@expect(FUSED)
-def checkpoint_of_losses(h, w, y, s, a):
-    """It reads what a region gives that stands behind it, where the sum of losses is: it moves there."""
-    order = checkpoint(lambda x: x.detach().sort().values.cos(), s, use_reentrant=False)
-    return (s * a).sum() + order.sum() * of_rows(F.linear(h, w), y.flatten().flip(0))
-
-
-@expect(IN_FORWARD)
-def masked_in_a_checkpoint(h, w, y, m):
-    """The region reads a mask that is made inside, and one that another checkpoint returns beside something else."""
-    mask, _ = checkpoint(lambda m: (m.exp(), m.sin()), m, use_reentrant=False)
-    masked = checkpoint(lambda h, w: log_probs(h, w, y) * h.detach().mean(-1), h, w, use_reentrant=False)
-    return (masked * mask).sum()
-
-
 @expect("is neither linear nor of single tokens", thunder=True)
 def gspo(x, a, m):
     """A ratio of whole sequences; and the gradient of equals, which thunder lacks."""
@@ -525,13 +555,6 @@ def gspo(x, a, m):
     ratios = torch.exp(log_ratios.sum(-1) / m.sum(-1))
     gains = torch.min(ratios * a[:, 0], ratios.clamp(0.8, 1.2) * a[:, 0])
     return -gains.mean() + torch.minimum(log_ratios, log_ratios + 0.0).mean()
-
-
-@expect(IN_FORWARD)
-def in_the_shape_of_labels(z, y, a):
-    """A shape is one argument of what follows the losses: that of another tensor, and of what comes before."""
-    reversed = of_rows(z, y, reduction="none").view(y.shape).flip(0)
-    return (reversed.flatten().view(reversed.size()) * a).mean()
 
 
 @expect(IN_FORWARD, thunder=True)
@@ -569,71 +592,61 @@ def columns_of_logits_beside_a_loss(h, w, y):
 
 LOGITS = {
     # A bias gets a gradient where it was added after the linear was detached, and none where it was detached with it.
-    "bias after a frozen head": (FUSED, lambda h, w, y, m: _without_gradients(torch.matmul, h, w.t()) + w[:, 0]),
+    "bias after a frozen head": (FUSED, lambda h, w: _without_gradients(torch.matmul, h, w.t()) + w[:, 0]),
     "bias of a frozen head": (
-        FUSED, lambda h, w, y, m: F.linear(h, w, w[:, 0]).detach() + F.linear(F.linear(h, w[:3]), w[:, 3:6]),
+        FUSED, lambda h, w: F.linear(h, w, w[:, 0]).detach() + F.linear(F.linear(h, w[:3]), w[:, 3:6]),
     ),
     "adapter beside tied embeddings": (
-        FUSED,
-        lambda h, w, y, m: (
-            x := torch.tanh(F.embedding(y, w)) + h,
-            F.linear(x, w) + F.linear(x, w[:3]) @ (w[:, 3:6].t() * 1.0).contiguous(),
-        )[1],
+        FUSED, lambda h, w, y: F.linear(x := torch.tanh(F.embedding(y, w)) + h, w)
+        + F.linear(x, w[:3]) @ (w[:, 3:6].t() * 1.0).contiguous(),
     ),
     "adapter of equations": (
-        IN_FORWARD,
-        lambda h, w, y, m: (
-            adapter := torch.einsum("btr,vr->btv", torch.einsum("bth,rh->btr", h, w[:3]), w[:, :3]),
-            torch.einsum("bth,vh->btv", h, w) + 2 * adapter,
-        )[1],
+        IN_FORWARD, lambda h, w: torch.einsum("bth,vh->btv", h, w)
+        + 2 * torch.einsum("btr,vr->btv", torch.einsum("bth,rh->btr", h, w[:3]), w[:, :3]),
     ),
-    "tensordot": (IN_FORWARD, lambda h, w, y, m: torch.tensordot(h, w, dims=([-1], [1]))),
-    "tensordot of a number": (IN_FORWARD, lambda h, w, y, m: torch.tensordot(h.tanh(), w.t(), 1)),
-    "factors of rows that are learned": (TRANSFORMED, lambda h, w, y, m: F.linear(h, w) * h.mean(-1, keepdim=True)),
-    "factors that are no float": (TRANSFORMED, lambda h, w, y, m: F.linear(h, w) * 1e-200 * 1e-200),
-    "cumulated, of a frozen head": (TRANSFORMED, lambda h, w, y, m: F.linear(h, w.detach()).cumsum(-1)),
-    "factors of rows after a bias": (TRANSFORMED, lambda h, w, y, m: F.linear(h, w, w[:, 0]) * m[..., None]),
-    "one bias for all columns": (PRODUCT, lambda h, w, y, m: torch.addmm(w[:1, 0], h.flatten(0, 1), w.t())),
-    "half a bias": (PRODUCT, lambda h, w, y, m: torch.addmm(w[:, 0], h.flatten(0, 1), w.t(), beta=0.5)),
+    "tensordot": (IN_FORWARD, lambda h, w: torch.tensordot(h, w, dims=([-1], [1]))),
+    "tensordot of a number": (IN_FORWARD, lambda h, w: torch.tensordot(h.tanh(), w.t(), 1)),
+    "factors that are no float": (TRANSFORMED, lambda z: z * 1e-200 * 1e-200),
+    "cumulated, of a frozen head": (TRANSFORMED, lambda h, w: F.linear(h, w.detach()).cumsum(-1)),
+    "factors of rows after a bias": (TRANSFORMED, lambda h, w, m: F.linear(h, w, w[:, 0]) * m[..., None]),
+    "one bias for all columns": (PRODUCT, lambda h, w: torch.addmm(w[:1, 0], h.flatten(0, 1), w.t())),
+    "half a bias": (PRODUCT, lambda h, w: torch.addmm(w[:, 0], h.flatten(0, 1), w.t(), beta=0.5)),
     "kernels of one token at every second": (
-        PRODUCT,
-        lambda h, w, y, m: F.conv1d(h.repeat(1, 2, 1).transpose(1, 2), w[..., None], stride=2).transpose(1, 2),
+        PRODUCT, lambda h, w: F.conv1d(h.repeat(1, 2, 1).transpose(1, 2), w[..., None], stride=2).transpose(1, 2),
     ),
     # Before their factor, in float16.
     "shifted too far": (
-        TRANSFORMED, lambda h, w, y, m: 30 * torch.sigmoid(F.linear(h.half(), w.half()) * 2**-17 + 0.75).float(),
+        TRANSFORMED, lambda h, w: 30 * torch.sigmoid(F.linear(h.half(), w.half()) * 2**-17 + 0.75).float(),
     ),
     # A region would add the constant before it rounds the logits to 16 bits.
     "shifted in float32": (
-        TRANSFORMED, lambda h, w, y, m: 23 * torch.sigmoid((F.linear(h.bfloat16(), w.bfloat16()).float() + 5) / 7.5),
+        TRANSFORMED, lambda h, w: 23 * torch.sigmoid((F.linear(h.bfloat16(), w.bfloat16()).float() + 5) / 7.5),
     ),
-    "a head for each sequence": (PRODUCT, lambda h, w, y, m: torch.bmm(h, w.t() * m[:, :1, None])),
+    "a head for each sequence": (PRODUCT, lambda h, w, m: torch.bmm(h, w.t() * m[:, :1, None])),
 }  # fmt: skip
 LOGITS_BY_DYNAMO = {
     # Expanded: the weight has as many classes as the logits, and its memory has one.
-    "one row for all classes": (PRODUCT, lambda h, w, y, m: F.linear(h, w[:1].expand(V, -1))),
-    "one column for all": (PRODUCT, lambda h, w, y, m: h @ w[0].expand(V, H).t()),
-    "changed under a detached view": (ANY, lambda h, w, y, m: (z := F.linear(h, w), z.detach().mul_(2.0))[0]),
-    "a part of their gradient": (TRANSFORMED, lambda h, w, y, m: ((z := F.linear(h, w)) + z.detach()) / 2),
-    "scaled without gradients": (
-        Reason.OPERAND_MODIFIED, lambda h, w, y, m: (z := F.linear(h, w), _without_gradients(z.mul_, 2))[0],
-    ),
+    "one row for all classes": (PRODUCT, lambda h, w: F.linear(h, w[:1].expand(V, -1))),
+    "one column for all": (PRODUCT, lambda h, w: h @ w[0].expand(V, H).t()),
+    "factors of rows that are learned": (TRANSFORMED, lambda h, z: z * h.mean(-1, keepdim=True)),
+    "changed under a detached view": (ANY, lambda z: (z.detach().mul_(2.0), z)[1]),
+    "a part of their gradient": (TRANSFORMED, lambda z: (z + z.detach()) / 2),
+    "scaled without gradients": (Reason.OPERAND_MODIFIED, lambda z: (_without_gradients(z.mul_, 2), z)[1]),
     "a bias added under a view": (
-        FUSED, lambda h, w, y, m: (z := F.linear(h, w), u := z.transpose(0, 1), z.add_(w[:, 0]), u.transpose(0, 1))[3],
+        FUSED, lambda z, w: (u := z.transpose(0, 1), z.add_(w[:, 0]), u.transpose(0, 1))[2],
     ),
-    "a bias added under a part": (ANY, lambda h, w, y, m: (z := F.linear(h, w), u := z[:, 1:], u.add_(w[:, 0]), z)[3]),
-    "a bias added without gradients": (
-        ANY, lambda h, w, y, m: (z := F.linear(h, w), _without_gradients(z.add_, w[:, 0]), z)[2],
-    ),
-    "scaled under a view": (
-        FUSED, lambda h, w, y, m: (z := F.linear(h, w).div_(0.7), u := z.flatten(0, 1), z.mul_(2).mul_(0.4), u)[3],
-    ),
+    "a bias added under a part": (ANY, lambda z, w: (z[:, 1:].add_(w[:, 0]), z)[1]),
+    "a bias added without gradients": (ANY, lambda z, w: (_without_gradients(z.add_, w[:, 0]), z)[1]),
+    "scaled under a view": (FUSED, lambda z: (z.div_(0.7), u := z.flatten(0, 1), z.mul_(2).mul_(0.4), u)[3]),
 }  # fmt: skip
 
+
+def _loss_of(logits: Callable) -> Callable:
+    return lambda h, w, y, a, m: F.cross_entropy(logits(h, w, y, a, m).reshape(-1, V), y.flatten())
+
+
 for name, (outcome, made) in (LOGITS | LOGITS_BY_DYNAMO).items():
-    expect(outcome, thunder=name in LOGITS, name=name)(
-        lambda h, w, y, m, made=made: F.cross_entropy(made(h, w, y, m).reshape(-1, V), y.flatten())
-    )
+    expect(outcome, thunder=name in LOGITS, name=name)(_loss_of(with_arguments(made)))
 
 # Changes in place, and operations that look linear and are not.
 
@@ -654,6 +667,7 @@ OF_LOSSES = {
     "and returned": lambda s, m: (t := s.detach(), s.mul_(m), (s.sum(), t))[2],
     "without gradients": lambda s, m: (t := s * 1.0, _without_gradients(t.mul_, m), t.sum())[2],
     "transposed": lambda s, m: (s.t_(), (s * m.t()).sum())[1],
+    "masked": lambda s, m: (s[None].index_put_((m[None] == 0,), s.new_zeros(())), s.sum())[1],
 }
 
 for (name, made), of_tokens in itertools.product(OF_LOSSES.items(), (losses, log_probs)):
@@ -668,20 +682,6 @@ def zeros_that_are_not(h, s, m):
     z[0] = 1.0
     u.view(2, 2).fill_(3.0)
     return (s + z).sum() + (u + s.sum(1)).sum()
-
-
-@expect(ANY)
-def masked_through_a_view(x, m):
-    x[None][m[None] == 0] = 0.0
-    return x.sum()
-
-
-@expect(ANY)
-def changed_through_a_view(z, y):
-    """What is added to it afterwards is of the same rows."""
-    x = z.log_softmax(-1).gather(-1, y[..., None])
-    x[:, :2].zero_()
-    return (x + 2 * z.logsumexp(-1, keepdim=True)).sum()
 
 
 @expect(IN_FORWARD)
@@ -742,13 +742,6 @@ def gate_of_sigmoids(h, w, a):
     return (weights * a[..., None]).sum() + (h * torch.sigmoid(h @ w[:H])).mean()
 
 
-@expect(Reason.OPERAND_MODIFIED)
-def temperatures_under_other_rows(z, y, a):
-    transposed = z.transpose(0, 1)
-    z /= a.exp()[..., None]
-    return of_rows(transposed, y.t())
-
-
 @expect("a tensor is changed in place")
 def written_rows_that_are_read_before_other_labels(z, y, m):
     """One region would give both of them, where the second has its labels."""
@@ -771,15 +764,6 @@ def labels_that_depend_on_normalisers(z, y):
     return of_labels(z, y).sum() + normalisers.sum()
 
 
-@expect(Reason.OPERAND_MODIFIED, thunder=True)
-def operand_changed(h, w, y):
-    """The region takes the place of the loss, so it would read it after the change."""
-    x = torch.tanh(h) + 1
-    logits = F.linear(x, w.detach())
-    x.mul_(0.5)
-    return of_rows(logits, y) + x.sum()
-
-
 @expect(FUSED, thunder=True)
 def embeddings_of_labels_changed(h, w, y):
     """They share no memory with the labels and row numbers that they come from."""
@@ -791,31 +775,6 @@ def embeddings_of_labels_changed(h, w, y):
 
 
 # Gradient modes, and other things that Dynamo has.
-
-
-@expect(FUSED)
-def old_log_probabilities(h, w, y):
-    """One region gives both, where the first is: there, gradients have to be on for the second."""
-    with torch.no_grad():
-        old = log_probs(h, w, y)
-    # What mixes tokens, so that no region gives their sum.
-    return (log_probs(h, w, y) - old).exp().cumsum(0).square().sum() + h.square().sum()
-
-
-@expect(FUSED)
-def weights_before_the_loss(h, w, y, e):
-    """What is computed without gradients is so where it moves, behind the region that has the entropies."""
-    with torch.no_grad():
-        weights = e.cumsum(-1)
-    return (losses(h, w, y) * weights).sum() + e.mean()
-
-
-@expect(FUSED)
-def operands_written_without_gradients(h, w, y):
-    """Through a view, which has no gradient then."""
-    with torch.no_grad():
-        h[:, 1:] *= 2
-    return losses(h, w, y).mean()
 
 
 @expect(IN_FORWARD, thunder=True)
@@ -1089,23 +1048,27 @@ def test_entered_without_gradients(program):
 
 
 OF_VALUES = {
-    "divided": (
-        IN_FORWARD, lambda h, w, y, a, m: (log_probs(h, w, y).exp() * m).sum() / ((m[0] > 0).sum().item() + 1),
+    # Gradients of losses that are selected wait.
+    "losses that a mask selects": (FUSED, lambda s, m: s[m > 0].sum()),
+    "their mean": (FUSED, lambda s, m: s[m > 0].mean()),
+    "masked_select": (FUSED, lambda s, m: s.masked_select(m > 0).sum() / m.sum()),
+    "masked hidden states": (
+        FUSED, lambda h, w, y, m: F.cross_entropy(F.linear(h[is_masked := m > 0], w), y[is_masked])
+        + log_probs(h[is_masked], w, y[is_masked]).mean(),
     ),
+    "divided": (IN_FORWARD, lambda x, m: (x.exp() * m).sum() / ((m[0] > 0).sum().item() + 1)),
     "sliced": (
-        "depends on values",
-        lambda h, w, y, a, m: (log_probs(h, w, y)[:, : (n := (m[0] > 0).sum().item())].exp() * m[:, :n]).sum(),
+        "depends on values", lambda x, m: (x[:, : (n := (m[0] > 0).sum().item())].exp() * m[:, :n]).sum(),
     ),
     # As a loss of diffusion has it: a mean of no other tokens, each with its own weight.
     "masked rows of logits": (
-        IN_FORWARD, lambda h, w, y, a, m: (
-            F.cross_entropy(F.linear(h, w)[is_masked := m > 0], y[is_masked], reduction="none") / a.exp()[is_masked]
+        IN_FORWARD, lambda z, y, a, m: (
+            F.cross_entropy(z[is_masked := m > 0], y[is_masked], reduction="none") / a.exp()[is_masked]
         ).sum() / m.numel(),
     ),
     # It is read of the region's.
     "of a loss": (
-        IN_FORWARD, lambda h, w, y, a, m: (x := (clipped(log_probs(h, w, y), a) * m).sum())
-        + h.square().sum() * x.item(),
+        IN_FORWARD, lambda h, x, a, m: (loss := (clipped(x, a) * m).sum()) + h.square().sum() * loss.item(),
     ),
 }  # fmt: skip
 
@@ -1113,6 +1076,7 @@ OF_VALUES = {
 @torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True)
 @pytest.mark.parametrize(("outcome", "program"), OF_VALUES.values(), ids=OF_VALUES)
 def test_numbers_that_depend_on_values(outcome, program):
+    program = with_arguments(program)
     check(program, outcome, by_dynamo(program), (6, 4, 9))
 
 
