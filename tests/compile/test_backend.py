@@ -18,13 +18,12 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.checkpoint import checkpoint
 
 import thunder_flce
-from front_ends import CLOSE, H, Model, V, assert_agrees, assert_fused, batch, flattened_loss, run
+from front_ends import CLOSE, H, Model, V, assert_agrees, assert_fused, batch, run
 from test_patterns import _arguments, patterns
-from thunder_flce import NotFusedError, NotFusedWarning
+from thunder_flce import NotFusedError
 from thunder_flce.backend import compile_graph
 from thunder_flce.dynamo import fusion, lengths
 from thunder_flce.engine.kernels.layout import row_stride
-from thunder_flce.matching.decisions import Reason
 
 ROOT = Path(__file__).parents[2]
 
@@ -99,15 +98,6 @@ def test_a_graph_break_in_the_layers(nested):
         else:
             with pytest.raises(NotFusedError, match="beside a graph break|after a graph break"):
                 compiled(*arguments)
-
-
-def test_no_linear():
-    """There is nothing to report."""
-    table, arguments = torch.randn(V, V), batch()
-    program = lambda tokens, labels: flattened_loss(F.embedding(tokens, table), labels)  # noqa: E731
-    compiled = compiled_with(program, options={"strict": True})
-    torch.testing.assert_close(compiled(*arguments), program(*arguments))
-    assert [each.reason for each in thunder_flce.explain(compiled).decisions] == [Reason.NO_LINEAR]
 
 
 @pytest.mark.inductor
@@ -319,18 +309,6 @@ def test_an_exported_module(name, reduction):
     compiled = compiled_with(exported)
     assert_agrees(exported, lambda: exported(*arguments), lambda: compiled(*arguments), **CLOSE)
     assert_fused(compiled, times=1)
-
-
-def test_strict():
-    """The error itself, and none of Dynamo's around it; at each call."""
-    model = Model(lambda logits, labels: flattened_loss(logits.relu(), labels))
-    compiled = compiled_with(model, options={"strict": True})
-    for _ in range(2):
-        with pytest.raises(NotFusedError, match=r"front_ends.py:\d+: not fused, because .* \(by relu\)"):
-            compiled(*batch())
-    torch._dynamo.reset()
-    with pytest.warns(NotFusedWarning, match="by relu"):
-        compiled_with(model)(*batch())
 
 
 @pytest.mark.parametrize(("options", "message"), [
