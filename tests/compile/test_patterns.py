@@ -122,11 +122,13 @@ def test_symbolic_values_stay_right(program):
     torch.testing.assert_close(results, run(program, tensors), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("strict", [{"strict": True}, {"options": {"strict": True}}], ids=["thunder.jit", "backend"])
-def test_strict_raises_what_would_be_a_warning(strict):
+@pytest.mark.parametrize(
+    ("compiler", "strict"), [("thunder.jit", {"strict": True}), ("backend", {"options": {"strict": True}})]
+)
+def test_strict_raises_what_would_be_a_warning(compiler, strict):
     """The error itself, with source and reason; and again at the next call, since nothing was compiled."""
     program = patterns.logits_used_by_another_loss
-    compiled = COMPILERS["backend" if "options" in strict else "thunder.jit"](program, **strict)
+    compiled = COMPILERS[compiler](program, **strict)
     for _ in range(2):
         with pytest.raises(NotFusedError, match=r"patterns.py:\d+: not fused, because .* used elsewhere .by square"):
             compiled(*_arguments(program))
