@@ -1037,10 +1037,6 @@ OF_VALUES = {
             F.cross_entropy(z[is_masked := m > 0], y[is_masked], reduction="none") / a.exp()[is_masked]
         ).sum() / m.numel(),
     ),
-    # It is read of the region's.
-    "of a loss": (
-        IN_FORWARD, lambda h, x, a, m: (loss := (clipped(x, a) * m).sum()) + h.square().sum() * loss.item(),
-    ),
 }  # fmt: skip
 
 
@@ -1048,7 +1044,23 @@ OF_VALUES = {
 @pytest.mark.parametrize(("outcome", "program"), OF_VALUES.values(), ids=OF_VALUES)
 def test_numbers_that_depend_on_values(outcome, program):
     program = with_arguments(program)
-    check(program, outcome, by_dynamo(program), (6, 4, 9))
+    check(program, outcome, by_dynamo(program, fullgraph=True), (6, 4, 9))
+
+
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+def test_number_of_a_loss(monkeypatch):
+    """It is read of the region's, and nothing keeps the logits."""
+    graphs = []
+    inductor = lambda self, graph, inputs: graphs.append(graph) or graph  # noqa: E731
+    monkeypatch.setattr(torch._TorchCompileInductorWrapper, "__call__", inductor)
+
+    @with_arguments
+    def program(h, x, a, m):
+        loss = (clipped(x, a) * m).sum()
+        return loss + h.square().sum() * loss.item()
+
+    check(program, IN_FORWARD, by_dynamo(program), (6,))
+    assert not graphs[0].graph.find_nodes(op="call_function", target=F.linear)
 
 
 def test_regions_share_a_cast_of_autocast():
