@@ -11,7 +11,7 @@ from interpreted import needs_compiler
 
 FILES = {
     "engine": ["test_engine_interpreted.py"],
-    "kernels": ["test_row_kernels.py", "test_triton_rows.py", "test_triton_logits.py"],
+    "kernels": ["test_row_kernels.py", "test_triton_rows.py"],
 }
 
 

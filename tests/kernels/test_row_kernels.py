@@ -5,9 +5,10 @@ interpreter, in a process of its own. On a GPU, all three run themselves.
 """
 
 import itertools
+import runpy
 import sys
 from dataclasses import replace
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -150,25 +151,17 @@ def close(computed, expected, eps):
 SIZES = [(3, 1), (1, 5), (6, 40), (5, 409), (1, 1000), (2, 1027)]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "logit_map", "class_weight"),
-    [(*SETTINGS[0], True), (*SETTINGS[1], False), (*SETTINGS[2], False), (*SETTINGS[3], True)],
-    ids=str,
-)
+@pytest.mark.parametrize(("dtype", "logit_map"), SETTINGS, ids=str)
 @pytest.mark.parametrize(("rows", "vocab"), [*SIZES[2:], (2, 2100)])
-def test_moments(backend, rows, vocab, dtype, logit_map, class_weight):
-    """One, and all of them in one call."""
+def test_moments(backend, rows, vocab, dtype, logit_map):
+    """One, and several in one call; with class weights where there is a scale of 2 or none."""
+    given = (True, True, logit_map is not MAPS[1])
     for names in [("expected",), ("weighted_sum",), ("weighted_sum", "expected")]:
         # A sum over masked columns is -inf.
-        masked = "weighted_sum" not in names
-        case = Rows(backend, rows, vocab, dtype, logit_map, masked=masked, given=(True, True, class_weight))
-        exact, kernels = case.exact, backend.kernels(logit_map)
-        weight = 1 if case.class_weight is None else case.class_weight.double()
-        expected = {
-            "expected": torch.where(exact.p == 0, 0, exact.p * exact.shifted).sum(1),
-            "weighted_sum": (exact.shifted * weight).sum(1),
-        }
-        moments = kernels.moments(case.z, case.statistics, case.class_weight, names)
+        case = Rows(backend, rows, vocab, dtype, logit_map, masked="weighted_sum" not in names, given=given)
+        p, shifted, weight = case.exact.p, case.exact.shifted, 1 if case.class_weight is None else case.class_weight
+        expected = {"expected": torch.where(p == 0, 0, p * shifted).sum(1), "weighted_sum": (shifted * weight).sum(1)}
+        moments = backend.kernels(logit_map).moments(case.z, case.statistics, case.class_weight, names)
         assert list(moments) == list(names)
         for name, moment in moments.items():
             assert moment.shape == (rows,) and moment.dtype == FP32
@@ -184,32 +177,22 @@ GRADIENTS += [((True, True, True), n % 2 == 1, *DTYPES[n % 4], MAPS[n // 2 % 3])
 
 @pytest.mark.parametrize(("given", "column_sums", "dtype", "out_dtype", "logit_map"), dict.fromkeys(GRADIENTS), ids=str)
 def test_gradient(backend, given, column_sums, dtype, out_dtype, logit_map):
-    """With and without the targets' entries, which some rows have elsewhere."""
-    sizes = [
-        ((5, 409), "none"),
-        ((5, 409), "all"),
-        *((size, "some") for size in ((3, 2), (5, 409), (1, 1000), (2, 4099))),
-    ]
-    for ((rows, vocab), targets), in_place in itertools.product(sizes, {dtype == out_dtype, False}):
+    """With and without the targets' entries, which some rows have elsewhere; in place and not."""
+    sizes = [(5, 409, False), (3, 2, True), (5, 409, True), (1, 1000, True), (2, 4099, True)]
+    for (rows, vocab, has_targets), in_place in itertools.product(sizes, {dtype == out_dtype, False}):
         case = Rows(backend, rows, vocab, dtype, logit_map, given=given)
-        before, z_y, kernels = case.z.clone(), case.z_y, backend.kernels(logit_map)
-        entry = target_gradient(logit_map, z_y, case.statistics, case.coefficients, case.class_weight, case.target)
-        with_targets = case.gradient(one_hot=True)
-        assert entry.dtype == FP32
-        at_target = with_targets.gather(1, case.target[:, None])[:, 0]
+        before, expected, target = case.z.clone(), case.gradient(one_hot=False), None
+        entry = target_gradient(logit_map, case.z_y, case.statistics, case.coefficients, case.class_weight, case.target)
+        at_target = case.gradient(one_hot=True).gather(1, case.target[:, None])[:, 0]
         # A difference of terms of about 1.
-        torch.testing.assert_close(entry.double(), at_target, rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(entry, at_target.float(), rtol=2e-5, atol=2e-5)
 
-        target = {} if targets == "none" else {"target": case.target.clone()}
-        expected = case.gradient(one_hot=targets != "none")
-        if targets == "some":
-            target["target"][::2] = -1
-            expected[::2] = case.gradient(one_hot=False)[::2]
-        out = case.z
-        if not in_place:
-            out = logits(rows, vocab + 64, out_dtype, backend.device)[:, :vocab]
-        settings = {"class_weight": case.class_weight, "out": out, "column_sums": column_sums, **target}
-        sums = kernels.gradient_(case.z, case.statistics, case.coefficients, **settings)
+        if has_targets:
+            target = case.target.clone()
+            target[1::2], expected[::2] = -1, case.gradient(one_hot=True)[::2]
+        out = case.z if in_place else logits(rows, vocab + 64, out_dtype, backend.device)[:, :vocab]
+        settings = {"class_weight": case.class_weight, "out": out, "column_sums": column_sums, "target": target}
+        sums = backend.kernels(logit_map).gradient_(case.z, case.statistics, case.coefficients, **settings)
         close(out, expected, backend.eps(out_dtype))
         assert out is case.z or torch.equal(case.z, before)
         assert (sums is not None) == column_sums
@@ -249,34 +232,20 @@ def test_both(backend, rows, vocab, dtype, logit_map):
 @pytest.mark.parametrize("vocab", [40, 5000, 90_000])
 def test_rows_that_are_not_finite(backend, vocab):
     """As torch.log_softmax: NaN for a row of -inf, with +inf, or with NaN; -inf alone is a logit like another."""
-    device = backend.device
-    products = torch.randn(5, vocab, device=device)
-    products[0] = -INF
-    products[1, 3] = INF
-    products[2, 7] = float("nan")
-    products[3, : vocab - 5] = -INF
-    for together in (False, True):
-        z = products.bfloat16()
-        exact = z.double().log_softmax(1)
-        target, ones = torch.full((5,), vocab - 1, device=device), torch.ones(5, device=device)
-        coefficients, kernels = RowCoefficients(ones, ones), backend.kernels(LogitMap())
-        z_y, expected = z[:, -1].clone(), exact.exp()
-        if together:
-            statistics, z_y = kernels.both_(z, target, coefficients)
-            expected[:, -1] -= 1
-        else:
-            statistics = kernels.statistics(z)
-            kernels.gradient_(z, statistics, coefficients, out=z)
-        log_prob = z_y - statistics.row_max - statistics.row_log_sum
+    z, ones = torch.randn(5, vocab, device=backend.device), torch.ones(5, device=backend.device)
+    z[0], z[1, 3], z[2, 7], z[3, : vocab - 5] = -INF, INF, float("nan"), -INF
+    z, coefficients, kernels = z.bfloat16(), RowCoefficients(ones, ones), backend.kernels(LogitMap())
+    at_once, exact = z.clone(), z.double().log_softmax(1)
+    z_y, expected = z[:, -1].clone(), exact.exp()
+    statistics = kernels.statistics(z)
+    kernels.gradient_(z, statistics, coefficients, out=z)
+    torch.testing.assert_close(z.double(), expected, equal_nan=True, rtol=1e-2, atol=1e-6)
+    together, found_z_y = kernels.both_(at_once, torch.full_like(ones, vocab - 1, dtype=torch.long), coefficients)
+    expected[:, -1] -= 1
+    torch.testing.assert_close(at_once.double(), expected, equal_nan=True, rtol=1e-2, atol=1e-6)
+    for found, at_target in ((statistics, z_y), (together, found_z_y)):
+        log_prob = at_target - found.row_max - found.row_log_sum
         torch.testing.assert_close(log_prob.double(), exact[:, -1], equal_nan=True, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(z.double(), expected, equal_nan=True, rtol=1e-2, atol=1e-6)
-
-
-def test_large_offsets_keep_their_digits(backend):
-    z = (torch.randn(2, 3000, device=backend.device).bfloat16().float() + 8192).bfloat16()
-    exact, statistics = Exact(z.double(), LogitMap()), backend.kernels(LogitMap()).statistics(z)
-    assert torch.equal(statistics.row_max.double(), exact.row_max)
-    torch.testing.assert_close(statistics.row_log_sum.double(), exact.row_log_sum, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(("dtype", "logit_map"), [SETTINGS[0], SETTINGS[1], (FP32, MAPS[0])], ids=str)
@@ -320,118 +289,80 @@ def test_no_operation_copies_all_logits(monkeypatch):
     assert 0 < max(allocations) < z.nbytes / 2
 
 
-@pytest.mark.skipif(INTERPRETED, reason="about PyTorch's operations")
-@pytest.mark.parametrize("vocab", [5, 8192, 9001])
-def test_the_largest_logit_of_a_row(vocab):
-    """At each end, twice, or NaN."""
-    z = torch.randn(7, vocab)
-    for row, columns in enumerate([[0], [vocab - 1], [3, vocab - 2], [vocab // 2]]):
-        z[row, columns] = 9.0
-    z[4, 2], z[5] = torch.nan, -torch.inf
-    row_max, column = torch_rows.largest(z)
-    expected = z.max(1)
-    torch.testing.assert_close(row_max, expected.values, rtol=0, atol=0, equal_nan=True)
-    assert torch.equal(column, expected.indices)
+@NEEDS_NVFUSER
+def test_parts_of_a_row():
+    """As few as fit in registers, each of a multiple of 16 bytes; the whole row where there are no such ones."""
+    from thunder_flce.engine.kernels.nvfuser_rows import parts_of
+
+    expected = {64: 1, 16384: 1, 32000: 2, 50304: 4, 128256: 8, 151936: 16, 256000: 16, 300032: 32, 128264: 1}
+    assert {stride: parts_of(stride) for stride in expected} == expected
 
 
 # What follows is about the dispatch.
 
 CUDA = {"dtype": BF16, "device_type": "cuda"}
+KERNELS = ("triton", "nvfuser")
 
 
-@pytest.mark.parametrize("name", ["triton", "nvfuser"])
-def test_what_cannot_run_says_what_to_do(name, monkeypatch):
+@pytest.mark.parametrize(("changes", "logits"), [
+    ({"device_type": "cpu"}, "bfloat16 on 'cpu'"), ({"dtype": torch.float64}, "float64 on 'cuda'"),
+], ids=str)  # fmt: skip
+def test_on_a_cpu_and_in_float64_there_is_only_pytorch(changes, logits, monkeypatch):
     monkeypatch.setattr(dispatch, "is_installed", lambda name: True)
-    dispatch.check_available(name, **CUDA)
-    for changes, text in [
-        ({"device_type": "cpu"}, "the logits are bfloat16 on 'cpu'"),
-        ({"dtype": torch.float64}, "the logits are float64 on 'cuda'"),
-    ]:
-        with pytest.raises(ValueError, match=rf'row_kernels="{name}" runs on CUDA.*{text}.*"auto" or "torch"'):
-            dispatch.kernels_for(name, **{**CUDA, **changes}, logit_map=LogitMap())
-    monkeypatch.setattr(dispatch, "is_installed", lambda name: False)
-    with pytest.raises(ValueError, match=rf'row_kernels="{name}" needs the package.*pip install.*row_kernels="auto"'):
-        dispatch.check_available(name, **CUDA)
+    of = {**CUDA, **changes}
+    assert dispatch.library("auto", **of) == "PyTorch" and dispatch.missing(**of) is None
+    for name in KERNELS:
+        message = rf'row_kernels="{name}" runs on CUDA.*the logits are {logits}.*"auto" or "torch"'
+        with pytest.raises(ValueError, match=message):
+            dispatch.kernels_for(name, **of, logit_map=LogitMap())
 
 
-@pytest.mark.parametrize("installed", [(), ("triton",), ("nvfuser",), ("triton", "nvfuser")], ids=str)
-def test_auto_takes_the_fastest_that_is_there(installed, monkeypatch):
-    there = (*installed, "torch")
-    monkeypatch.setattr(dispatch, "is_installed", lambda name: name in there)
-    monkeypatch.setattr(dispatch, "_kernels", lambda name, logit_map: name)
-    assert dispatch.FASTEST == ("triton", "nvfuser", "torch")
-    expected = next(name for name in dispatch.FASTEST if name in there)
-    for choice in ("auto", *there):
-        name = expected if choice == "auto" else choice
-        assert dispatch.kernels_for(choice, **CUDA, logit_map=LogitMap()) == name
-        assert dispatch.library(choice, **CUDA) == dispatch.BACKENDS[name].library
-    # On a CPU and for float64 there is only PyTorch.
-    assert dispatch.library("auto", dtype=BF16, device_type="cpu") == "PyTorch"
-    assert dispatch.library("auto", dtype=torch.float64, device_type="cuda") == "PyTorch"
-    assert dispatch.missing(**CUDA) == (None if "triton" in installed else dispatch.BACKENDS["triton"])
-    assert dispatch.missing(dtype=BF16, device_type="cpu") is None
+def _needs(name, package):
+    return {name: rf'row_kernels="{name}" needs the package {package}.*pip install.*, or choose row_kernels="auto"'}
 
 
-def test_on_windows(monkeypatch):
-    """PyTorch brings no Triton there; what installs it has another name."""
-    monkeypatch.setattr(sys, "platform", "win32")
-    spec = spec_from_file_location(f"{dispatch.__name__}_on_windows", dispatch.__file__)
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(module, "is_installed", lambda name: name == "torch")
-    assert module.library("auto", **CUDA) == "PyTorch"
-    with pytest.raises(ValueError, match="needs the package triton.*: pip install triton-windows, or"):
-        module.check_available("triton", **CUDA)
+NO_TRITON, NO_NVFUSER = _needs("triton", "triton"), _needs("nvfuser", "nvfuser_direct")
+OLD_TRITON = {"triton": "does not run on this GPU as it is installed: Triton 3.5 or newer"}
+OLD_GPU = dict.fromkeys(KERNELS, 'does not run on this GPU .* before .* 7.0, or choose row_kernels="auto"')
+ON_AMD = {"nvfuser": "there is none for AMD's GPUs"}
 
 
-OLD_TRITON = "does not run on this GPU as it is installed: Triton 3.5 or newer"
-OLD_GPU = 'does not run on this GPU .* before .* 7.0, or choose row_kernels="auto"'
-
-
-@pytest.mark.parametrize(("is_hip", "version", "capability", "library", "refused"), [
-    (True, "3.4.0+git1", (9, 4), "PyTorch", {"triton": OLD_TRITON, "nvfuser": "there is none for AMD's GPUs"}),
-    (True, "3.5.1", (9, 4), "Triton", {"nvfuser": "there is none for AMD's GPUs"}),
-    (True, "4.0", (9, 4), "Triton", {}),
-    (False, "3.6", (6, 1), "PyTorch", {"triton": OLD_GPU, "nvfuser": OLD_GPU}),
-    (False, "3.6", (7, 0), "Triton", {}),
+@pytest.mark.parametrize(("installed", "hip_triton", "capability", "library", "refused"), [
+    (KERNELS, None, (9, 0), "Triton", {}),
+    (("triton",), None, (9, 0), "Triton", NO_NVFUSER),
+    (("nvfuser",), None, (9, 0), "nvFuser", NO_TRITON),
+    ((), None, (9, 0), "PyTorch", NO_TRITON | NO_NVFUSER),
+    (KERNELS, None, (7, 0), "Triton", {}),
+    (KERNELS, None, (6, 1), "PyTorch", OLD_GPU),
+    # AMD's GPUs from a version of Triton on.
+    (KERNELS, "3.4.0+git1", (9, 4), "PyTorch", OLD_TRITON | ON_AMD),
+    (KERNELS, "3.5.1", (9, 4), "Triton", ON_AMD),
+    (KERNELS, "4.0", (9, 4), "Triton", ON_AMD),
 ])  # fmt: skip
-def test_gpus_that_triton_compiles_for(is_hip, version, capability, library, refused, monkeypatch):
-    """AMD's from a version on, and never by nvFuser; NVIDIA's from a compute capability on."""
-    monkeypatch.setattr(dispatch, "is_installed", lambda name: True)
-    monkeypatch.setattr(torch.version, "hip", "6.4" if is_hip else None)
-    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=version))
-    device = replace(ABSENT_DEVICE, capability=capability, is_hip=is_hip)
+def test_the_fastest_that_runs(installed, hip_triton, capability, library, refused, monkeypatch):
+    monkeypatch.setattr(dispatch, "is_installed", lambda name: name in (*installed, "torch"))
+    monkeypatch.setattr(dispatch, "_kernels", lambda name, logit_map: name)
+    monkeypatch.setattr(torch.version, "hip", hip_triton and "6.4")
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=hip_triton))
+    device = replace(ABSENT_DEVICE, capability=capability, is_hip=hip_triton is not None)
     monkeypatch.setattr(dispatch, "Device", SimpleNamespace(of=lambda _: device))
     # What is kept is that of what is there.
     for name in ("_is_too_old", "_compiles_for_hip"):
         monkeypatch.setattr(dispatch, name, getattr(dispatch, name).__wrapped__)
     assert dispatch.library("auto", **CUDA) == library
     assert (dispatch.missing(**CUDA) is None) == (library == "Triton")
+    for choice in {"auto", *dispatch.BACKENDS} - {*refused}:
+        name = dispatch.kernels_for(choice, **CUDA, logit_map=LogitMap())
+        assert dispatch.library(choice, **CUDA) == dispatch.BACKENDS[name].library
+        assert choice in ("auto", name)
     for name, message in refused.items():
         with pytest.raises(ValueError, match=message):
             dispatch.check_available(name, **CUDA)
-    if library == "PyTorch":
+    if library != "Triton":
         assert dispatch.divergence_for(dtypes=[BF16], device_type="cuda").__module__.endswith("torch_divergence")
 
 
-# What follows is about nvFuser's definitions.
-
-
-@pytest.fixture
-def nvfuser():
-    pytest.importorskip("nvfuser_direct", reason="needs nvFuser's Python package")
-    if INTERPRETED:
-        pytest.skip("about nvFuser")
-    from thunder_flce.engine.kernels import nvfuser_rows
-
-    return nvfuser_rows
-
-
-@pytest.mark.parametrize(
-    ("stride", "parts"),
-    [(64, 1), (16384, 1), (32000, 2), (50304, 4), (128256, 8), (151936, 16), (256000, 16), (300032, 32), (128264, 1)],
-)
-def test_parts_of_a_row(nvfuser, stride, parts):
-    """As few as fit in registers, each of a multiple of 16 bytes; the whole row where there are no such ones."""
-    assert nvfuser.parts_of(stride) == parts
-    assert parts == 1 or (stride % (8 * parts) == 0 and stride // parts <= 16384)
+def test_on_windows(monkeypatch):
+    """PyTorch brings no Triton there; what installs it has another name."""
+    monkeypatch.setattr(sys, "platform", "win32")
+    assert runpy.run_path(dispatch.__file__)["BACKENDS"]["triton"].install == "pip install triton-windows"

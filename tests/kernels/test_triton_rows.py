@@ -1,4 +1,4 @@
-"""What only Triton's kernels have: blocks of many sizes, rows divided among programs, divergences, token losses.
+"""What only Triton's kernels have: blocks of many sizes, rows divided among programs, divergences, and others.
 
 On a GPU and, in a process of its own, in Triton's interpreter. The rows' results in general: test_row_kernels.
 """
@@ -16,12 +16,12 @@ from test_pointwise import FUNCTIONS
 from test_row_kernels import BF16, FP16, FP32, NOTHING, SLACK, Backend, Exact, Rows, check_both, close, logits
 from thunder_flce.device import Device
 from thunder_flce.engine import row_loss
-from thunder_flce.engine.kernels import torch_divergence
+from thunder_flce.engine.kernels import layout, torch_divergence
 from thunder_flce.engine.kernels.interface import RowStatistics
 from thunder_flce.engine.row_loss import RowResults
 from thunder_flce.operation.call import Call
 from thunder_flce.operation.divergence import KINDS, Divergence
-from thunder_flce.operation.loss import LogitMap, Loss, RowCoefficients
+from thunder_flce.operation.loss import LogitMap, Loss
 from thunder_flce.token_losses import token_loss_of
 
 MAPS = [LogitMap(), LogitMap(scale=0.5), LogitMap(scale=-2.0, softcap=5.0), LogitMap(softcap=30.0)]
@@ -105,40 +105,33 @@ class _Exchange:
 
 
 @on_device
-@pytest.mark.parametrize(("rows", "vocab", "programs", "dtype", "logit_map"), [
-    (7, 1000, 1, BF16, MAPS[0]),
-    (66, 1030, 2, FP16, MAPS[1]),
-    (24, 2500, 1, FP32, MAPS[2]),
-    (130, 40, 10_000, BF16, MAPS[2]),
+@pytest.mark.parametrize(("rows", "vocab", "strides", "programs", "dtype", "logit_map"), [
+    (7, 1000, (1000,), 1, BF16, MAPS[0]),
+    (66, 1030, (1088,), 2, FP16, MAPS[1]),
+    (24, 2500, (2560,), 1, FP32, MAPS[2]),
+    (130, 40, (40,), 10_000, BF16, MAPS[2]),
+    # Not in place, in rows that are longer or shorter.
+    (5, 41, (64, 1088), 1, FP32, MAPS[0]),
+    (5, 41, (1088, 64), 1, FP32, MAPS[0]),
 ], ids=str)  # fmt: skip
-def test_gradient_with_column_sums(rows, vocab, programs, logit_map, dtype, monkeypatch):
+def test_gradient(rows, vocab, strides, programs, logit_map, dtype, monkeypatch):
     """Whatever divides rows and columns among programs; what lies behind the last row is left alone."""
     from thunder_flce.engine.kernels import triton_rows
 
     monkeypatch.setattr(triton_rows, "_SUMS_PROGRAMS", programs)
-    case, memory = Rows(TRITON, rows, vocab, dtype, logit_map), logits(rows + 3, vocab, dtype, DEVICE, fill=7)
-    z, memory[:rows], target, expected = memory[:rows], case.z, case.target.clone(), case.gradient(one_hot=True)
+    case = Rows(TRITON, rows, vocab, dtype, logit_map)
+    target, expected = case.target.clone(), case.gradient(one_hot=True)
     target[::3], expected[::3] = -1, case.gradient(one_hot=False)[::3]
-    of = {"out": z, "column_sums": True, "target": target, "class_weight": case.class_weight}
-    sums = TRITON.kernels(logit_map).gradient_(z, case.statistics, case.coefficients, **of)
-    close(z, expected, TRITON.eps(dtype))
-    assert error(z, expected) < max(torch.finfo(dtype).eps, SLACK)
+    for column_sums in (False, True):
+        memory = [torch.full((rows + 3, stride), 7.0, dtype=dtype, device=DEVICE) for stride in strides]
+        z, out = memory[0][:rows, :vocab], memory[-1][:rows, :vocab]
+        z[:] = case.z
+        of = {"out": out, "column_sums": column_sums, "target": target, "class_weight": case.class_weight}
+        sums = TRITON.kernels(logit_map).gradient_(z, case.statistics, case.coefficients, **of)
+        close(out, expected, TRITON.eps(dtype))
+        assert error(out, expected) < max(torch.finfo(dtype).eps, SLACK) and (memory[-1][rows:] == 7).all()
     # They are sums of what has not been rounded.
     assert sums.shape == (vocab,) and sums.dtype == FP32 and error(sums, expected.sum(0)) < 5e-6
-    assert (memory[rows:] == 7).all()
-
-
-@on_device
-@pytest.mark.parametrize("strides", [(64, 1088), (1088, 64)], ids=str)
-def test_rows_of_the_gradient_may_be_shorter_or_longer(strides):
-    """What lies behind the last row is left alone."""
-    z, memory = (torch.randn(4, stride, device=DEVICE) for stride in strides)
-    z, out, behind, vector = z[:3, :41], memory[:3, :41], memory[3:].clone(), torch.ones(3, device=DEVICE)
-    kernels = TRITON.kernels(LogitMap())
-    for sums in (False, True):
-        out.fill_(7)
-        kernels.gradient_(z, kernels.statistics(z), RowCoefficients(vector, vector), out=out, column_sums=sums)
-        assert error(out, z.softmax(1)) < 1e-5 and torch.equal(memory[3:], behind)
 
 
 @on_device
@@ -174,6 +167,36 @@ def test_divergences(kind, vocab, dtypes, in_place):
     assert error(got, right) < 1e-5 and error(loss_only, right) < 1e-5
     rounding = torch.finfo(out.dtype).eps
     assert error(out, doubled[0]) < max(rounding, 1e-5)
+
+
+@on_device
+@pytest.mark.parametrize("out_dtype", [None, FP32], ids=str)
+@pytest.mark.parametrize("dtype", (FP16,) if INTERPRETED else (FP16, BF16), ids=str)
+@pytest.mark.parametrize(("vocab", "hidden"), [(300, 40), (256, 64), (131, 33)])
+def test_logits_of_rows_alone_and_among_others(vocab, hidden, dtype, out_dtype):
+    """With a bias, and added to what is there; also of a weight and a bias that lie in memory in another way."""
+    from thunder_flce.engine.kernels.triton_logits import logits_
+
+    of = {"dtype": dtype, "device": DEVICE}
+    x, bias = torch.randn(200, hidden, device=DEVICE).to(dtype), torch.randn(vocab, device=DEVICE).to(dtype)
+    weight = torch.randn(hidden, vocab, device=DEVICE).to(dtype).t()
+    wide = torch.stack([bias, -bias], 1)[:, 0]
+
+    def logits(rows, weight=weight.contiguous(), bias=bias):  # noqa: B008
+        out = layout.empty_logits(len(x[rows]), vocab, **of | {"dtype": out_dtype or dtype}, device_type="cuda")
+        logits_(out, x[rows], weight, bias=bias)
+        first = out.clone()
+        logits_(out, x[rows], weight, accumulate=True)
+        return torch.stack([first, out])
+
+    found, product = logits(slice(None)), x.double() @ weight.double().t()
+    for each, exact in zip(found, (product + bias.double(), 2 * product + bias.double()), strict=True):
+        assert error(each, exact) < 1.5 * torch.finfo(each.dtype).eps + 1e-6
+    # The interpreter multiplies by NumPy, whose sums are in an order of their own.
+    most = 2 * torch.finfo(found.dtype).eps if INTERPRETED else 0
+    assert error(logits(slice(None), weight, wide), found) <= most
+    for rows in (slice(7, 8), slice(199, 200), slice(3, 100), slice(1, None, 2)):
+        assert error(logits(rows), found[:, rows]) <= most
 
 
 # Token losses, against PyTorch's operations, by which every device can compute them.
