@@ -45,7 +45,7 @@ demo: $(STAMP)
 # Tests run beside each other, on small matrices: with one thread each, they take 18% less time on two cores.
 mutants targets test test-all test-fast: export OMP_NUM_THREADS := 1
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
-LONGER := agreement bench examples imports integrations interpreted model_zoo modules pages patterns processes \
+LONGER := bench examples imports integrations interpreted model_zoo modules pages patterns processes \
 	thunder thunder_ranks trace_command traces two_ranks
 
 test: $(STAMP)

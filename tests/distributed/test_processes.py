@@ -102,6 +102,20 @@ def test_cuda_graphs(device):
     assert as_processes(GPUS, _captured, device=device) == [[True] * 3] * GPUS
 
 
+def _two_heads(rank: int) -> list[torch.Tensor]:
+    """Of one column and of two: the first rank has one of each."""
+    x, target = torch.ones(6, 4), torch.zeros(6, dtype=torch.long)
+    one, two = torch.ones(1 - rank, 4, requires_grad=True), torch.ones(1, 4, requires_grad=True)
+    losses = [linear_cross_entropy(x, each, target, vocab_parallel=dist.group.WORLD) for each in (one, two, one, two)]
+    sum(losses).backward()
+    return [loss.detach() for loss in losses]
+
+
+def test_heads_of_which_a_rank_has_as_many_rows():
+    for losses in as_processes(2, _two_heads):
+        torch.testing.assert_close(torch.stack(losses).exp(), torch.tensor([1.0, 2.0, 1.0, 2.0]))
+
+
 # How it fails: with words, and within the group's timeout.
 
 
@@ -125,6 +139,37 @@ def test_a_wrong_target_asserts_on_all_devices(device, capfd):
     said = capfd.readouterr().err
     # NCCL's watchdog may notice it first, and then ends the process with these words.
     assert all("device-side assert" in (said if each is None else each) for each in found), (found, said)
+
+
+def _captured_anew(rank: int) -> list[str]:
+    """A call that was never made without a graph; then two heads of which the first rank has as many rows."""
+    torch.manual_seed(0)
+    case, found = make_case(tokens=64, vocab=331, hidden=64, device="cuda"), []
+    options = Options(ignored_rows="compute")
+
+    def step(rows):
+        part = part_of(case, rows)
+        target = case.target.clamp(max=99)
+        return linear_cross_entropy(part.x, part.weight, target, vocab_parallel=dist.group.WORLD, options=options)
+
+    def captured(rows):
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            step(rows)
+
+    heads = [slice(0, 100) if rank == 0 else slice(100, stop) for stop in (150, 200)]
+    found.append(outcome(lambda: captured(heads[0]), within_s=55))
+    for head in heads:
+        step(head)
+    found.append(outcome(lambda: captured(heads[0]), within_s=55))
+    return found
+
+
+@pytest.mark.gpu(count=2)
+def test_calls_that_a_graph_cannot_capture():
+    results = as_processes(2, _captured_anew, device="cuda")
+    for found in results:
+        assert "cannot agree on a new call of vocab_parallel while a CUDA graph is captured" in found[0], found
+    assert "cannot agree" in results[0][1] and "cannot agree" not in results[1][1], results
 
 
 def _call(rank: int, group, **settings) -> str:

@@ -35,7 +35,7 @@ from reference import error, make_case
 from thunder_flce import LinearCrossEntropyLoss, Options, VocabParallel, count_items, linear_cross_entropy
 from thunder_flce.backend import compile_graph
 
-CASES = {}
+CASES, CPU = {}, torch.device("cpu")
 
 
 def on_two_ranks(**values):
@@ -110,40 +110,39 @@ def padded_part(rank: int, gradient: torch.Tensor, ranks: int = 2) -> torch.Tens
     return torch.cat([gradient, gradient.new_zeros(ranks, *gradient.shape[1:])])[rank * rows :][:rows]
 
 
-@on_two_ranks(zero2_tied=(FSDPType.ZERO2, True), zero3=(FSDPType.ZERO3, False))
-def thunder_fsdp(rank, of):
-    sharding, tied = of
-    model = Model(97, tied=tied)
-    exact = exact_gradients(model)
+def thunder_fsdp(model: nn.Module, sharding: FSDPType):
     step = thunder_flce.jit(model, strict=True)
-    step = thunder.distributed.fsdp(step, device=torch.device("cpu"), sharding_strategy=sharding)
+    return thunder.distributed.fsdp(step, device=CPU, sharding_strategy=sharding)
+
+
+def thunder_distributes_first(model: nn.Module, is_ddp: bool):
+    """The other order of transforms."""
+    if is_ddp:
+        group = thunder.distributed.copy_default_process_group()
+        distributed = [DDPTransform(process_group=group, bucket_size_in_mb=25.0, broadcast_from=None)]
+    else:
+        init = MaterializationTransform.init_from_original_module_init()
+        distributed = [FSDPTransform(device=CPU), MaterializationTransform(CPU, init=init)]
+    transforms = [*distributed, thunder_flce.FuseLinearCrossEntropy(strict=True)]
+    executors = [thunder_flce.executor, *thunder.get_default_executors()]
+    return thunder.jit(model, transforms=transforms, executors=executors)
+
+
+@on_two_ranks(
+    zero2_tied=(thunder_fsdp, FSDPType.ZERO2, True),
+    zero3=(thunder_fsdp, FSDPType.ZERO3, False),
+    ddp_first=(thunder_distributes_first, True, False),
+    fsdp_first_tied=(thunder_distributes_first, False, True),
+)
+def thunder_distributes(rank, of):
+    distribute, how, tied = of
+    model = Model(97, tied=tied)
+    exact, step = exact_gradients(model), distribute(model, how)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "thunder_flce")
         step(*batch(rank, 97)).backward()
     assert_fused(step)
-
-    check(step, exact, part=functools.partial(padded_part, rank))
-
-
-@on_two_ranks(ddp=(True, False), fsdp_tied=(False, True))
-def thunder_distributes_before_it_fuses(rank, of):
-    """The other order of transforms."""
-    is_ddp, tied = of
-    model, group, cpu = Model(97, tied=tied), thunder.distributed.copy_default_process_group(), torch.device("cpu")
-    exact = exact_gradients(model)
-    if is_ddp:
-        distributed = [DDPTransform(process_group=group, bucket_size_in_mb=25.0, broadcast_from=None)]
-    else:
-        init = MaterializationTransform.init_from_original_module_init()
-        distributed = [FSDPTransform(device=cpu), MaterializationTransform(cpu, init=init)]
-    step = thunder.jit(
-        model,
-        transforms=[*distributed, thunder_flce.FuseLinearCrossEntropy(strict=True)],
-        executors=[thunder_flce.executor, *thunder.get_default_executors()],
-    )
-    step(*batch(rank, 97)).backward()
-    assert_fused(step)
-    check(step, exact, part=(lambda gradient: gradient) if is_ddp else functools.partial(padded_part, rank))
+    check(step, exact, part=(lambda gradient: gradient) if how is True else functools.partial(padded_part, rank))
 
 
 @on_two_ranks(plain=False, tied=True)
@@ -165,7 +164,7 @@ def thunder_ddp_accumulates(rank, of):
 
 @on_two_ranks()
 def thunder_fsdp_without_sums_warns(rank):
-    step = thunder.distributed.fsdp(thunder_flce.jit(Model()), device=torch.device("cpu"))
+    step = thunder.distributed.fsdp(thunder_flce.jit(Model()), device=CPU)
     with step.no_sync(), pytest.warns(UserWarning, match=r"fsdp loses gradients in no_sync\(\)"):
         step(*batch(rank))
 

@@ -1,13 +1,14 @@
 """The vocabulary divided among ranks: the loss of the whole in float64, and the same bits on all ranks."""
 
 import re
+import threading
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as DivideRows
@@ -16,25 +17,29 @@ import thunder_flce
 from divided import divided, of_rank, part_of, parts
 from ranks import as_threads, errors_of
 from reference import error, make_case, ours, truth
+from test_plan import DEVICES, call, shard_of
 from thunder_flce import LinearCrossEntropyLoss, Options, VocabParallel, linear_cross_entropy
+from thunder_flce.device import Device
+from thunder_flce.engine.choose import choose
+from thunder_flce.operation.call import named_tensors
+from thunder_flce.operation.loss import Loss
 from thunder_flce.options import STRATEGIES
-from thunder_flce.vocab_parallel import CHECK_EVERY_CALL
+from thunder_flce.vocab_parallel import CHECK_EVERY_CALL, agreement_on
 
 UNEVEN = (40, 0, 61)
 
 
 def test_of_equal_logits_the_argmax_is_the_lowest_column():
+    """Also where the last part comes before another."""
     case = make_case(tokens=8, vocab=101, ignored=0.0)
     with torch.no_grad():
         case.weight[[20, 30, 45, 100]] = 3 * case.x[0]
         case.weight[[50, 90]] = 3 * case.x[1]
 
-    def starts(rank):  # The last part first.
-        return VocabParallel(group=dist.group.WORLD, start=(0, 61, 40)[rank])
-
     def run(rank):
-        mine = slice(starts(rank).start, starts(rank).start + (40, 40, 21)[rank])
-        return ours(part_of(case, mine), vocab_parallel=starts(rank), outputs=("argmax",)).outputs[0]
+        start, stop = ((0, 40), (61, 101), (40, 61))[rank]
+        parallel = VocabParallel(group=dist.group.WORLD, start=start)
+        return ours(part_of(case, slice(start, stop)), vocab_parallel=parallel, outputs=("argmax",)).outputs[0]
 
     for found in as_threads(3, run):
         assert torch.equal(found, (case.x @ case.weight.t()).argmax(1))
@@ -180,93 +185,69 @@ def test_traced_programs():
     as_threads(1, run)
 
 
+X = torch.ones(37, 24)
+DIFFERENT = [
+    ("options", lambda rank: Options(chunk_rows=8 + rank), "options is Options.* on rank 0 and Options.*"),
+    ("label_smoothing", lambda rank: 0.1 * rank, "label_smoothing is 0.0 on rank 0 and 0.1 on rank 1"),
+    ("linear_bias", lambda rank: None if rank else torch.zeros(50), "linear_bias is"),
+    ("weight", lambda rank: torch.ones(101 + rank), r"weight is float32 \(101\) on cpu on rank 0"),
+    ("num_items", lambda rank: {} if rank else 5, "num_items is int on rank 0 and dict on rank 1"),
+    ("num_items", lambda rank: 3 + rank, "the value of num_items is 3 on rank 0 and 4 on rank 1"),
+    ("token_weights", lambda rank: [1.0] * rank or None, "token_weights is None on rank 0 and list"),
+    ("token_inputs", lambda rank: [None] * rank, r"token_inputs\[0\] is None on rank 0 and NoneType"),
+    ("target", lambda rank: torch.zeros(37 - rank).long(), r"target is int64 \(T\) .* on rank 0 and int64 \(36\)"),
+    ("target", lambda rank: [1] if rank else torch.zeros(37).long(), r"target is int64 \(T\) .* on rank 0 and list"),
+    ("linear_weight", lambda rank: torch.ones(50, 24, device=("cpu", "meta")[rank]), "cpu on rank 0 .* on meta"),
+    ("input", lambda rank: X.clone().requires_grad_(rank == 0), "which requires a gradient on rank 0 and .* on cpu on"),
+    # It has no numbers, but others have.
+    ("input", lambda rank: X.to(("cpu", "meta")[rank]), r"24\) on cpu on rank 0 .* on meta on"),
+    # Parts of the tokens have to be equal.
+    ("input", lambda rank: X[rank:], r"input is float32 \(37, 24\) .* on rank 0 and float32 \(36, 24\)"),
+]
+TOKENS = {"target": "data_parallel", "num_items": "data_parallel", "input": "sequence_parallel"}
+"""Who divides the tokens where these differ"""
+
+
 @pytest.mark.parametrize("checks_every_call", ["0", "1"], ids=["", "each call"])
 def test_what_differs_between_ranks_raises_on_all_of_them(checks_every_call, monkeypatch):
     monkeypatch.setenv(CHECK_EVERY_CALL, checks_every_call)
     case = make_case()
-    for differing, message in (
-        ({"options": lambda rank: Options(chunk_rows=8 + rank)}, "options is Options.* on rank 0 and Options.*"),
-        ({"label_smoothing": lambda rank: 0.1 * rank}, "label_smoothing is 0.0 on rank 0 and 0.1 on rank 1"),
-        ({"outputs": lambda rank: ("entropy",) * rank}, "outputs is .* on rank 0 and"),
-        ({"linear_bias": lambda rank: None if rank else torch.zeros(50)}, "linear_bias is"),
-        ({"weight": lambda rank: torch.ones(101 + rank)}, r"weight is float32 \(101\) on cpu on rank 0"),
-        ({"token_weights": lambda rank: torch.ones(37 - rank)}, r"token_weights is float32 \(37\) on cpu on rank 0"),
-        ({"num_items": lambda rank: {} if rank else 5}, "num_items is int on rank 0 and dict on rank 1"),
-        ({"num_items": lambda rank: 5 if rank else "x"}, "num_items is str on rank 0 and int on rank 1"),
-        ({"num_items": lambda rank: 3 + rank}, "the value of num_items is 3 on rank 0 and 4 on rank 1"),
-        (
-            {"input": lambda rank: case.x.detach().requires_grad_(rank == 0)},
-            r"on cpu, which requires a gradient on rank 0 and float32 \(37, 24\) on cpu on rank 1",
-        ),
-        ({"target": lambda rank: case.target[rank:]}, r"target is int64 \(T\) on cpu on rank 0 and int64 \(36\)"),
-        ({"token_weights": lambda rank: [1.0] * rank or None}, "token_weights is None on rank 0 and list"),
-        ({"token_inputs": lambda rank: [None] * rank}, r"token_inputs\[0\] is None on rank 0 and NoneType"),
-        ({"linear_weight": lambda rank: torch.ones(50, 24, device=("cpu", "meta")[rank])}, "cpu on rank 0 .* on meta"),
-        ({"target": lambda rank: [1] if rank else case.target}, r"target is int64 \(T\) .* on rank 0 and list"),
-        # It has no numbers, but others have.
-        ({"input": lambda rank: case.x.detach().to(("cpu", "meta")[rank])}, r"24\) on cpu on rank 0 .* on meta on"),
-        # Parts of the tokens have to be equal.
-        (
-            {"input": lambda rank: case.x.detach()[rank:]},
-            r"input is float32 \(37, 24\) .* on rank 0 and float32 \(36, 24\)",
-        ),
-    ):
-        name, value = next(iter(differing.items()))
 
-        def run(rank, name=name, value=value):
-            mine = part_of(case, parts((50, 51))[rank])
-            given = {"input": mine.x, "linear_weight": mine.weight, "target": mine.target}
-            how = {"target": "data_parallel", "num_items": "data_parallel", "input": "sequence_parallel"}
-            how = {how[name]: True} if name in how else {}
-            parallel = VocabParallel(group=dist.group.WORLD, **how)
-            with suppress(TypeError, ValueError):  # Ranks may have agreed on each of them before.
-                linear_cross_entropy(**given | {name: value(0)}, vocab_parallel=parallel)
-            linear_cross_entropy(**given | {name: value(rank)}, vocab_parallel=parallel)
+    def run(rank, name, value):
+        mine = part_of(case, parts((50, 51))[rank])
+        how = {TOKENS[name]: True} if name in TOKENS else {}
+        given = {"input": mine.x, "linear_weight": mine.weight, "target": mine.target}
+        given["vocab_parallel"] = VocabParallel(group=dist.group.WORLD, **how)
+        with suppress(TypeError, ValueError):  # Ranks may have agreed on each of them before.
+            linear_cross_entropy(**given | {name: value(0)})
+        linear_cross_entropy(**given | {name: value(rank)})
 
-        for found in errors_of(2, run):
+    for name, value, message in DIFFERENT:
+        for found in errors_of(2, partial(run, name=name, value=value)):
             assert isinstance(found, ValueError) and re.search(message, str(found))
 
 
-@pytest.mark.parametrize("divided", [None, "sequence_parallel", "data_parallel"])
-def test_what_is_equal_where_each_call_is_compared(divided, monkeypatch):
+@pytest.mark.parametrize("how", [None, {"sequence_parallel": True}, {"data_parallel": True}], ids=str)
+def test_what_is_equal_where_each_call_is_compared(how, monkeypatch):
     """Not the tokens, where each rank has its own, and a NaN is one on all ranks."""
     monkeypatch.setenv(CHECK_EVERY_CALL, "1")
-    case = make_case(tokens=38)
-
-    def run(rank):
-        mine = part_of(case, parts((50, 51))[rank])
-        tokens = slice(19 * rank, 19 * (rank + 1)) if divided else slice(None)
-        parallel = VocabParallel(group=dist.group.WORLD, **({divided: True} if divided else {}))
-        given = (mine.x[tokens], mine.weight, mine.target[tokens])
-        return [
-            linear_cross_entropy(*given, num_items=items, vocab_parallel=parallel).detach()
-            for items in (None, 38, torch.tensor(torch.nan))
-        ]
-
-    exact = F.cross_entropy(case.x.double() @ case.weight.double().t(), case.target)
-    for mean, _, nan in as_threads(2, run):
-        assert error(mean, exact) < 1e-6 and nan.isnan()
+    case, counts = make_case(tokens=38), (19, 19) if how else None
+    for num_items, is_nan in ((None, False), (38, False), (torch.tensor(torch.nan), True)):
+        assert divided(case, (50, 51), counts=counts, how=how, num_items=num_items).loss.isnan() == is_nan
 
 
 @pytest.mark.parametrize("data_parallel", [False, True], ids=["", "data parallel"])
-@pytest.mark.parametrize(
-    ("refused", "message"),
-    [
-        (lambda part, mesh: {"terms": [(part.x,)]}, "terms[0] must be a pair"),
-        (lambda part, mesh: {"token_inputs": 3}, "token_inputs must be a sequence"),
-        (
-            lambda part, mesh: {"input": DTensor.from_local(part.x.detach(), mesh, [Replicate()])},
-            "input must be a plain tensor",
-        ),
-        (lambda part, mesh: {"input": torch.nested.nested_tensor([part.x.detach()])}, "input must be a dense tensor"),
-        (lambda part, mesh: {"input": part.x.detach().to_sparse()}, "input must be a dense tensor"),
-        (lambda part, mesh: {"options": {"chunk_rows": 3}}, "options must be thunder_flce.Options"),
-        (lambda part, mesh: {"token_loss": "entropy"}, "token_loss must be a function"),
-        (lambda part, mesh: {"token_loss": lambda log_prob, entropy: 1 / 0}, "division by zero"),
-    ],
-    ids=["terms", "token_inputs", "input", "nested", "sparse", "options", "token_loss", "error of token_loss"],
-)
-def test_what_one_rank_refuses_raises_on_all_of_them(refused, message, data_parallel):
+@pytest.mark.parametrize(("name", "refused", "message"), [
+    ("terms", lambda x, mesh: [(x,)], "terms[0] must be a pair"),
+    ("token_inputs", lambda x, mesh: 3, "token_inputs must be a sequence"),
+    ("input", lambda x, mesh: DTensor.from_local(x, mesh), "input must be a plain tensor"),
+    ("input", lambda x, mesh: torch.nested.nested_tensor([x]), "input must be a dense tensor"),
+    ("input", lambda x, mesh: x.to_sparse(), "input must be a dense tensor"),
+    ("options", lambda x, mesh: {"chunk_rows": 3}, "options must be thunder_flce.Options"),
+    ("token_loss", lambda x, mesh: "entropy", "token_loss must be a function"),
+    ("token_loss", lambda x, mesh: lambda log_prob, entropy: 1 / 0, "division by zero"),
+])  # fmt: skip
+def test_what_one_rank_refuses_raises_on_all_of_them(name, refused, message, data_parallel):
     """And no other rank waits for it: the class weights, a DTensor, are gathered afterwards."""
     case = make_case(class_weight=True)
 
@@ -275,8 +256,8 @@ def test_what_one_rank_refuses_raises_on_all_of_them(refused, message, data_para
         class_weight = distribute_tensor(case.class_weight, mesh, [DivideRows(0)])
         parallel = VocabParallel(group=dist.group.WORLD, data_parallel=data_parallel)
         arguments = {"input": mine.x, "linear_weight": mine.weight, "target": mine.target, "weight": class_weight}
-        arguments |= refused(mine, mesh) if rank else {}
-        linear_cross_entropy(**arguments, vocab_parallel=parallel)
+        wrong = {name: refused(mine.x.detach(), mesh)} if rank else {}
+        linear_cross_entropy(**arguments | wrong, vocab_parallel=parallel)
 
     first, second = errors_of(2, run)
     assert isinstance(first, ValueError) and "rank" in str(first) and "has refused its arguments" in str(first)
@@ -301,3 +282,50 @@ def test_what_is_wrong_on_all_ranks_of_data_parallel():
     ):
         found = errors_of(2, partial(run, wrong=wrong))
         assert all(message in str(each) for each in found), found
+
+
+def test_a_default_device():
+    """What ranks tell each other is not made there: not of pinned memory on a GPU, which there is not."""
+
+    def run(rank):
+        x, weight, target = torch.ones(6, 4), torch.ones(1, 4), torch.zeros(6, dtype=torch.long)
+        with torch.device("meta"):
+            return linear_cross_entropy(x, weight, target, vocab_parallel=dist.group.WORLD)
+
+    for loss in as_threads(2, run):
+        torch.testing.assert_close(loss.exp(), torch.tensor(2.0))
+
+
+def test_a_program_on_one_rank_alone_is_an_error_where_its_backward_would_wait():
+    def run(rank):
+        x, weight = (torch.zeros(each, 8, requires_grad=True) for each in (3, 5))
+        tensors = {"input": x, "linear_weight": weight, "target": torch.zeros(3).long()}
+        how = {"loss": Loss(), "options": Options(), "needs_grad": ("input", "linear_weight") if rank else None}
+        return agreement_on(VocabParallel(group=dist.group.WORLD), tensors, **how)()
+
+    for found in errors_of(2, run):
+        assert "whether a program computes gradients is False on rank 0 and True on rank 1" in str(found)
+
+
+@pytest.mark.parametrize("others", [("H100", "L40S"), ("H200", "A100"), ("A100", "3090"), ("H200", "H200")], ids=str)
+def test_ranks_with_different_gpus_make_one_plan(others, monkeypatch):
+    """Or they would run another number of chunks, and wait for each other. Products are tuned if all are Hopper's."""
+    devices, rank_of = [DEVICES[name] for name in others], threading.local()
+    monkeypatch.setattr(Device, "of", lambda device: devices[rank_of.rank])
+
+    def run(rank):
+        rank_of.rank = rank
+        arguments = {"input": torch.zeros(3, 8), "linear_weight": torch.zeros(5, 8), "target": torch.zeros(3).long()}
+        parallel = VocabParallel(group=dist.group.WORLD)
+        tensors, others = named_tensors(arguments), {"loss": Loss(), "options": Options()}
+        found, again = (agreement_on(parallel, tensors, **others)() for _ in range(2))
+        assert found == again
+        region = call(shard=replace(shard_of(2), rank=rank))
+        return found.device, [choose(region, Options(tune_products=tune), found.device) for tune in (None, True)]
+
+    (first, plans), (second, others_plans) = as_threads(2, run)
+    assert plans == others_plans and first.memory == min(device.memory for device in devices)
+    assert first.is_hopper == second.is_hopper == all(device.is_hopper for device in devices)
+    # What each would plan on its own.
+    alone = {choose(call(shard=shard_of(2)), Options(), device) for device in devices}
+    assert (len(alone) > 1) == (others != ("H200", "H200"))

@@ -21,17 +21,16 @@ OUTPUTS = ("log_prob", "entropy", "mean_logit", "log_sum_sq_probs")
 SIZES = {"cpu": [(77, 33), (1003, 72), (33000, 24)], "cuda": [(1003, 70), (32000, 1024), (128257, 4096)]}
 
 
-def log_probs(batch: Case, rows=slice(None), *, options=INVARIANT, needs_grad=False, bias=False, **settings):
+def log_probs(case: Case, rows=slice(None), *, options=INVARIANT, needs_grad=False, **settings):
     """Those of some rows, and other sums: beside a loss whose gradients may be computed in the forward, if needed.
 
     A token loss and label smoothing have theirs of them.
     """
-    x, weight = (each.clone().requires_grad_(needs_grad) for each in (batch.x[rows], batch.weight))
+    x, weight = (each.clone().requires_grad_(needs_grad) for each in (case.x[rows], case.weight))
     detached, reduction = (OUTPUTS[:3], "mean") if needs_grad else ((), "none")
-    loss, *found = linear_cross_entropy(
-        x, weight, batch.target[rows], linear_bias=batch.bias if bias else None, reduction=reduction,
-        outputs=OUTPUTS, detached=detached, options=options, **settings,
-    )  # fmt: skip
+    settings |= {"linear_bias": case.bias, "terms": [(of_x[rows], of_weight) for of_x, of_weight in case.terms]}
+    settings |= {"reduction": reduction, "outputs": OUTPUTS, "detached": detached, "options": options}
+    loss, *found = linear_cross_entropy(x, weight, case.target[rows], **settings)
     if reduction == "none":
         assert torch.equal(loss, -found[0])
     return torch.stack(found, 1).detach()
@@ -53,30 +52,25 @@ def batch(request, device):
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("settings", [{}, {"bias": True}, {"softcap": 5.0, "logit_scale": -1.5}], ids=str)
-def test_any_batch(batch, settings):
+@pytest.mark.parametrize(("has_bias", "has_adapter", "settings"), [
+    (False, False, {}), (True, False, {}), (True, True, {}), (False, False, {"softcap": 5.0, "logit_scale": -1.5}),
+], ids=str)  # fmt: skip
+def test_any_batch(batch, has_bias, has_adapter, settings):
     """Fewer tokens, at other places, in memory that is laid out in another way, in chunks, and with gradients."""
-    expected, tokens = log_probs(batch, **settings), len(batch.x)
+    adapter = batch.x[:, :8].contiguous(), batch.weight[:, :8].contiguous()
+    case = replace(batch, bias=batch.bias if has_bias else None, terms=(adapter,) if has_adapter else ())
+    expected, tokens, target = log_probs(case, **settings), len(case.x), case.target[:, None]
+    exact = case.exact_logits(**settings).log_softmax(1).gather(1, target.clamp(min=0)).masked_fill(target < 0, 0)
+    assert error(expected[:, :1], exact) < 4 * torch.finfo(case.x.dtype).eps
     alone = [slice(row, row + 1) for row in (*range(0, 60, 3), tokens - 1)]
     for rows in (*alone, slice(5, 12), slice(37, 137), slice(1, None, 2)):
-        assert torch.equal(log_probs(batch, rows, **settings), expected[rows])
-    assert torch.equal(log_probs(batch, options=replace(INVARIANT, chunk_rows=59), **settings), expected)
-    assert torch.equal(log_probs(batch, options=replace(INVARIANT, ignored_rows="compute"), **settings), expected)
+        assert torch.equal(log_probs(case, rows, **settings), expected[rows])
+    assert torch.equal(log_probs(case, options=replace(INVARIANT, chunk_rows=59), **settings), expected)
+    assert torch.equal(log_probs(case, options=replace(INVARIANT, ignored_rows="compute"), **settings), expected)
     for strategy in STRATEGIES:
         options = replace(INVARIANT, strategy=strategy)
-        assert torch.equal(log_probs(batch, options=options, needs_grad=True, **settings), expected)
-        assert torch.equal(log_probs(batch, slice(5, 12), options=options, needs_grad=True, **settings), expected[5:12])
-
-
-def test_a_sum_of_linears(batch):
-    """An adapter beside the head, with a bias."""
-    x, weight = batch.x[:, :8].contiguous(), batch.weight[:, :8].contiguous()
-    expected = log_probs(batch, terms=[(x, weight)], bias=True)
-    logits = batch.x.double() @ batch.weight.double().t() + x.double() @ weight.double().t() + batch.bias.double()
-    exact = logits.log_softmax(1).gather(1, batch.target.clamp(min=0)[:, None])[:, 0]
-    exact[batch.target < 0] = 0
-    assert error(expected[:, 0], exact) < 4 * torch.finfo(batch.x.dtype).eps
-    assert torch.equal(log_probs(batch, slice(5, 12), terms=[(x[5:12], weight)], bias=True), expected[5:12])
+        assert torch.equal(log_probs(case, options=options, needs_grad=True, **settings), expected)
+        assert torch.equal(log_probs(case, slice(5, 12), options=options, needs_grad=True, **settings), expected[5:12])
 
 
 @pytest.mark.parametrize(("changes", "options", "on", "reason"), [

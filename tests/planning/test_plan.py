@@ -1,6 +1,5 @@
 """Plans for the shapes and devices that matter, and what they are predicted to take."""
 
-import itertools
 import json
 import warnings
 from dataclasses import replace
@@ -271,13 +270,8 @@ def test_more_than_the_budget_is_never_taken_silently(sizes, loss, dtype):
             warnings.simplefilter("always")
             plan = choose(region, Options(memory_budget=megabytes * MB), ABSENT_DEVICE)
         needed = temporary_bytes(region, plan)
-        told = [str(each.message) for each in caught]
-        is_over = needed > 1.01 * megabytes * MB
+        is_over, told = needed > 1.01 * megabytes * MB, [str(each.message) for each in caught]
         assert is_over == any(f"take {needed / 1e6:.0f} MB" in text for text in told)
-        # Or that dW errs: never by itself.
-        has_sums = plan.chunk_rows < sizes[0] and dtype.itemsize == 2 and not plan.float32_accumulator
-        is_exact = sizes[0] <= sizes[1] / 15 and plan.chunk_rows * EXACT_CHUNKS >= sizes[0]
-        assert (has_sums and not is_exact) == any("the error of a single matmul" in text for text in told)
 
 
 def test_budget_as_a_fraction_of_the_device():
@@ -303,29 +297,6 @@ def test_warnings_name_the_cure_once():
     assert text.startswith("memory_budget is 600 MB, but 65536 tokens take 2101 MB")
     assert 'accumulate="parameter" takes less' in text
     assert len(texts(8192, 8000, memory_budget=60 * MB)) == 1
-
-
-def seconds(region: Call, plan: Plan) -> float:
-    """The time of the matmuls, with the logits that are computed again, and of chunks."""
-    waits = plan.strategy in ("save_logits", "recompute_logits")
-    again = (region.tokens - plan.rows_saved(region.tokens)) / region.tokens if waits else 0
-    matmuls = choosing.matmul_seconds(region, ABSENT_DEVICE) * (1 + again / 3)
-    return matmuls + choosing.division_seconds(region, plan, ABSENT_DEVICE)
-
-
-@pytest.mark.parametrize("loss", [Loss(), EACH_ROW], ids=["mean", "none"])
-def test_a_larger_budget_is_never_slower_and_more_tokens_never_take_less(loss):
-    budgets = [budget * MB for budget in range(150, 2400, 50)]
-    regions = [call(tokens, loss=loss) for tokens in range(512, 8192, 384)]
-    for region in regions:
-        plans = [choose(region, Options(memory_budget=budget), ABSENT_DEVICE) for budget in budgets]
-        times = [seconds(region, plan) for plan in plans]
-        # A tile more or less in a chunk, or a part of the budget that is kept for logits, may cost a little.
-        assert all(later <= 1.02 * earlier for earlier, later in itertools.pairwise(times))
-    for budget in budgets[::9]:
-        taken = [temporary_bytes(r, choose(r, Options(memory_budget=budget), ABSENT_DEVICE)) for r in regions]
-        assert max(taken) <= budget
-        assert all(later >= 0.45 * earlier for earlier, later in itertools.pairwise(taken))
 
 
 @pytest.mark.parametrize(
