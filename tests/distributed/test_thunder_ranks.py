@@ -1,13 +1,11 @@
 """Programs that thunder compiles on ranks that divide the vocabulary; ranks are threads here."""
 
 from copy import deepcopy
-from functools import partial
 
 import pytest
 import thunder
 import thunder.distributed
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from thunder.distributed.tensor_parallel.common import TransformForTensorParallel
 from torch import nn
@@ -59,7 +57,8 @@ class Step:
 
     def check(self, rank: int, ranks: int, **settings):
         """Asserts that losses are exact, and so are x's gradient and this rank's part of the parameters'."""
-        step = divided("column_parallel", deepcopy(self.model), rank, **settings)
+        step, device = thunder_flce.jit(deepcopy(self.model), **settings), torch.device("cpu", rank)
+        step = thunder.distributed.column_parallel(step, ["lm_head"], device=device)
         x = self.x.detach().requires_grad_()
         losses = step(x, *self.others)
         torch.autograd.backward(losses, self.upstream)
@@ -71,14 +70,9 @@ class Step:
         return step
 
 
-def divided(kind: str, model: nn.Module, rank: int, **settings):
-    """The model, its head in thunder's tensor parallelism, which is for CUDA only."""
-    device = torch.device("cpu", rank)
-    return getattr(thunder.distributed, kind)(thunder_flce.jit(model, **settings), ["lm_head"], device=device)
-
-
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch):
+    """thunder's tensor parallelism is for CUDA only."""
     set_device = lambda self: setattr(self, "device", torch.device("cpu", self.rank))  # noqa: E731
     monkeypatch.setattr(TransformForTensorParallel, "__post_init__", set_device)
 
@@ -110,31 +104,6 @@ def test_a_bias_that_is_not_divided():
         as_threads(2, lambda rank: case.check(rank, 2))
 
 
-def test_a_call():
-    """With uneven parts of the vocabulary, and each rank with a part of the tokens."""
-    case, sizes = make_case(tokens=18, vocab=101, dtype=torch.float64), (60, 0, 41)
-    upstream = torch.rand(18, dtype=torch.float64)
-    exact = truth(case, upstream, reduction="none")
-
-    def run(rank):
-        rows, tokens = parts(sizes)[rank], slice(6 * rank, 6 * rank + 6)
-        parallel = VocabParallel(group=dist.group.WORLD, sequence_parallel=True)
-        call = partial(linear_cross_entropy, vocab_parallel=parallel, reduction="none")
-        step, part = thunder_flce.jit(call, options=Options(strategy="save_logits")), part_of(case, rows, tokens)
-        arguments = part.x, part.weight, part.target
-        step(*arguments)
-        loss = step(*arguments)
-        loss.backward(upstream[tokens])
-        assert thunder.cache_hits(step) == 1 and error(loss, exact.loss[tokens]) < 1e-12
-        assert error(part.x.grad, exact.gradients[0][tokens]) < 1e-12
-        assert error(part.weight.grad, exact.gradients[1][rows]) < 1e-12 or not sizes[rank]
-        for executors in ((), (thunder_flce.executor,)):
-            plain = thunder.jit(call, executors=[*executors, *thunder.get_default_executors()])
-            assert torch.equal(plain(*arguments), loss)
-
-    as_threads(3, run)
-
-
 class Head(nn.Module):
     """A call whose ranks are an attribute."""
 
@@ -146,25 +115,32 @@ class Head(nn.Module):
 
 def test_other_ranks():
     """thunder compiles anew where a program that it has compiled gets another group, or other settings."""
-    case = make_case(dtype=torch.float64)
-    case = Case(case.x.detach(), case.weight.detach(), None, case.target)
-    exact = truth(case).loss
+    whole = make_case(tokens=36, dtype=torch.float64)
+    case, right = Case(whole.x.detach(), whole.weight.detach(), None, whole.target), truth(whole)
+    exact = right.loss
 
     def run(rank):
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("both", "alone"))
         operands = {"both": part_of(case, parts((60, 41))[rank]), "alone": case}
         head = Head()
         of_argument = lambda x, w, y, group: linear_cross_entropy(x, w, y, vocab_parallel=group)  # noqa: E731
-        steps = [thunder_flce.jit(program) for program in (head, of_argument)]
+        steps = [thunder.jit(of_argument), *(thunder_flce.jit(program) for program in (head, of_argument))]
         for name in ("both", "alone", "both"):
             head.vocab_parallel = mesh[name]
             part = operands[name]
             for step in steps:
-                arguments = (mesh[name],) if step is steps[-1] else ()
+                arguments = () if step is steps[1] else (mesh[name],)
                 assert error(step(part.x, part.weight, case.target, *arguments), exact) < 1e-12
         assert all(thunder.cache_misses(step) == 2 and thunder.cache_hits(step) == 1 for step in steps)
         steps[-1](part.x, part.weight, case.target, VocabParallel(group=mesh["both"], input_grad="partial"))
         assert thunder.cache_misses(steps[-1]) == 3
+
+        # Each with a part of the tokens.
+        tokens = slice(18 * rank, 18 * rank + 18)
+        x, parallel = part.x[tokens].requires_grad_(), VocabParallel(group=mesh["both"], sequence_parallel=True)
+        loss = steps[-1](x, part.weight, case.target[tokens], parallel)
+        assert error(loss, exact) < 1e-12
+        assert error(torch.autograd.grad(loss, x)[0], right.gradients[0][tokens]) < 1e-12
 
         # Without ranks, and with them again: the newest program is the first that thunder tries.
         part, target = operands["both"], torch.zeros_like(case.target)
