@@ -142,22 +142,13 @@ class StandIn:
         return True
 
 
-def take_for_cublaslt(stand_in: type[StandIn], monkeypatch) -> None:
-    """Also on a CPU."""
+@pytest.fixture
+def stand_in(fresh, monkeypatch):
+    """Tuning on a CPU; gives the list of the algorithms that ran."""
 
     def signature(call):
         stored = [StoredMatrix.of(m.shape, m.stride(), m.element_size()) for m in (call.out, call.a, call.b)]
         return Signature(0, call.a.dtype, call.out.dtype, *stored, call.bias is not None)
-
-    monkeypatch.setattr(algorithms, "_descriptor", lru_cache(stand_in))
-    monkeypatch.setattr(Signature, "of", signature)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(StandIn, "ran", [], raising=False)
-
-
-@pytest.fixture
-def stand_in(fresh, monkeypatch):
-    """Tuning on a CPU; gives the list of the algorithms that ran."""
 
     def seconds(runs):
         for run in runs:
@@ -165,8 +156,18 @@ def stand_in(fresh, monkeypatch):
         return [1.0 if run.args[1] == "slow" else 0.5 for run in runs]
 
     monkeypatch.setattr(algorithms, "_seconds", seconds)
-    take_for_cublaslt(StandIn, monkeypatch)
+    monkeypatch.setattr(algorithms, "_descriptor", lru_cache(StandIn))
+    monkeypatch.setattr(Signature, "of", signature)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(StandIn, "ran", [], raising=False)
     return StandIn.ran
+
+
+def check_logits(x, weight, *, tune=True) -> None:
+    """That they are right, whoever computes them."""
+    out = torch.zeros(x.shape[0], weight.shape[0])
+    matmul.logits_(out, x, weight, tune=tune)
+    torch.testing.assert_close(out, x @ weight.t())
 
 
 def test_the_fastest_runs_from_then_on(stand_in, monkeypatch):
@@ -179,9 +180,7 @@ def test_the_fastest_runs_from_then_on(stand_in, monkeypatch):
         (90, 3, None), (90, 3, None), (48, 3, "fast"),
     ):  # fmt: skip
         stand_in.clear()
-        x, out = torch.randn(tokens, 64), torch.empty(tokens, 32)
-        matmul.logits_(out, x, weight, tune=True)
-        torch.testing.assert_close(out, x @ weight.t())
+        check_logits(torch.randn(tokens, 64), weight)
         assert len(algorithms.tunings()) == measured_by_now
         assert (stand_in[-1] == by) if by else not stand_in
     found = algorithms.tunings()[0]
@@ -222,10 +221,9 @@ def test_algorithms_that_give_other_bits_are_left_out(stand_in, monkeypatch):
         return has_run
 
     monkeypatch.setattr(StandIn, "run", another_order)
-    out, x, weight = torch.zeros(600, 32), torch.randn(600, 16), torch.randn(32, 16)
+    x, weight = torch.randn(600, 16), torch.randn(32, 16)
     for _ in range(2):
-        matmul.logits_(out, x, weight, tune=True)
-        torch.testing.assert_close(out, x @ weight.t())
+        check_logits(x, weight)
     (found,) = algorithms.tunings()
     assert found.algorithm == "slow" and stand_in[-1] == "slow" and sums == [256]
 
@@ -235,9 +233,7 @@ def test_pytorch_keeps_what_is_not_known_to_be_right(stand_in, monkeypatch):
 
     def ran(weight=x, tune=True):
         stand_in.clear()
-        out = torch.empty(64, weight.shape[0])
-        matmul.logits_(out, x, weight, tune=tune)
-        torch.testing.assert_close(out, x @ weight.t())
+        check_logits(x, weight, tune=tune)
         return bool(stand_in)
 
     for module, name, value in (
@@ -259,11 +255,10 @@ def test_a_library_that_fails_is_not_the_end(stand_in, monkeypatch):
         raise RuntimeError("cublasLtMatmulPreferenceCreate returned status 3")
 
     monkeypatch.setattr(StandIn, "candidates", property(fail))
-    x, out = torch.randn(32, 32), torch.empty(32, 32)
+    x = torch.randn(32, 32)
     with pytest.warns(UserWarning, match="PyTorch runs all matmuls: .* returned status 3"):
-        matmul.logits_(out, x, x, tune=True)
-    matmul.logits_(out, x, x, tune=True)
-    torch.testing.assert_close(out, x @ x.t())
+        check_logits(x, x)
+    check_logits(x, x)
 
 
 def _matrix(rows, columns, dtype=B16, *, stride=None, transposed=False):

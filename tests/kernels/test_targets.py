@@ -96,10 +96,8 @@ class Launch:
     def registers_and_spills(self) -> tuple[int, int]:
         """Of a thread, the latter in bytes."""
         if self.chip.device.is_hip:
-            vgprs, spilled, private = (
-                int(re.search(rf"\.{key}:\s+(\d+)", self.text)[1])
-                for key in ("vgpr_count", "vgpr_spill_count", "private_segment_fixed_size")
-            )
+            keys = ("vgpr_count", "vgpr_spill_count", "private_segment_fixed_size")
+            vgprs, spilled, private = (int(re.search(rf"\.{key}:\s+(\d+)", self.text)[1]) for key in keys)
             return vgprs, 4 * spilled + private
         import triton
 
@@ -223,13 +221,14 @@ def moments(dtype):
 
 
 def gradient(dtype):
-    found, of = RowStatistics(vector(), vector()), vector
-    everything, plain = RowCoefficients(of(), of(), of(), of()), RowCoefficients(of(), of())
-    given = {"class_weight": torch.ones(128257), "target": of(torch.int64)}
-    tried = [everything] if IS_SHORT else [everything, plain]
-    for out, coefficients, sums in itertools.product({dtype, torch.bfloat16}, tried, (False, True)):
-        z, others = logits(128257, dtype), {"out": logits(128257, out), "column_sums": sums, **given}
-        row_kernels().gradient_(z, found, coefficients, **others)
+    found, given = (
+        RowStatistics(vector(), vector()),
+        {"class_weight": torch.ones(128257), "target": vector(torch.int64)},
+    )
+    for out, terms, sums in itertools.product({dtype, torch.bfloat16}, (4,) if IS_SHORT else (4, 2), (False, True)):
+        coefficients = RowCoefficients(*(vector() for _ in range(terms)))
+        others = {"out": logits(128257, out), "column_sums": sums, **given}
+        row_kernels().gradient_(logits(128257, dtype), found, coefficients, **others)
 
 
 def divergences(dtype):
