@@ -217,20 +217,15 @@ IN_KERNELS = {
 }
 
 
-def _inputs():
-    """Two numbers of each token, a mask and a positive integer."""
-    generator = torch.Generator().manual_seed(3)
-    first, second, third = (torch.randn(ROWS, generator=generator) - 1 for _ in range(3))
-    inputs = [first, second, third > -1, 1 + torch.arange(ROWS) % 5]
-    return [each.to(DEVICE) for each in inputs], generator
-
-
 @on_device
 @pytest.mark.parametrize("name", [*FUNCTIONS, *IN_KERNELS])
 def test_functions(name):
     from thunder_flce.engine.kernels.triton_tokens import kernel_for
 
-    function, (inputs, generator) = (FUNCTIONS | IN_KERNELS)[name], _inputs()
+    function, generator = (FUNCTIONS | IN_KERNELS)[name], torch.Generator().manual_seed(3)
+    # Two numbers of each token, a mask and a positive integer.
+    first, second, third = (torch.randn(ROWS, generator=generator) - 1 for _ in range(3))
+    inputs = [each.to(DEVICE) for each in (first, second, third > -1, 1 + torch.arange(ROWS) % 5)]
     row_max, log_sum, expected, s = torch.rand(4, ROWS, generator=generator).mul(3).to(DEVICE)
     s[::5] = 0
     z_y, expected = row_max - 4 * torch.rand(ROWS, generator=generator).to(DEVICE), -expected

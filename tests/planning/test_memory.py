@@ -69,10 +69,10 @@ def _called_within(context, function):
 TOKENS, HIDDEN, VOCAB = 512, 64, 8192
 # Vectors, and the few columns that a CPU converts for the rows of dW that are summed in float32.
 SLACK = 2**18
-NEEDS = {"all": "xWb", "input": "x", "weight": "W", "bias": "b"}
+OPERANDS = {"x": "input", "W": "linear_weight", "b": "linear_bias"}
 CASES = [
     ("loss_only", "", {}),
-    *((strategy, needs, {"ignored_rows": rows}) for strategy in STRATEGIES for needs in NEEDS.values()
+    *((strategy, needs, {"ignored_rows": rows}) for strategy in STRATEGIES for needs in ("xWb", *OPERANDS)
       for rows in ("skip", "compute")),
     ("save_logits", "xW", {"saved_rows": 200}),
     *((strategy, "xW", {"dtype": torch.bfloat16, **settings})
@@ -98,18 +98,17 @@ def live(monkeypatch):
 def test_predicted_memory_is_what_tensors_take(strategy, needs, settings, live, monkeypatch):
     settings = {"chunk_rows": 128, **settings}
     dtype, has_teacher = settings.pop("dtype", torch.float32), settings.pop("teacher", False)
-    shapes = {"x": (TOKENS, HIDDEN), "W": (VOCAB, HIDDEN), "b": (VOCAB,)}
-    operands = {name: torch.randn(*of, dtype=dtype).requires_grad_(name in needs) for name, of in shapes.items()}
-    given = {"input": operands["x"], "linear_weight": operands["W"], "target": torch.randint(VOCAB, (TOKENS,))}
+    needs_grad = tuple(OPERANDS[need] for need in needs)
+    shapes = {"input": (TOKENS, HIDDEN), "linear_weight": (VOCAB, HIDDEN), "linear_bias": (VOCAB,)}
     if has_teacher:
-        given |= {f"teacher_{name}": torch.randn(shapes[of]) for name, of in (("input", "x"), ("weight", "W"))}
-    else:
-        given["linear_bias"] = operands["b"]
+        del shapes["linear_bias"]
+        shapes |= {"teacher_input": (TOKENS, HIDDEN), "teacher_weight": (VOCAB, HIDDEN)}
+    given = {name: torch.randn(*of, dtype=dtype).requires_grad_(name in needs_grad) for name, of in shapes.items()}
+    given["target"] = torch.randint(VOCAB, (TOKENS,))
     reduction = "none" if has_teacher and strategy == "recompute_logits" else "mean"
     plan = Plan(strategy=strategy, **settings)
-    names = {"x": "input", "W": "linear_weight", "b": "linear_bias"}
     loss = Loss(reduction=reduction, divergence=Divergence() if has_teacher else None)
-    call = Call(tensors=named_tensors(given), loss=loss, needs_grad=tuple(names[need] for need in needs)).specs()
+    call = Call(tensors=named_tensors(given), loss=loss, needs_grad=needs_grad).specs()
     run_by(monkeypatch, plan)
     with live:
         result = (linear_kl_divergence if has_teacher else linear_cross_entropy)(**given, reduction=reduction)
