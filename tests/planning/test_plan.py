@@ -136,8 +136,9 @@ def test_as_many_logits_are_saved_as_the_budget_allows():
     (S1, {}, 2048),
     (U2, {"options": Options(accumulate="parameter")}, 2816),
     ((32768, 128256, 768), {"bias": True}, 4096),
-    # One chunk spares 5%.
+    # One chunk spares 5%, but less than 3% on an RTX 4090.
     (S4, {}, 4096),
+    ((3000, 128256, 4096), {"on": DEVICES["4090"]}, 1536),
     # Small calls, by their gradients or alone.
     ((1000, 32000, 768), {}, 1000),
     ((8192, 32000, 2048), {}, 8192),
