@@ -249,7 +249,7 @@ def test_rows_that_are_not_finite(backend, vocab):
 
 
 @pytest.mark.parametrize(("dtype", "logit_map"), [SETTINGS[0], SETTINGS[1], (FP32, MAPS[0])], ids=str)
-@pytest.mark.parametrize("vocab", [2, 100, 5003])
+@pytest.mark.parametrize("vocab", [2, 100, 9001])
 def test_a_column_that_dominates_its_row(backend, vocab, dtype, logit_map):
     """1 + x and 1 - x lose the digits of a small x; neither is in a loss or in a target's gradient."""
     device = backend.device

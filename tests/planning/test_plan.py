@@ -150,6 +150,8 @@ def test_as_many_logits_are_saved_as_the_budget_allows():
     # Half where the head is frozen and dX fills the device, 132 multiprocessors.
     *(((8192, 128256, h), FROZEN, rows) for h, rows in ((2048, 2048), (4096, 1024))),
     ((8192, 128256, 4096), {**FROZEN, "rank": 1024}, 2048),
+    # There is no sum of dW that a single chunk would spare.
+    ((8192, 32000, 2048), FROZEN, 2816),
     ((8192, 128256, 4096), {"needs_grad": ()}, 2048),
     ((0, 128256, 4096), {}, 1),
 ], ids=str)  # fmt: skip
