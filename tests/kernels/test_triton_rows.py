@@ -122,7 +122,7 @@ def test_gradient(rows, vocab, strides, programs, logit_map, dtype, monkeypatch)
     case = Rows(TRITON, rows, vocab, dtype, logit_map)
     target, expected = case.target.clone(), case.gradient(one_hot=True)
     target[::3], expected[::3] = -1, case.gradient(one_hot=False)[::3]
-    for column_sums in (False, True):
+    for column_sums in (True,) if len(strides) == 1 else (False, True):
         memory = [torch.full((rows + 3, stride), 7.0, dtype=dtype, device=DEVICE) for stride in strides]
         z, out = memory[0][:rows, :vocab], memory[-1][:rows, :vocab]
         z[:] = case.z
