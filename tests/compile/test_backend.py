@@ -68,6 +68,29 @@ def _log_probs(h, w, y):
     return F.log_softmax(F.linear(h, w), -1).gather(-1, y.unsqueeze(-1)).squeeze(-1)
 
 
+def test_batches_and_lengths_that_change(device):
+    """Labels and weights have sizes of their own, which guards alone relate, and hidden states say how many rows."""
+
+    def program(h, w, v, y, a):
+        total = h.square().mean()
+        for weight in (w, v):
+            logits = F.linear(h[:, :-1].reshape(-1, H), weight)
+            losses = F.cross_entropy(logits, y[:, 1:].reshape(-1), reduction="none").view(h.shape[0], -1)
+            total = total + losses.mean() - (losses.sigmoid() * a[:, 1:]).sum() / a.square().sum()
+        return total
+
+    compiled = compiled_with(program)
+    for rows, length in ((2, 12), (3, 7), (4, 9)):
+        shapes = (rows, length, H), (V, H), (V, H)
+        operands = [torch.randn(*shape, device=device, requires_grad=True) for shape in shapes]
+        labels = torch.randint(V, (rows, length), device=device)
+        tensors = *operands, labels, torch.randn(rows, length, device=device)
+        torch.testing.assert_close(run(compiled, tensors), run(program, tensors), **CLOSE)
+    assert_fused(compiled)
+    decisions = [decision for report in thunder_flce.explain(compiled) for decision in report.decisions]
+    assert {decision.plan.strategy for decision in decisions} == {"gradients_in_forward"}
+
+
 def test_labels_of_fewer_tokens():
     """PyTorch gathers for those that there are; what was compiled for as many labels as tokens does not."""
     compiled, weight = compiled_with(_log_probs), torch.randn(53, 16)

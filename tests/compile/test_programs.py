@@ -377,6 +377,14 @@ PROGRAMS_OF_BOTH = {
         "depend on what needs its results",
         lambda h, w, y, x: (x.exp() * (u := log_probs(h, w * -1.5, y)).detach()).sum() + (u.exp() * x.detach()).sum(),
     ),
+    "one head after another": (
+        IN_FORWARD, lambda h, w, y, z, x, m: z.logsumexp(-1).square().mean() - (x * m).sum()
+        + losses(h, v := w * -1.5, y).mean() - F.linear(h, v).logsumexp(-1).square().mean() / 3,
+    ),
+    "two heads in turns": (
+        "added in turns", lambda h, w, y, z, x, m: losses(h, v := w * -1.5, y).mean() - (x * m).sum()
+        + F.linear(h, v).logsumexp(-1).square().mean() - z.logsumexp(-1).square().mean() / 3,
+    ),
     # A token loss of one would have no gradient for the other.
     "each head weighs the other": (
         FUSED, lambda h, w, y, x, m: -(

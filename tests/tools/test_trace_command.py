@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from front_ends import Model, batch
 from thunder_flce.__main__ import main
+from thunder_flce.inspection.trace_text import renumbered
 
 SMALL = ["--device", "cpu", "--batch", "2", "--sequence", "24", "--hidden", "16", "--vocab", "100"]
 
@@ -34,6 +35,10 @@ def test_fake_tensors_have_no_memory(capsys):
     # Logits and weight would take 147 GB each; as many of more tokens would be more chunks, each of which is run.
     assert main(["trace", "litgpt", "--device", "cpu", "--batch", "1", "--vocab", "9000000"]) == 0
     assert "f32[4096, 9000000]" in capsys.readouterr().out
+
+
+def test_a_folder_with_the_name_of_a_proxy():
+    assert renumbered("# in /tmp/t3", "t5 = exp(t7)") == "# in /tmp/t3\n\nt0 = exp(t1)\n"
 
 
 def own_loss(hidden, weight, labels):

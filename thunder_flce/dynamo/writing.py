@@ -213,7 +213,7 @@ class _Graph:
 
     def weights(self, ops: Sequence[Op], operands: Sequence[Tensor], result: Tensor) -> list[Tensor]:
         """See `Writer`: autograd's derivative of the nodes, as operations of ATen."""
-        starts, nodes = [operand.handle for operand in operands], [op.handle for op in ops]
+        starts, nodes = [self._node(operand) for operand in operands], [op.handle for op in ops]
         known = {*starts, *nodes, *(each for node in (*starts, *nodes) for each in _readers_of_parts(node))}
         others: dict[Node, None] = {}
         waiting = [each for node in nodes[::-1] for each in node.all_input_nodes[::-1]]

@@ -42,7 +42,8 @@ def renumbered(header: str, body: str) -> str:
     numbers: dict[str, dict[str, int]] = {"t": {}, "C": {}}
     for prefix, number in pattern.findall(body):
         numbers[prefix].setdefault(number, len(numbers[prefix]))
-    text = pattern.sub(lambda found: f"{found[1]}{numbers[found[1]][found[2]]}", f"{header}\n\n{body}")
+    # A folder may have the name of a proxy, too.
+    text = pattern.sub(lambda found: f"{found[1]}{numbers[found[1]].get(found[2], found[2])}", f"{header}\n\n{body}")
     return text.rstrip() + "\n"
 
 

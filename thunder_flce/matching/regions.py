@@ -231,6 +231,13 @@ def _joined(parts: Sequence[Part], known: Interpreter, options: Options) -> list
             parts = [part for region in waiting for part in region.parts]
             regions.append(Region(parts, note=waiting[0].note))
         regions += [region for region in alone if not is_one or region not in waiting]
+    taken: set[Op] = set()
+    for region in list(regions):
+        ops = set() if region.total is None else {*region.total.ops}
+        if taken & ops:
+            _wait(region, "its terms and those of another head are added in turns: add up each head's first", regions)
+        else:
+            taken |= ops
     return sorted(regions, key=lambda region: region.place.position)
 
 
@@ -398,13 +405,16 @@ def _loosen(region: Region, problem: NotFused, regions: list[Region]) -> None:
     if region.total is not None or len(region.parts) > 1:
         is_written = problem.reason is Reason.OPERAND_MODIFIED
         why = "a tensor is changed in place" if is_written else "its weights depend on what needs its results"
-        note = f"{_WAITS} {why}"
-        regions[regions.index(region) : regions.index(region) + 1] = [
-            Region([part], note=note) for part in region.parts
-        ]
+        _wait(region, why, regions)
         return
     for part in region.parts:
         part.problem = part.problem or problem
+
+
+def _wait(region: Region, why: str, regions: list[Region]) -> None:
+    """Has the program compute the sum of a region itself."""
+    at = regions.index(region)
+    regions[at : at + 1] = [Region([part], note=f"{_WAITS} {why}") for part in region.parts]
 
 
 def is_compared_with_labels(indices: Tensor, part: Part, program: Program) -> bool:

@@ -296,9 +296,8 @@ class _Search:
             return is_product and tensor in self._with_grad and tensor.dtype == operands[0].dtype
         added = [each for each in op.operands if each not in self._dependent]
         if others is not None and op.name in ("add", "sub") and len(operands) == len(added) == 1 and tensor.ndim == 0:
-            # Its factor is its derivative. What another region gives may need this one's.
+            # Its factor is its derivative.
             is_linear = len(op.args) == 2 and added[0].dtype.is_floating_point
-            is_linear = is_linear and not self._known.hangs_on_results(added[0])
             others.update(dict.fromkeys(added if is_linear else ()))
         if not is_linear:
             if any(each not in self._tokens and each not in self._with_grad for each in operands):
