@@ -219,7 +219,7 @@ class _Graph:
         waiting = [each for node in nodes[::-1] for each in node.all_input_nodes[::-1]]
         while waiting:
             node = waiting.pop()
-            if isinstance(value_of(node), torch.Tensor | torch.SymInt):
+            if isinstance(value_of(node), torch.Tensor | torch.SymInt | torch.SymFloat):
                 others |= {} if node in known else {node: None}
             elif node not in known:
                 waiting += node.all_input_nodes  # All sizes of a tensor, which are traced with it.
@@ -231,7 +231,7 @@ class _Graph:
                 values: dict[Node, Any] = dict(zip(starts, [each.clone() for each in rows], strict=True))
                 values |= zip(others, given, strict=True)
                 for node in (*starts, *others, *nodes):
-                    if not isinstance(value_of(node), torch.SymInt):
+                    if not isinstance(value_of(node), torch.SymInt | torch.SymFloat):
                         _run(node, values)
                 total = values[result.handle]
             return list(torch.autograd.grad(total, rows, torch.ones((), dtype=total.dtype, device=total.device)))
