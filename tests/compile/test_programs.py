@@ -1038,6 +1038,10 @@ OF_VALUES = {
         + log_probs(h[is_masked], w, y[is_masked]).mean(),
     ),
     "divided": (IN_FORWARD, lambda x, m: (x.exp() * m).sum() / ((m[0] > 0).sum().item() + 1)),
+    "by itself": (IN_FORWARD, lambda x, m: (loss := (x.exp() * m).sum()) / loss.item()),
+    "a term by another": (
+        "is read as a number", lambda s, m: (s * m).sum() * (square := s.square().mean()).item() + square,
+    ),
     "sliced": (
         "depends on values", lambda x, m: (x[:, : (n := (m[0] > 0).sum().item())].exp() * m[:, :n]).sum(),
     ),

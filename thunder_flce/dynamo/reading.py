@@ -104,6 +104,8 @@ class _Reader:
         if not outs and not written:
             # A size, or a switch such as that of autocast: no tensor depends on it but those that Dynamo knows of.
             self._values[node] = value
+            if name_of(node) == "item":
+                self._values[node.args[0]].is_number_read = True  # type: ignore[index]
             return
         if node.target is operator.getitem and isinstance(value_of(node.args[0]), tuple | list):  # type: ignore[arg-type]
             self._values[node] = self._values[node.args[0]][node.args[1]]  # type: ignore[index]

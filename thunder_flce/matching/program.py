@@ -61,6 +61,8 @@ class Tensor:
     op: "Op | None" = None
     """What computes it; None for an argument of the program."""
     users: "list[Op]" = field(default_factory=list)
+    is_number_read: bool = False
+    """Whether the program reads it as a number, which may be a factor of anything: `item`"""
 
     @property
     def ndim(self) -> int:

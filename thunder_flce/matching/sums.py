@@ -267,6 +267,8 @@ class _Search:
         order = sorted(linear, key=lambda op: op.position)
         if any(each in op.operands for op in order if op.name not in ("add", "sub") for each in others or ()):
             raise NotASum("another loss is added to it and multiplied with it")
+        if any(each.is_number_read for op in order for each in op.operands):
+            raise NotASum("one of its terms is read as a number")
         in_order = [each for op in order for each in op.operands if each in starts] or [place]
         summands = [self._summand(each) for each in dict.fromkeys(in_order)]
         needed = set(self._program.results)
