@@ -744,6 +744,12 @@ def shifted_before_a_cap(h, w, y, m):
     return of_rows(capped, y) + (capped.logsumexp(-1) * m).sum() + of_rows(4 * ((other + 3) / 4).tanh(), y), right
 
 
+@expect(IN_FORWARD, thunder=True)
+def labels_of_another_head(h, w, y):
+    z = F.linear(h.tanh(), w)
+    return of_rows(F.linear(h, w), z.argmax(-1).flatten()) + of_rows(z, y)
+
+
 @expect("its weights depend on what needs its results")
 def weighted_by_what_reads_its_predictions(h, w, y, z):
     """The first of the two in the circle has no sum that could be left to the program."""

@@ -20,7 +20,6 @@ from thunder_flce.matching.program import (
     COPIES,
     RESHAPES,
     Op,
-    Program,
     Tensor,
     is_number,
     keeps_elements,
@@ -133,7 +132,7 @@ class _Writing:
             zeros = self._call(torch.zeros, rows, dtype=torch.int64, device=inputs[0].device)
             return inputs, zeros
         first, *others = part.labels.tensors
-        labels = _before_reshapes(first, rows, self._known.program)
+        labels = _before_reshapes(first, rows, self._known)
         if others:
             labels = self._call(torch.cat, [self._flat(each) for each in part.labels.tensors])
         if self._keeps_ignored and part.ignore_index != NOTHING_IGNORED:
@@ -482,12 +481,14 @@ class _Writing:
 _REDUCTIONS = {"sum": torch.sum, "mean": torch.mean}
 
 
-def _before_reshapes(labels: Tensor, rows: Sequence[Any], program: Program) -> Tensor:
+def _before_reshapes(labels: Tensor, rows: Sequence[Any], known: Interpreter) -> Tensor:
     """The labels, in the shape of the rows if they had it before a reshape."""
     found: Tensor | None = labels
     while found is not None and not same_shape(found.shape, rows):
+        # Of another region's argmax, there is only what was asked for.
         is_reshape = found.op is not None and bool(found.op.operands) and keeps_elements(found.op)
-        found = found.op.operands[0] if is_reshape and not program.may_have_changed(found) else None  # type: ignore[union-attr]
+        is_reshape = is_reshape and found not in known.results and not known.program.may_have_changed(found)
+        found = found.op.operands[0] if is_reshape else None  # type: ignore[union-attr]
     return labels if found is None or found.dtype.is_floating_point else found
 
 
