@@ -196,6 +196,12 @@ PROGRAMS = {
         FUSED, lambda h, w, y, s, a: checkpoint(lambda x: x.detach().sort().values.cos(), s, use_reentrant=False).sum()
         * of_rows(F.linear(h, w), y.flatten().flip(0)) + (s * a).sum(),
     ),
+    # It reads what the region gives, which stands where the sum is.
+    "checkpoint that nothing needs": (
+        IN_FORWARD, lambda s, m: (
+            checkpoint(torch.cos, s.tanh(), use_reentrant=False), (s.mean() + (s * m).sum(), s.detach()),
+        )[1],
+    ),
     # The region reads a mask that is made inside, and one that another checkpoint returns beside something else.
     "masked in a checkpoint": (
         IN_FORWARD, lambda h, w, y, m: (

@@ -56,8 +56,8 @@ def write_regions(gm: GraphModule, regions: Sequence[Region], known: Interpreter
                 results, decision = write(item, graph, known, options)
             graph.replace(results)
             decisions.append(decision)
-    kept = {item for item in order if isinstance(item, Op)}
-    graph.erase([op for op in known.program.all_ops if op not in kept])
+    kept = {_node_of(item) for item in order if isinstance(item, Op)}
+    graph.erase([node for node in dict.fromkeys(map(_node_of, known.program.all_ops)) if node not in kept])
     gm.graph.lint()
     return decisions
 
@@ -84,7 +84,7 @@ class _Graph:
 
     def keep(self, op: Op) -> None:
         """Leaves the node of an operation where it is, or moves it behind what it reads."""
-        node = op.handle if op.inside is None else op.inside
+        node = _node_of(op)
         if self._positions[node] < self._at:
             with self._modes(*self._modes_after[node]):
                 for each in [node, *_readers_of_parts(node)]:
@@ -142,12 +142,9 @@ class _Graph:
             sizes = [each for each in _readers_of_parts(tensor.handle) if name_of(each) != "item"]
             tensor.handle.replace_all_uses_with(self._node(new), lambda user, sizes=sizes: user not in sizes)
 
-    def erase(self, ops: Sequence[Op]) -> None:
-        """Erases operations that nothing needs any more; sizes that are read of them are read elsewhere."""
-        for op in reversed(ops):
-            node = op.handle
-            if op.inside is not None:
-                continue
+    def erase(self, nodes: Sequence[Node]) -> None:
+        """Erases what nothing needs any more; sizes that are read of it are read elsewhere."""
+        for node in reversed(nodes):
             for user in _readers_of_parts(node)[::-1]:
                 if isinstance(value_of(user), torch.SymInt) and user.users:
                     with self._graph.inserting_before(user):
@@ -309,6 +306,11 @@ class _Graph:
             # The operator raises where an operand requires a gradient that needs_grad does not name.
             return self.call(torch.detach, given).handle
         return node
+
+
+def _node_of(op: Op) -> Node:
+    """The node of an operation, or of the checkpoint that it is in."""
+    return op.handle if op.inside is None else op.inside
 
 
 def _slice_backward(grad: torch.Tensor, sizes: Sequence[Any], dim: int, start: Any, end: Any, step: int) -> Any:
