@@ -79,7 +79,7 @@ def test_batches_and_lengths_that_change(device):
             total = total + losses.mean() - (losses.sigmoid() * a[:, 1:]).sum() / a.square().sum()
         return total
 
-    compiled = compiled_with(program)
+    compiled = compiled_with(program, options={"chunk_rows": 64})
     for rows, length in ((2, 12), (3, 7), (4, 9)):
         shapes = (rows, length, H), (V, H), (V, H)
         operands = [torch.randn(*shape, device=device, requires_grad=True) for shape in shapes]
