@@ -107,7 +107,7 @@ def log_probs(h, w, y):
 
 
 def losses(h, w, y):
-    return of_rows(F.linear(h, w), y, reduction="none").view(B, -1)
+    return of_rows(F.linear(h, w), y, reduction="none").view(len(h), -1)
 
 
 def clipped(x, a):
@@ -1087,6 +1087,18 @@ def test_number_of_a_loss(monkeypatch):
 
     check(program, IN_FORWARD, by_dynamo(program), (6,))
     assert not graphs[0].graph.find_nodes(op="call_function", target=F.linear)
+
+
+def test_a_head_that_waits_is_one_region():
+    """With all of its chunks, though their sum is left to the program."""
+
+    @with_arguments
+    def program(h, w, y, a):
+        heads, parts = (w, w * -1.5), (slice(0, 2), slice(2, None))
+        return sum((losses(h[part], head, y[part]).exp() * a[part]).sum() for part in parts for head in heads)
+
+    found = check(program, "added in turns", by_dynamo(program), (6,))
+    assert sorted(each.plan.strategy for each in found) == ["gradients_in_forward", "recompute_logits"]
 
 
 def test_regions_share_a_cast_of_autocast():

@@ -412,9 +412,10 @@ def _loosen(region: Region, problem: NotFused, regions: list[Region]) -> None:
 
 
 def _wait(region: Region, why: str, regions: list[Region]) -> None:
-    """Has the program compute the sum of a region itself."""
-    at = regions.index(region)
-    regions[at : at + 1] = [Region([part], note=f"{_WAITS} {why}") for part in region.parts]
+    """Has the program compute the sum of a region itself; one that has none becomes one for each part."""
+    is_one = region.total is not None and region.has_grad and all(map(_is_of_rows, region.parts))
+    at, groups = regions.index(region), [region.parts] if is_one else [[part] for part in region.parts]
+    regions[at : at + 1] = [Region(parts, note=f"{_WAITS} {why}") for parts in groups]
 
 
 def is_compared_with_labels(indices: Tensor, part: Part, program: Program) -> bool:
