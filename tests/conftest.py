@@ -25,6 +25,7 @@ from torch._dynamo import guards, trace_rules
 from torch._dynamo.backends import registry
 
 from reference import poison_memory
+from thunder_flce import backend
 from thunder_flce.backend import compile_graph
 from thunder_flce.engine.kernels import dispatch
 
@@ -149,4 +150,5 @@ def without_inductor(request, monkeypatch):
     torch._dynamo.reset()
     if not request.node.get_closest_marker("inductor"):
         monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs, **_: graph)
-        monkeypatch.setattr(torch._TorchCompileInductorWrapper, "__call__", lambda self, graph, inputs: graph)
+        for wrapper in (torch._TorchCompileInductorWrapper, backend.Inductor):
+            monkeypatch.setattr(wrapper, "__call__", lambda self, graph, inputs: graph)

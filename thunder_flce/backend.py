@@ -43,7 +43,7 @@ def compile_graph(
         RuntimeError: for an option that neither we nor Inductor have.
     """
     flce_options, strict, inductor_options = _split(options or {})
-    inductor = torch._TorchCompileInductorWrapper(mode, inductor_options, None)
+    inductor = Inductor(mode, inductor_options, None)
     from torch._inductor import config
 
     from thunder_flce.dynamo.fusion import fuse
@@ -58,6 +58,20 @@ def compile_graph(
     # Dynamo may have to trace the program again, and then drops this graph: only now is it known that it stays.
     _graphs_of(_caller()).append(decisions)
     return compiled
+
+
+class Inductor(torch._TorchCompileInductorWrapper):
+    """What torch.compile calls by default, but for the frames of its programs."""
+
+    def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compiles a graph."""
+        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+        from thunder_flce.dynamo.frames import with_room
+
+        # A backward may be compiled at its first call.
+        inner = with_room(compile_fx_inner)
+        return with_room(compile_fx)(gm, example_inputs, inner_compile=inner, config_patches=self.config)
 
 
 def raising(error: Exception) -> Callable[..., Any]:

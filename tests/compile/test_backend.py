@@ -15,6 +15,8 @@ from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.exc import BackendCompilerFailed
+from torch._inductor.codecache import PyCodeCache
+from torch._inductor.utils import fresh_cache
 from torch.utils.checkpoint import checkpoint
 
 import thunder_flce
@@ -255,6 +257,21 @@ def test_inductor():
     torch.testing.assert_close(run(compiled, tensors), run(program, tensors), **CLOSE)
     assert_fused(compiled, times=1)
     assert thunder_flce.explain(compiled).decisions[0].plan.chunk_rows == 7
+
+
+@pytest.mark.inductor
+@fresh_cache()
+def test_frames_of_inductors_programs():
+    """Each is larger than a chunk of Python's stack, compiled or found on the disk: see `dynamo.frames`."""
+    for _ in range(2):
+        torch._dynamo.reset()
+        PyCodeCache.cache_clear()
+        model, arguments = Model(), batch()
+        compiled = compiled_with(model)
+        for _ in range(2):
+            compiled(*arguments).backward()
+        programs = [module.call.__code__ for module in PyCodeCache.modules if hasattr(module, "call")]
+        assert len(programs) == 2 and all(each.co_stacksize * 8 >= 2**14 for each in programs)
 
 
 @pytest.mark.parametrize(("of_head", "of_loss"), [(True, False), (True, True), (False, True)])

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import thunder_flce
 from front_ends import assert_fused, decisions
 from ranks import as_processes
-from thunder_flce import NotFusedError, NotFusedWarning
+from thunder_flce import NotFusedError, NotFusedWarning, backend
 from thunder_flce.integrations import trl as our_trl
 
 transformers = pytest.importorskip("transformers", reason="needs the extra 'examples'")
@@ -223,7 +223,7 @@ def _on_a_rank(rank, folder):
     found = []
     environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch._TorchCompileInductorWrapper, "__call__", lambda self, graph, inputs: graph)
+        patch.setattr(backend.Inductor, "__call__", lambda self, graph, inputs: graph)
         for name, value in environment.items():
             patch.setenv(name, str(value))
         for others, layers in (({}, 0), (ALL, 1)):
@@ -272,7 +272,7 @@ def _sharded_on_a_rank(rank, version, dtype, tied, folder):
     """Losses and norms of gradients, step by step, of the Trainer and of ours."""
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch._TorchCompileInductorWrapper, "__call__", lambda self, graph, inputs: graph)
+        patch.setattr(backend.Inductor, "__call__", lambda self, graph, inputs: graph)
         for trainer_class in (transformers.Trainer, OurTrainer):
             model = tiny.model("Llama", num_hidden_layers=2, tie_word_embeddings=tied)
             trainer = trainer_class(model=model, args=arguments(folder))

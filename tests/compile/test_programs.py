@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import thunder_flce
 from front_ends import decisions, run
+from thunder_flce import backend
 from thunder_flce.backend import compile_graph
 from thunder_flce.matching.decisions import Reason
 
@@ -1078,7 +1079,7 @@ def test_number_of_a_loss(monkeypatch):
     """It is read of the region's, and nothing keeps the logits."""
     graphs = []
     inductor = lambda self, graph, inputs: graphs.append(graph) or graph  # noqa: E731
-    monkeypatch.setattr(torch._TorchCompileInductorWrapper, "__call__", inductor)
+    monkeypatch.setattr(backend.Inductor, "__call__", inductor)
 
     @with_arguments
     def program(h, x, a, m):
