@@ -94,8 +94,10 @@ def _run_averaged(
         """Of a result with one number a token, those of this rank's tokens."""
         if not result.ndim:
             return result
-        if result.requires_grad:
-            result.register_hook(lambda grad: grad / ranks)
-        return result[:count].reshape(shape)
+        mine = result[:count].reshape(shape)
+        # Of `result`, it would be called without a gradient, too, where another result has one.
+        if mine.requires_grad:
+            mine.register_hook(lambda grad: grad / ranks)
+        return mine
 
     return tuple(map(own, run(changed, loss, options, ranks=agreement)))

@@ -71,6 +71,22 @@ def test_input_gradients_are_summed_in_the_dtype_asked_for(strategy):
     assert error(gradient(torch.bfloat16), exact) > 1.2 * error(gradient(None), exact)
 
 
+def test_an_output_that_nobody_differentiates():
+    case = make_case(tokens=36)
+
+    def run(rank):
+        part = part_of(case, parts((50, 51))[rank], parts((20, 16))[rank])
+        parallel = VocabParallel(group=dist.group.WORLD, data_parallel=True)
+        loss, _ = linear_cross_entropy(
+            part.x, part.weight, part.target, reduction="none", outputs=("entropy",), vocab_parallel=parallel
+        )
+        return torch.autograd.grad(loss.sum(), (part.x, part.weight))
+
+    dx, dw = map(torch.cat, zip(*as_threads(2, run), strict=True))
+    exact = truth(case, torch.ones(36), reduction="none").gradients
+    assert error(dx, exact[0]) < 1e-6 and error(2 * dw, exact[1]) < 1e-6
+
+
 def test_weights_that_are_dtensors():
     """With `vocab_parallel`, and hidden states that are plain tensors."""
     case = make_case(tokens=36, bias=True)
