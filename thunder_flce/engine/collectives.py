@@ -129,6 +129,8 @@ def gathered(call: Call) -> Call:
     def started(name: str, tensor: Tensor) -> Tensor | Pending:
         if argument(name).role != TOKEN:
             return tensor
+        # gloo and NCCL do not know int16.
+        tensor = tensor.int() if tensor.dtype is torch.int16 else tensor
         return start_gathering(shard, tensor.reshape(call.own_tokens, *tensor.shape[dimensions:]))
 
     return call.map(started).map(lambda _, each: each.wait() if isinstance(each, Pending) else each)
