@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thunder_flce.vocab_parallel import group_of
+
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
 
@@ -30,21 +32,18 @@ def count_items(target: Tensor, ignore_index: int = -100, group: "ProcessGroup |
         its gradients are 0.
 
     Raises:
-        TypeError: where target is not a tensor of integers, or group is none.
+        TypeError, ValueError: where target is not a tensor of integers, or with group a DTensor, or group is none.
     """
     _check_integers("target", target)
     # In a narrow dtype, ignore_index would wrap around.
     count = (target.long() != ignore_index).sum()
     if group is None:
         return count.float()
-    if dist.is_available() and isinstance(group, dist.DeviceMesh):
-        group = group.get_group()
-    if not dist.is_available() or not isinstance(group, dist.ProcessGroup):
-        raise TypeError(
-            f"group must be a ProcessGroup or a DeviceMesh of one dimension, but got {type(group).__name__}"
-        )
-    dist.all_reduce(count, group=group)
-    return count.float() / dist.get_world_size(group)
+    if hasattr(target, "device_mesh"):
+        raise TypeError("target must be a plain tensor with group, this rank's labels, but got a DTensor")
+    ranks = group_of("group", group)
+    dist.all_reduce(count, group=ranks)
+    return count.float() / dist.get_world_size(ranks)
 
 
 def shift_labels(labels: Tensor, ignore_index: int = -100) -> Tensor:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
 from numbers import Real
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
@@ -85,7 +85,7 @@ class VocabParallel(PlainValues):
     """What it is summed in: None for float32 (float64 for float64), or input's dtype, which moves half as much."""
 
     def __post_init__(self) -> None:
-        _check_group("group", self.group)
+        group_of("group", self.group)
         if self.start is not None and (isinstance(self.start, bool) or not isinstance(self.start, int)):
             raise TypeError(f"start must be None or an int, but got {type(self.start).__name__}")
         if self.start is not None and not 0 <= self.start < 2**63:
@@ -103,7 +103,7 @@ class VocabParallel(PlainValues):
     @property
     def process_group(self) -> "ProcessGroup":
         """The ranks."""
-        return self.group.get_group() if _is_mesh(self.group) else cast("ProcessGroup", self.group)
+        return group_of("group", self.group)
 
     @property
     def divides_tokens(self) -> bool:
@@ -117,7 +117,7 @@ class VocabParallel(PlainValues):
             return _from_literal(vocab_parallel)
         if isinstance(vocab_parallel, VocabParallel):
             return vocab_parallel
-        _check_group("vocab_parallel", vocab_parallel)
+        group_of("vocab_parallel", vocab_parallel)
         return cls(group=vocab_parallel)
 
 
@@ -481,19 +481,21 @@ def _from_literal(literal: str) -> VocabParallel:
     return VocabParallel(group=group, input_grad_dtype=None if dtype is None else getattr(torch, dtype), **values)
 
 
-def _is_mesh(group: Any) -> TypeGuard["DeviceMesh"]:
-    return dist.is_available() and isinstance(group, dist.DeviceMesh)
+def group_of(name: str, group: Any) -> "ProcessGroup":
+    """The group that an argument names: it, or that of a device mesh.
 
-
-def _check_group(name: str, group: Any) -> None:
-    """Raises a TypeError or a ValueError for what is no group of ranks; the message has the argument's name."""
-    if _is_mesh(group):
+    Raises:
+        TypeError, ValueError: for what is no group of ranks; the message has the argument's name.
+    """
+    if dist.is_available() and isinstance(group, dist.DeviceMesh) and group.get_coordinate() is not None:
         if group.ndim != 1:
             raise ValueError(
                 f"{name} must be a device mesh of one dimension, but has {group.ndim}, {group.mesh_dim_names}: take "
-                'the one over which the vocabulary is divided, such as mesh["tp"]'
+                'one of them, such as mesh["tp"]'
             )
-    elif not dist.is_available() or not isinstance(group, dist.ProcessGroup):
+        group = group.get_group()
+    if not dist.is_available() or not isinstance(group, dist.ProcessGroup):
         raise TypeError(
             f"{name} must be a ProcessGroup or a DeviceMesh that this rank belongs to, but got {type(group).__name__}"
         )
+    return group

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as DivideRows
 
@@ -18,7 +18,7 @@ from divided import divided, of_rank, part_of, parts
 from ranks import as_threads, errors_of
 from reference import error, make_case, ours, truth
 from test_plan import DEVICES, call, shard_of
-from thunder_flce import LinearCrossEntropyLoss, Options, VocabParallel, linear_cross_entropy
+from thunder_flce import LinearCrossEntropyLoss, Options, VocabParallel, count_items, linear_cross_entropy
 from thunder_flce.device import Device
 from thunder_flce.engine.choose import choose
 from thunder_flce.operation.call import named_tensors
@@ -153,6 +153,14 @@ def test_arguments():
         ):
             with pytest.raises((TypeError, ValueError), match=message):
                 VocabParallel(**{"group": group, **wrong})
+        of_first, mesh = DeviceMesh("cpu", [0]), init_device_mesh("cpu", (2,))
+        for wrong, message in (
+            ({"group": two_dimensions}, "group must be a device mesh of one dimension, but has 2"),
+            ({"group": mesh, "target": distribute_tensor(case.target, mesh, [Replicate()])}, "target must be a plain"),
+            *([({"group": of_first}, "group must be .* that this rank belongs to, but got DeviceMesh")] * rank),
+        ):
+            with pytest.raises((TypeError, ValueError), match=message):
+                count_items(**{"target": case.target, **wrong})
 
     as_threads(2, run)
 
