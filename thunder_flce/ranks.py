@@ -94,7 +94,8 @@ def _run_averaged(
         """Of a result with one number a token, those of this rank's tokens."""
         if not result.ndim:
             return result
-        mine = result[:count].reshape(shape)
+        # What the user may change in place must not be a view.
+        mine = result[:count].reshape(shape).clone()
         # Of `result`, it would be called without a gradient, too, where another result has one.
         if mine.requires_grad:
             mine.register_hook(lambda grad: grad / ranks)
