@@ -112,8 +112,9 @@ def on_mesh(tensors: Mapping[str, Any], loss: Loss, options: Options) -> Callabl
     def result_of_all(result: Tensor) -> Tensor:
         """The sum of numbers, or a DTensor where each rank has something of its own tokens."""
         if result.ndim:
+            # The backward may read it, and autograd does not see what is changed in place in a DTensor's part.
             return result if is_whole else DTensor.from_local(
-                result, mesh, of_tokens, run_check=False, shape=shape, stride=strides
+                result.clone(), mesh, of_tokens, run_check=False, shape=shape, stride=strides
             )  # fmt: skip
         return DTensor.from_local(result, mesh, of_sums, run_check=False).full_tensor() if summed else result
 

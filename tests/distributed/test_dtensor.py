@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel,
 
 from divided import R, on_a_mesh, on_mesh
 from ranks import RankErrors, as_threads
-from reference import Case, assert_close_to_truth, error, make_case
+from reference import Case, assert_close_to_truth, error, incoming_gradients, make_case, truth
 from thunder_flce import count_items, linear_cross_entropy
 
 
@@ -137,6 +137,21 @@ def test_plain_tensors_of_all_tokens_or_of_this_rank():
         ):
             found = linear_cross_entropy(placed.x, placed.weight, target, token_weights=of_tokens, **settings)
             assert error(found, (rows * weights).sum()) < 1e-6
+
+    as_threads(2, run)
+
+
+def test_outputs_that_are_changed_in_place():
+    case = make_batch(bias=False, ranks=(), dtype=torch.float64)
+    exact = truth(case, torch.zeros(4, 8), reduction="none", outputs=("entropy",))
+    (upstream,) = incoming_gradients(case, ("entropy",), torch.float64)
+
+    def run(rank):
+        placed = on_mesh(case, init_device_mesh("cpu", (2,)), [Shard(0)], [R])
+        _, entropy = linear_cross_entropy(placed.x, placed.weight, case.target, reduction="none", outputs=("entropy",))
+        entropy *= 3
+        entropy.full_tensor().backward(upstream / 3)
+        assert error(placed.x.grad.full_tensor(), exact.gradients[0]) < 1e-12
 
     as_threads(2, run)
 
