@@ -91,9 +91,7 @@ def on_mesh(tensors: Mapping[str, Any], loss: Loss, options: Options) -> Callabl
         _check_even(input, at)
         parallel = VocabParallel(group=mesh.get_group(at), sequence_parallel=has_part[at])
         agree = agreement_on(parallel, tensors, loss=loss, options=options)
-    of_tokens = tuple(of_input[at] if is_part else Replicate() for at, is_part in enumerate(has_part))
     weight_grads = tuple(Partial() if at in summed else placement for at, placement in enumerate(of_weight))
-    is_whole = all(isinstance(placement, Replicate) for placement in of_tokens)
     of_sums = tuple(Partial() if at in summed else Replicate() for at in range(mesh.ndim))
     shape = input.shape[:-1]
     strides = tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
@@ -107,15 +105,13 @@ def on_mesh(tensors: Mapping[str, Any], loss: Loss, options: Options) -> Callabl
         if role != TOKEN or not isinstance(value, Tensor):
             return value.full_tensor() if isinstance(value, DTensor) else value
         has_several = "target_weights" in tensors and name in ("target", "target_weights")
-        return _tokens_part(name, value, input, own.shape[:-1], of_tokens, value.shape[-1:] if has_several else ())
+        return _tokens_part(name, value, input, own.shape[:-1], value.shape[-1:] if has_several else ())
 
     def result_of_all(result: Tensor) -> Tensor:
         """The sum of numbers, or a DTensor where each rank has something of its own tokens."""
-        if result.ndim:
+        if result.ndim and any(has_part):
             # The backward may read it, and autograd does not see what is changed in place in a DTensor's part.
-            return result if is_whole else DTensor.from_local(
-                result.clone(), mesh, of_tokens, run_check=False, shape=shape, stride=strides
-            )  # fmt: skip
+            return DTensor.from_local(result.clone(), mesh, of_input, run_check=False, shape=shape, stride=strides)
         return DTensor.from_local(result, mesh, of_sums, run_check=False).full_tensor() if summed else result
 
     def run_agreed() -> tuple[Tensor, ...]:
@@ -128,9 +124,7 @@ def on_mesh(tensors: Mapping[str, Any], loss: Loss, options: Options) -> Callabl
     return run_agreed
 
 
-def _tokens_part(
-    name: str, tensor: Tensor, input: DTensor, own: torch.Size, of_tokens: Placements, last: torch.Size | tuple[()]
-) -> Tensor:
+def _tokens_part(name: str, tensor: Tensor, input: DTensor, own: torch.Size, last: torch.Size | tuple[()]) -> Tensor:
     """Of a tensor with a number a token, or several: a DTensor, or a plain one of all tokens or of this rank's."""
     all_of_them, part = input.shape[:-1] + last, own + last
     if not isinstance(tensor, DTensor) and tensor.shape == part:
@@ -146,7 +140,7 @@ def _tokens_part(
         tensor = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
     elif tensor.device_mesh != mesh:
         raise ValueError(f"{name} must be on input's mesh, {mesh}, but is on {tensor.device_mesh}")
-    return _local(tensor, of_tokens)
+    return _local(tensor, input.placements)
 
 
 class _Arrival(torch.autograd.Function):

@@ -245,15 +245,11 @@ def agreement_on(
         return Agreement(
             shard=_shard(parallel, loss, all_rows, _starts(all_rows, starts)),
             weight_rows=sum(all_rows),
-            device=None if device is None else min(filter(None, devices), key=_memory_first),
+            device=None if device is None else min(filter(None, devices), key=lambda it: (it.memory or 0, repr(it))),
             most_tokens=max(counts),
         )
 
     return agree
-
-
-def _memory_first(device: Device) -> tuple[int, str]:
-    return device.memory or 0, repr(device)
 
 
 def tell(error: Exception, parallel: VocabParallel | None, weight: Any) -> None:

@@ -60,9 +60,8 @@ def _columns_of_all_ranks(known: Interpreter, op: Op, input: Tensor, group: Any,
         raise NotFused(Reason.TENSOR_PARALLEL)
     (term,) = of.logits.terms
     summed = term.input.op
-    if layer_type is not TensorParallelLayerType.COLUMN_PARALLEL_LINEAR or summed is None:
-        raise NotFused(Reason.TENSOR_PARALLEL)
-    if summed.name != "synchronize_tensor_parallel_input":
+    is_column = layer_type is TensorParallelLayerType.COLUMN_PARALLEL_LINEAR
+    if not is_column or summed is None or summed.name != "synchronize_tensor_parallel_input":
         raise NotFused(Reason.TENSOR_PARALLEL)
     term = replace(term, input=summed.operands[0])
     return replace(of, logits=replace(of.logits, terms=(term,), group=group), shape=op.output.shape)
