@@ -16,6 +16,7 @@ before; that hashes are equal is then an assertion on the device, at each replay
 """
 
 import ast
+import operator
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -453,7 +454,10 @@ def as_literal(vocab_parallel: Any) -> str:
     """
     if not isinstance(vocab_parallel, VocabParallel):
         return _as_literal(group=vocab_parallel)
-    return _as_literal(**{name: getattr(vocab_parallel, name) for name in _FIELDS})
+    given = {name: getattr(vocab_parallel, name) for name in _FIELDS}
+    if given["start"] is not None:
+        given["start"] = operator.index(given["start"])  # Dynamo may have a symbol for it.
+    return _as_literal(**given)
 
 
 def _as_literal(**fields: Any) -> str:

@@ -31,7 +31,7 @@ import thunder_flce
 from divided import part_of, parts
 from front_ends import H, assert_fused
 from ranks import GPUS, as_processes
-from reference import error, make_case
+from reference import error, make_case, truth
 from thunder_flce import LinearCrossEntropyLoss, Options, VocabParallel, count_items, linear_cross_entropy
 from thunder_flce.backend import compile_graph
 
@@ -295,6 +295,17 @@ def backend_of_torch_compile(rank, of):
     check(model, exact)
     (decision,) = thunder_flce.explain(compiled).decisions
     assert decision.fused, decision
+
+
+@on_two_ranks()
+def compiled_call_whose_start_is_an_argument(rank):
+    """Of which Dynamo would make a symbol."""
+    case = make_case(dtype=torch.float64)
+    exact = truth(case).loss
+    compiled = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True, dynamic=True)
+    for sizes in ((40, 61), (60, 41)):
+        part, parallel = parts(sizes)[rank], VocabParallel(group=dist.group.WORLD, start=parts(sizes)[rank].start)
+        assert error(compiled(case.x, case.weight[part], case.target, vocab_parallel=parallel), exact) < 1e-12
 
 
 def _on_gpus(rank: int) -> list[str]:
