@@ -24,7 +24,7 @@ from front_ends import CLOSE, H, Model, V, assert_agrees, assert_fused, batch, r
 from test_patterns import _arguments, patterns
 from thunder_flce import NotFusedError
 from thunder_flce.backend import compile_graph
-from thunder_flce.dynamo import fusion, lengths
+from thunder_flce.dynamo import frames, fusion, lengths
 from thunder_flce.engine.kernels.layout import row_stride
 
 ROOT = Path(__file__).parents[2]
@@ -261,8 +261,9 @@ def test_inductor():
 
 @pytest.mark.inductor
 @fresh_cache()
-def test_frames_of_inductors_programs():
+def test_frames_of_inductors_programs(monkeypatch):
     """Each is larger than a chunk of Python's stack, compiled or found on the disk: see `dynamo.frames`."""
+    monkeypatch.setattr(frames, "_LARGE", 1)
     for _ in range(2):
         torch._dynamo.reset()
         PyCodeCache.cache_clear()
