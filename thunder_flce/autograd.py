@@ -74,8 +74,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, settings: Settings, is_direct: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         results = tuple(_run(settings, is_direct, tensors))
-        # The operands are in finished gradients.
-        kept = _expected(settings, tensors) if settings.finishes_in_forward else tensors
+        kept: Sequence[Tensor] = tensors
+        if settings.finishes_in_forward:
+            # The operands are in finished gradients.
+            kept = _expected(settings, tensors)
+            if not is_direct and settings.needs_grad != ("input",):
+                # A weight or a bias, by which AOTAutograd notices second derivatives.
+                kept = (*kept, tensors[settings.grad_positions[-1]])
         # The operator returns what is saved, too.
         returned = 1 + len(settings.loss.outputs) if is_direct else len(results)
         _save(ctx, settings, kept, results, returned=returned)
@@ -156,7 +161,7 @@ def _backward(settings: Settings, *tensors: Any) -> Any:
         expected = known[needed] if "expected_gradient" in settings.names else None
         if is_traced:
             factor = factor_of(upstream[0], None, expected)
-            return tuple(scale_gradient(each, factor, valid_count) for each in gradients)
+            return tuple(scale_gradient(each, factor, valid_count, known[-1]) for each in gradients)
         return scaled_gradients(
             gradients, upstream[0], valid_count=valid_count, expected=expected, may_overwrite=may_overwrite
         )

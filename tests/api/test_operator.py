@@ -271,6 +271,14 @@ def test_graphs_of_a_whole_step(mode, settings):
         gradients[0].sum().backward()
 
 
+def test_second_derivative_of_a_compiled_call(settings):
+    case = make_case()
+    loss = torch.compile(call, backend="aot_eager")(case, **settings).sum()
+    (gradient,) = torch.autograd.grad(loss, case.x, create_graph=True)
+    with pytest.raises(RuntimeError, match="not currently support double backward"):
+        (loss + gradient.square().sum()).backward()
+
+
 # Transforms of torch.func.
 
 
