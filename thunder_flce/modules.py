@@ -316,6 +316,8 @@ def loss_only(model: nn.Module, *, labels: str = "labels", loss: str | int = "lo
             # This class cannot be found by its name.
             return partial(loss_only, labels=labels, loss=loss), (_same(self, model_class),)
 
+    # Dynamo keeps what it compiles by the code, and would take those of all models for recompilations of one.
+    LossOnly.__call__.__code__ = LossOnly.__call__.__code__.replace()
     # transformers writes a class's name into checkpoints.
     for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):
         setattr(LossOnly, attribute, getattr(model_class, attribute))

@@ -174,6 +174,13 @@ def test_loss_only_is_the_same_model():
     assert isinstance(model(TOKENS, TOKENS), Output)
 
 
+def test_loss_only_of_two_models():
+    """The second is not a recompilation of the first."""
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for make, names in (RETURNS["attribute"], RETURNS["other names"]):
+            torch.compile(loss_only(make(), **names), backend="eager", fullgraph=True)(TOKENS, TOKENS)
+
+
 class Caching(Model):
     """As a model of transformers."""
 
