@@ -68,6 +68,14 @@ def _save(ctx: Any, settings: Settings, tensors: Sequence[Tensor], results: Sequ
         ctx.save_for_backward(*[found[name] for name in settings.saved_names], *tensors)
 
 
+def _no_second_derivative(ctx: Any, *grads: Any) -> Any:
+    raise RuntimeError(_NO_SECOND_DERIVATIVE)
+
+
+def _no_vmap(*_: Any) -> Any:
+    raise RuntimeError(_NO_VMAP)
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """A call of the operator."""
 
@@ -117,9 +125,7 @@ class _TransformedLinearCrossEntropy(torch.autograd.Function):
     def jvp(ctx: Any, *tangents: Any) -> Any:
         raise RuntimeError(_NO_FORWARD_MODE)
 
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
-        raise RuntimeError(_NO_VMAP)
+    vmap = staticmethod(_no_vmap)
 
 
 def _expected(settings: Settings, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -181,13 +187,8 @@ class _Backward(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, outputs: Any) -> None:
         pass
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise RuntimeError(_NO_SECOND_DERIVATIVE)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
-        raise RuntimeError(_NO_VMAP)
+    backward = staticmethod(_no_second_derivative)
+    vmap = staticmethod(_no_vmap)
 
 
 def _autograd_kernel(tensors: list[Tensor], settings: str) -> list[Tensor]:
@@ -211,10 +212,6 @@ def _autograd_kernel(tensors: list[Tensor], settings: str) -> list[Tensor]:
 
 
 operators.library.impl("linear_cross_entropy", _autograd_kernel, "Autograd")
-
-
-def _no_second_derivative(*_: Any) -> Any:
-    raise RuntimeError(_NO_SECOND_DERIVATIVE)
 
 
 # Graphs that `make_fx` traces of a whole step call these on tensors that require gradients.
