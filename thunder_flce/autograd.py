@@ -82,13 +82,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, settings: Settings, is_direct: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         results = tuple(_run(settings, is_direct, tensors))
-        kept: Sequence[Tensor] = tensors
+        kept = tensors
         if settings.finishes_in_forward:
             # The operands are in finished gradients.
             kept = _expected(settings, tensors)
-            if not is_direct and settings.needs_grad != ("input",):
-                # A weight or a bias, by which AOTAutograd notices second derivatives.
-                kept = (*kept, tensors[settings.grad_positions[-1]])
+            if not is_direct and operators.is_traced(tensors[0]):
+                # AOTAutograd notices second derivatives by what the backward reads of the program's own inputs, whose
+                # node is an `Error`. These are there anyway.
+                needed = [tensors[position] for position in settings.grad_positions]
+                kept += tuple([each for each in needed if type(each.grad_fn).__name__ in ("NoneType", "Error")])
         # The operator returns what is saved, too.
         returned = 1 + len(settings.loss.outputs) if is_direct else len(results)
         _save(ctx, settings, kept, results, returned=returned)
@@ -167,7 +169,7 @@ def _backward(settings: Settings, *tensors: Any) -> Any:
         expected = known[needed] if "expected_gradient" in settings.names else None
         if is_traced:
             factor = factor_of(upstream[0], None, expected)
-            return tuple(scale_gradient(each, factor, valid_count, known[-1]) for each in gradients)
+            return tuple(scale_gradient(each, factor, valid_count, known[needed:]) for each in gradients)
         return scaled_gradients(
             gradients, upstream[0], valid_count=valid_count, expected=expected, may_overwrite=may_overwrite
         )

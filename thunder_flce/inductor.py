@@ -20,11 +20,11 @@ _LARGE = 2**23
 """Elements from which a launch of its own costs less than reading and writing them."""
 
 
-def _scaled(gradient: Tensor, factor: Tensor, valid_count: Tensor, _: Tensor) -> Tensor:
+def _scaled(gradient: Tensor, factor: Tensor, valid_count: Tensor, _: Any) -> Tensor:
     return scaled_gradients([gradient], factor, valid_count=valid_count, may_overwrite=False)[0]
 
 
-def _scaled_fake(gradient: Tensor, factor: Tensor, valid_count: Tensor, _: Tensor) -> Tensor:
+def _scaled_fake(gradient: Tensor, factor: Tensor, valid_count: Tensor, _: Any) -> Tensor:
     return torch.empty_like(gradient, memory_format=torch.contiguous_format)
 
 
@@ -32,8 +32,8 @@ def _scale(gradient: Tensor, factor: Tensor, valid_count: Tensor) -> None:
     scaled_gradients([gradient], factor, valid_count=valid_count, may_overwrite=True)
 
 
-# Nobody reads the operand. But by what a backward asks for, AOTAutograd notices that its gradients depend on it.
-_SCALE = "(Tensor gradient, Tensor factor, Tensor valid_count, Tensor operand) -> Tensor"
+# Nobody reads the operands: see `autograd`.
+_SCALE = "(Tensor gradient, Tensor factor, Tensor valid_count, Tensor[] operands) -> Tensor"
 define("scale_gradient", _SCALE, _scaled, _scaled_fake)
 define(
     "scale_gradient_", "(Tensor(a!) gradient, Tensor factor, Tensor valid_count) -> ()", _scale, lambda *operands: None
@@ -76,7 +76,7 @@ def _register_lowerings() -> None:
         return [ir.TensorBox.create(each) for each in found[:count]]
 
     @register_lowering(torch.ops.thunder_flce.scale_gradient.default, type_promotion_kind=None)
-    def lower_scale(gradient: Any, factor: Any, valid_count: Any, operand: Any) -> Any:
+    def lower_scale(gradient: Any, factor: Any, valid_count: Any, operands: Any) -> Any:
         size = gradient.get_numel()
         if size.is_number and size >= _LARGE and may_overwrite(gradient, V.graph.current_node.args[0]):
             ir.FallbackKernel.create(torch.ops.thunder_flce.scale_gradient_.default, gradient, factor, valid_count)

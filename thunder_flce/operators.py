@@ -35,7 +35,7 @@ from thunder_flce.operation.shard import Shard
 from thunder_flce.options import Options
 from thunder_flce.vocab_parallel import VocabParallel, agreed_call
 
-_SCHEMA = 5
+_SCHEMA = 6
 """Of the settings. PyTorch keeps compiled graphs on disk, and finds them by their arguments, not by what an operator
 takes."""
 

@@ -274,9 +274,10 @@ def test_graphs_of_a_whole_step(mode, settings):
 def test_second_derivative_of_a_compiled_call(settings):
     case = make_case()
     loss = torch.compile(call, backend="aot_eager")(case, **settings).sum()
-    (gradient,) = torch.autograd.grad(loss, case.x, create_graph=True)
-    with pytest.raises(RuntimeError, match="not currently support double backward"):
-        (loss + gradient.square().sum()).backward()
+    for operand in (case.x, case.weight):
+        (gradient,) = torch.autograd.grad(loss, operand, create_graph=True)
+        with pytest.raises(RuntimeError, match="not currently support double backward"):
+            torch.autograd.grad(loss + gradient.square().sum(), operand, retain_graph=True)
 
 
 # Transforms of torch.func.
