@@ -464,6 +464,8 @@ def test_trainers_that_the_mixin_does_not_fit(members, message, tmp_path):
     ours = type("MyTrainer", (thunder_flce.LossTrainerMixin, type("Its", (transformers.Trainer,), members)), {})
     with pytest.raises(TypeError, match=message):
         ours(model=tiny.model(num_hidden_layers=0), args=arguments(tmp_path))
+    with pytest.raises(TypeError, match="MyTrainer has LossTrainerMixin behind the Trainer"):
+        type("MyTrainer", ours.__bases__[::-1], {})
 
 
 class WithoutOurs(OurTrainer):

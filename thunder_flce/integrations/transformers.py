@@ -39,7 +39,8 @@ class LossTrainerMixin:
 
     Raises:
         TypeError: for a trainer of TRL's, which has a head of its own: call `thunder_flce.replace_trl_head()` instead;
-            for a `compute_loss` of its own in a class that the mixin stands before.
+            for a `compute_loss` of its own in a class that the mixin stands before; for a class that the mixin stands
+            behind.
         NotFusedError: with `strict`, also where the Trainer's training step does not take the compiled loss.
         ValueError: with `compile_layers`, for reentrant gradient checkpointing of a model that needs a hook for it, as
             with peft.
@@ -54,6 +55,12 @@ class LossTrainerMixin:
     model: Any
     label_smoother: Any
     compute_loss_func: Any
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        before = cls.__mro__[: cls.__mro__.index(LossTrainerMixin)]
+        if any(each.__module__ == "transformers.trainer" for each in before):
+            raise TypeError(f"{cls.__name__} has LossTrainerMixin behind the Trainer, where it has no effect")
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
