@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thunder_flce.operation.checks import dtype_name
 from thunder_flce.vocab_parallel import group_of
 
 if TYPE_CHECKING:
@@ -32,9 +33,10 @@ def count_items(target: Tensor, ignore_index: int = -100, group: "ProcessGroup |
         its gradients are 0.
 
     Raises:
-        TypeError, ValueError: where target is not a tensor of integers, or with group a DTensor, or group is none.
+        TypeError, ValueError: where target is not a tensor of integers, or with group a DTensor; where
+            ignore_index is no int, or group is none.
     """
-    _check_integers("target", target)
+    _check("target", target, ignore_index)
     # In a narrow dtype, ignore_index would wrap around.
     count = (target.long() != ignore_index).sum()
     if group is None:
@@ -60,11 +62,11 @@ def shift_labels(labels: Tensor, ignore_index: int = -100) -> Tensor:
         (..., T) of labels' dtype.
 
     Raises:
-        TypeError: where labels is not a tensor of integers.
+        TypeError: where labels is not a tensor of integers, or ignore_index is no int.
         ValueError: where it has no dimension, or its dtype cannot hold ignore_index.
     """
-    _check_integers("labels", labels)
-    limits = torch.iinfo(labels.dtype)
+    _check("labels", labels, ignore_index)
+    limits = torch.iinfo(getattr(torch, dtype_name(labels)))
     if not limits.min <= ignore_index <= limits.max:
         raise ValueError(
             f"labels are {labels.dtype}, which cannot hold ignore_index, {ignore_index}; pass labels.long()"
@@ -75,7 +77,9 @@ def shift_labels(labels: Tensor, ignore_index: int = -100) -> Tensor:
     return torch.cat([labels[..., 1:], torch.full_like(last, ignore_index)], -1)
 
 
-def _check_integers(name: str, tensor: Tensor) -> None:
+def _check(name: str, tensor: Tensor, ignore_index: int) -> None:
     if not isinstance(tensor, Tensor) or tensor.is_floating_point() or tensor.dtype is torch.bool:
         found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
         raise TypeError(f"{name} must be a tensor of integers, but got {found}")
+    if not isinstance(ignore_index, int) and not hasattr(ignore_index, "__index__"):
+        raise TypeError(f"ignore_index must be an int, but got {type(ignore_index).__name__}")

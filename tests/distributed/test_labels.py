@@ -1,6 +1,7 @@
 """Labels of training on several ranks."""
 
 import pytest
+import thunder
 import torch
 
 from thunder_flce import count_items, shift_labels
@@ -20,11 +21,15 @@ def test_labels_are_shifted_before_tokens_are_divided():
     labels = torch.arange(16).reshape(2, 8)
     shifted = shift_labels(labels)
     assert shifted.tolist() == [[1, 2, 3, 4, 5, 6, 7, -100], [9, 10, 11, 12, 13, 14, 15, -100]]
+    assert torch.equal(thunder.jit(shift_labels)(labels), shifted)
     assert shift_labels(labels.int(), ignore_index=-1).dtype == torch.int32
     assert shift_labels(labels, ignore_index=-1)[1, -1] == -1
     assert shift_labels(labels[:, :0]).shape == (2, 0)
     with pytest.raises(TypeError, match="labels must be a tensor of integers, but got list"):
         shift_labels([1, 2])
+    for function in (shift_labels, count_items):
+        with pytest.raises(TypeError, match="ignore_index must be an int, but got NoneType"):
+            function(labels, None)
     with pytest.raises(ValueError, match="labels must be"):
         shift_labels(torch.tensor(1))
     with pytest.raises(ValueError, match="torch.uint8, which cannot hold ignore_index, -100; pass labels.long()"):
