@@ -364,3 +364,16 @@ def test_cross_entropies(device):
 def test_operations_that_are_no_loss(program, dtype, device):
     x, w = torch.randn(5, 7, dtype=dtype, device=device), torch.randn(11, 7, dtype=dtype, device=device)
     check(program, (x.requires_grad_(), w, torch.tensor([0, 2, 6, 2, 1], device=device)))
+
+
+def test_logits_that_are_changed_after_the_loss(device):
+    """It reads them again in the backward."""
+
+    def program(x, w, y):
+        logits = F.linear(x, w)
+        loss = F.cross_entropy(logits, y)
+        logits.mul_(2)
+        return loss
+
+    operands = [torch.randn(size, 7, device=device, requires_grad=True) for size in (5, 11)]
+    assert check(program, (*operands, torch.arange(5, device=device))) == {OURS}

@@ -48,7 +48,7 @@ def read(trace: TraceCtx) -> Program:
                 kwargs,
                 output,
                 source_of(bsym),
-                writes=tuple(map(of, _tensors_written(bsym))),
+                writes=tuple(map(of, tensors_written(bsym))),
                 is_random=_is_random(bsym),
                 handle=bsym,
             )  # fmt: skip
@@ -109,9 +109,9 @@ def _is_random(bsym: BoundSymbol) -> bool:
     return prims.OpTags.RANDOM_OP in (bsym.sym.tags or ()) or any(map(_is_random, bsym.subsymbols))
 
 
-def _tensors_written(bsym: BoundSymbol) -> list[TensorProxy]:
+def tensors_written(bsym: BoundSymbol) -> list[TensorProxy]:
     """The tensors that an operation, or one that it consists of, changes in place."""
-    written: list[Proxy] = [tensor for inner in bsym.subsymbols for tensor in _tensors_written(inner)]
+    written: list[Proxy] = [tensor for inner in bsym.subsymbols for tensor in tensors_written(inner)]
     if bsym.sym.id == prims.PrimIDs.COPY_:
         written.append(bsym.args[1])
     elif bsym.sym.name.endswith("_") or "setitem" in bsym.sym.name:

@@ -5,15 +5,15 @@ from typing import Any, NamedTuple
 
 import thunder.torch as ltorch
 from thunder.core.compile_data import _compile_data as compile_data_and_stats
-from thunder.core.proxies import ProxyTag
+from thunder.core.proxies import ProxyTag, variableify
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
+from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 from thunder.core.transform_common import Transform, dce
 from thunder.transforms.autocast import disable_autocast
 
 from thunder_flce.graph import symbols, thunder_fixes
 from thunder_flce.graph.distributed import divided_weights, fuses_later, warn_of_gradients_that_are_not_summed
-from thunder_flce.graph.reading import is_static, read, source_of
+from thunder_flce.graph.reading import is_static, read, source_of, tensors_written
 from thunder_flce.graph.writing import write_regions
 from thunder_flce.matching.decisions import Decision, Reason, in_order, report
 from thunder_flce.matching.interpreter import LOSSES, NORMALISERS, Interpreter
@@ -74,7 +74,7 @@ class FuseLinearCrossEntropy(Transform):
         fused, decisions = self._fused(computation_trace)
         self.compilations.append(Compilation(computation_trace, decisions))
         report(decisions, strict=self.strict)
-        return prologue_trace, fused, epilogue_trace
+        return prologue_trace, _with_copies(fused), epilogue_trace
 
     def _fused(self, computation_trace: TraceCtx) -> tuple[TraceCtx, list[Decision]]:
         # Reading logits.shape leaves a symbol in the trace that uses the logits, though its result is not used.
@@ -169,3 +169,17 @@ def _keep_forwards_out_of_backward(trace: TraceCtx) -> None:
         if symbols.is_region(bsym) or bsym.sym.name in LOSSES:
             for out in bsym.flat_proxy_outs:
                 out.tags.discard(ProxyTag.RECOMPUTE_IN_BACKWARD)
+
+
+def _with_copies(trace: TraceCtx) -> TraceCtx:
+    """Losses on their own read their logits again in the backward: a copy, where these are changed in place later."""
+    copied = from_trace(trace)
+    with tracectx(copied):
+        for at, bsym in enumerate(trace.bound_symbols):
+            if bsym.sym.id == ltorch.cross_entropy.id:
+                later = [each.dtype for after in trace.bound_symbols[at:] for each in tensors_written(after)]
+                if (logits := bsym.flat_proxy_args[0]).dtype in later:  # Views have the same dtype.
+                    bsym = bsym.from_bsym_swap_proxies({variableify(logits): ltorch.clone(logits)})
+            copied.bound_symbols.append(bsym)
+    copied.set_provenance(TraceProvenance("Copy logits that are changed in place"))
+    return copied if len(copied.bound_symbols) > len(trace.bound_symbols) else trace
