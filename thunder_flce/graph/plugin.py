@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from looseversion import LooseVersion
 from thunder.core.compile_data import get_compile_data
-from thunder.core.jit_ext import _general_jit_lookaside_map as general_jit_lookasides
 from thunder.core.jit_ext import register_general_jit_lookaside
 from thunder.core.transform_common import Transform
 from thunder.extend import Executor
@@ -21,6 +20,7 @@ from thunder.plugins import register_plugin
 
 import thunder_flce.graph.rules
 import thunder_flce.graph.unfused_cross_entropy.rules  # noqa: F401
+from thunder_flce.graph import thunder_fixes
 from thunder_flce.graph.symbols import executor
 from thunder_flce.graph.transform import FuseLinearCrossEntropy
 from thunder_flce.matching.decisions import NotFusedWarning
@@ -139,14 +139,14 @@ def add_fusion() -> None:
         )
 
 
-def _with_fusion(trace: Callable) -> Callable:
+def _with_fusion(function: Callable) -> Callable:
     def lookaside(*args: Any, **kwargs: Any) -> Any:
         add_fusion()
-        return trace(*args, **kwargs)
+        return thunder_fixes.traced_by[function](*args, **kwargs)
 
     return lookaside
 
 
 # One of them is in every language model: methods such as `logits.log_softmax(-1)` thunder looks up elsewhere.
 for _function in (F.linear, F.embedding, torch.matmul, F.cross_entropy, F.nll_loss, F.log_softmax, torch.logsumexp):
-    register_general_jit_lookaside(_function)(_with_fusion(general_jit_lookasides[_function]))
+    register_general_jit_lookaside(_function)(_with_fusion(_function))

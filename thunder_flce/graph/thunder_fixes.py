@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from thunder import clang
 from thunder.core import devices, dtypes, prims
+from thunder.core.jit_ext import _general_jit_lookaside_map as general_jit_lookasides
 from thunder.core.jit_ext import (
     ensure_recursive_proxies,
     interpreter_needs_wrap,
     record_source_loc_in_symbol_header,
-    register_general_jit_lookaside,
 )
 from thunder.core.proxies import TensorProxy
 from thunder.core.transforms import get_grad, put_grad, register_grad
@@ -36,6 +36,8 @@ if nvfuser_available():
     from thunder.executors.nvfuserex_impl import reshape as nvfuser_reshape
 
 _maybe_broadcast = clang.maybe_broadcast
+traced_by = dict(general_jit_lookasides)
+"""What traces a function of which `plugin` is told first."""
 
 
 @lru_cache(maxsize=1)
@@ -47,7 +49,7 @@ def apply() -> None:
     register_method("mod", ltorch.remainder)
     torch_to_thunder_functions[F.log_softmax] = _log_softmax
     located = record_source_loc_in_symbol_header(_log_softmax)
-    register_general_jit_lookaside(F.log_softmax)(ensure_recursive_proxies(interpreter_needs_wrap(located)))
+    traced_by[F.log_softmax] = ensure_recursive_proxies(interpreter_needs_wrap(located))
     clang.maybe_broadcast = _broadcast_differentiated_scalars
     get_executor("torch").register_implementation(ltorch.zeros, execution_transform=_zeros)
     # The losses that autocast computes in float32: on every device, and on GPUs only.
