@@ -47,9 +47,10 @@ def apply() -> None:
     register_method("where", _where_method)
     # `labels % 3`: there is the function alone.
     register_method("mod", ltorch.remainder)
-    torch_to_thunder_functions[F.log_softmax] = _log_softmax
-    located = record_source_loc_in_symbol_header(_log_softmax)
-    traced_by[F.log_softmax] = ensure_recursive_proxies(interpreter_needs_wrap(located))
+    for function, mended in ((F.log_softmax, _log_softmax), (F.nll_loss, _nll_loss)):
+        torch_to_thunder_functions[function] = mended
+        located = record_source_loc_in_symbol_header(mended)
+        traced_by[function] = ensure_recursive_proxies(interpreter_needs_wrap(located))
     clang.maybe_broadcast = _broadcast_differentiated_scalars
     get_executor("torch").register_implementation(ltorch.zeros, execution_transform=_zeros)
     # The losses that autocast computes in float32: on every device, and on GPUs only.
@@ -100,6 +101,13 @@ def _where_method(self: TensorProxy, condition: TensorProxy, other: Any, /) -> T
 def _log_softmax(input: TensorProxy, dim: int | None = None, _stacklevel: int = 3, *, dtype: Any = None) -> TensorProxy:
     """As `nn.LogSoftmax` calls it: thunder knows neither `_stacklevel`, for a warning, nor a missing `dim`."""
     return ltorch.log_softmax(input, int(input.ndim not in (0, 1, 3)) if dim is None else dim, dtype=dtype)
+
+
+def _nll_loss(
+    input: TensorProxy, target: TensorProxy, weight: Any = None, *, ignore_index: int = -100, reduction: str = "mean"
+) -> TensorProxy:
+    """Without an `ignore_index`, thunder takes -1 for it, or fails where a gradient is needed."""
+    return ltorch.nll_loss(input, target, weight, ignore_index, reduction)
 
 
 def _broadcast_differentiated_scalars(*args: Any, treat_cpu_scalar_tensors_as_numbers: bool = True) -> Any:

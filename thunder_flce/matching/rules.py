@@ -893,8 +893,6 @@ def _loss(
     known: "Interpreter", op: Op, input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None,
     ignore_index: Any = -100, reduce: Any = None, reduction: Any = "mean", label_smoothing: Any = 0.0,
 ) -> Row:  # fmt: skip
-    # Where nll_loss has no ignore_index, thunder keeps None.
-    ignore_index = -100 if ignore_index is None else ignore_index
     of = known.get(input)
     if not isinstance(of, Class):
         raise known.why_unknown(input)
