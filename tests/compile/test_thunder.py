@@ -364,6 +364,8 @@ def test_cross_entropies(device):
     lambda x, w, y: F.linear(x, w, w[:, 0]),
     lambda x, w, y: F.nll_loss(x, y, w[:7, 0].abs() + 1, ignore_index=2),
     lambda x, w, y: F.nll_loss(x, y - 102 * (y == 2)),
+    lambda x, w, y: F.nll_loss(x, y, w[:7, 0].abs(), ignore_index=2, reduction="sum"),
+    lambda x, w, y: F.nll_loss(x.unsqueeze(0).transpose(1, 2), y[None], reduction="none"),
 ])  # fmt: skip
 def test_operations_that_are_no_loss(program, dtype, device):
     x, w = torch.randn(5, 7, dtype=dtype, device=device), torch.randn(11, 7, dtype=dtype, device=device)

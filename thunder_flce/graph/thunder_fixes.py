@@ -27,6 +27,7 @@ from thunder.extend import get_executor
 from thunder.torch import _torch_to_thunder_function_map as torch_to_thunder_functions
 from thunder.torch.langctx import register_method
 from thunder.transforms.autocast import maybe_downcast_to, register_autocast_rule
+from torch import Tensor
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from thunder_flce.graph.reading import may_need_grad
@@ -52,7 +53,12 @@ def apply() -> None:
         located = record_source_loc_in_symbol_header(mended)
         traced_by[function] = ensure_recursive_proxies(interpreter_needs_wrap(located))
     clang.maybe_broadcast = _broadcast_differentiated_scalars
-    get_executor("torch").register_implementation(ltorch.zeros, execution_transform=_zeros)
+    of_torch = get_executor("torch")
+    of_torch.register_implementation(ltorch.zeros, execution_transform=_zeros)
+    backward = {"meta": ltorch.nll_loss_backward, "fn": _nll_loss_backward}
+    of_torch.register_implementation(
+        ltorch.nll_loss_backward, of_torch.register_operator("flce_nll_loss_backward", **backward)
+    )
     # The losses that autocast computes in float32: on every device, and on GPUs only.
     for loss in (ltorch.cross_entropy, ltorch.nll_loss):
         register_autocast_rule(loss.id)(_in_float32(loss))
@@ -108,6 +114,18 @@ def _nll_loss(
 ) -> TensorProxy:
     """Without an `ignore_index`, thunder takes -1 for it, or fails where a gradient is needed."""
     return ltorch.nll_loss(input, target, weight, ignore_index, reduction)
+
+
+def _nll_loss_backward(
+    grad: Tensor, input: Tensor, /, target: Tensor, weight: Tensor | None, reduction: str, ignore_index: int,
+    total_weight: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """thunder's fails for sums, and for inputs (B, V, …)."""
+    classes, ignored = min(1, input.ndim - 1), target == ignore_index
+    target = target.masked_fill(ignored, 0)
+    scale = -grad if total_weight is None else -grad / total_weight
+    scale = torch.where(ignored, 0, scale if weight is None else scale * weight[target]).to(input.dtype)
+    return torch.zeros_like(input).scatter_(classes, target.unsqueeze(classes), scale.unsqueeze(classes))
 
 
 def _broadcast_differentiated_scalars(*args: Any, treat_cpu_scalar_tensors_as_numbers: bool = True) -> Any:
