@@ -67,11 +67,17 @@ def unknown_arguments(hidden, gain):
     return hidden * gain
 
 
+def model_alone():
+    return Model()
+
+
 @pytest.mark.parametrize(("example", "message"), [
     ("nothing", "an example must be one of litgpt"),
     ("no_such_module:loss", "No module named 'no_such_module'"),
     (f"{__name__}:missing", "has no attribute 'missing'"),
     (f"{__name__}:unknown_arguments", r"has arguments ['gain'], but only those named"),
+    (f"{__name__}:SMALL", "is no function, but a "),
+    (f"{__name__}:model_alone", "must return a function or module and a tuple"),
 ])  # fmt: skip
 def test_examples_that_make_no_sense(example, message, capsys):
     with pytest.raises(SystemExit) as exit:

@@ -148,5 +148,8 @@ def _with_fusion(function: Callable) -> Callable:
 
 
 # One of them is in every language model: methods such as `logits.log_softmax(-1)` thunder looks up elsewhere.
-for _function in (F.linear, F.embedding, torch.matmul, F.cross_entropy, F.nll_loss, F.log_softmax, torch.logsumexp):
+for _function in (
+    F.linear, F.embedding, torch.matmul, torch.mm, torch.einsum, F.cross_entropy, F.nll_loss, F.log_softmax,
+    torch.log_softmax, F.softmax, torch.softmax, torch.logsumexp,
+):  # fmt: skip
     register_general_jit_lookaside(_function)(_with_fusion(_function))

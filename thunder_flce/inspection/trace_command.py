@@ -83,8 +83,10 @@ def _program_and_arguments(parsed: argparse.Namespace, parser: argparse.Argument
     program = EXAMPLES.get(parsed.example) or _imported(parsed.example, parser)
     names = list(inspect.signature(program).parameters)
     if not names:
-        program, arguments = program()
-        return program, arguments
+        returned = program()
+        if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[1], tuple):
+            parser.error(f"{parsed.example} must return a function or module and a tuple of its arguments")
+        return returned
     if unknown := set(names) - programs.SHAPES.keys():
         made = ", ".join(sorted(programs.SHAPES))
         parser.error(f"{parsed.example} has arguments {sorted(unknown)}, but only those named {made} are made")
@@ -102,6 +104,9 @@ def _imported(name: str, parser: argparse.ArgumentParser) -> Callable:
     if not colon:
         parser.error(f"an example must be one of {', '.join(EXAMPLES)}, or module:function, but got {name!r}")
     try:
-        return getattr(importlib.import_module(module), function)
+        found = getattr(importlib.import_module(module), function)
     except (ModuleNotFoundError, AttributeError) as error:
         parser.error(f"{name}: {error}")
+    if not callable(found):
+        parser.error(f"{name} is no function, but a {type(found).__name__}")
+    return found
