@@ -1074,6 +1074,43 @@ def test_numbers_that_depend_on_values(outcome, program):
     check(program, outcome, by_dynamo(program, fullgraph=True), (6, 4, 9))
 
 
+def changed_afterwards(y):
+    filled = y.clamp(min=0).clone()
+    filled[:, 0] = 5
+    return filled
+
+
+FILLED = {
+    "clamp": lambda y: y.clamp(min=0),
+    "where": lambda y: torch.where(y != -100, y, 0),
+    "where not": lambda y: torch.where(y == -100, 0, y),
+    "masked_fill": lambda y: y.masked_fill(y == -100, 0),
+    # Two regions, since the labels are others.
+    "from 1": lambda y: y.clamp(min=1),
+    "up to 9": lambda y: y.clamp(0, 9),
+    "changed afterwards": changed_afterwards,
+    # The same, where no label is ignored.
+    "at most 0": lambda y: y.clamp(max=0),
+    "another label": lambda y: torch.where(y != 3, y, 0),
+    "where others are ignored": lambda y: torch.where(y.masked_fill(y > 20, -100) != -100, y, 0),
+}
+
+
+@pytest.mark.parametrize("name", FILLED)
+def test_ignored_labels_that_are_filled(name):
+    """One region gives the cross-entropy of labels and log-probabilities at these, with 0 in place of the ignored."""
+
+    filled, at = FILLED[name], [*FILLED].index(name)
+    label, regions = -100 if at < 7 else 3, 1 if at < 4 else 2
+
+    @with_arguments
+    def program(h, w, y, m):
+        z, y = F.linear(h, w), torch.where(m > 0, y, label)
+        return of_rows(z, y) + of_labels(z, filled(y)).exp().mean()
+
+    assert len(check(program, IN_FORWARD, by_dynamo(program), (6,))) == regions
+
+
 @torch._dynamo.config.patch(capture_scalar_outputs=True)
 def test_number_of_a_loss(monkeypatch):
     """It is read of the region's, and nothing keeps the logits."""

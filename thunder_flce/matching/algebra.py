@@ -298,6 +298,16 @@ class Labels:
     """Whether labels from -V to -1 count from the end"""
     ignore_index: int | None = None
     """Of a cross-entropy: it is 0 in rows of this label"""
+    fills: tuple[tuple[int, int], int | None] | None = None
+    """Where they are other labels with 0 in place of one label, or of all that are negative (None): the number of these
+    and that label"""
+
+    def are_filled(self, others: "Labels | None") -> bool:
+        """Whether they are others with 0 in place of their ignore_index."""
+        index = None if others is None else others.ignore_index
+        if self.fills is None or others is None or index is None or index >= 0:
+            return False
+        return (self.fills[0],) == others.numbers and self.fills[1] in (None, index)
 
 
 @dataclass(frozen=True)

@@ -115,4 +115,5 @@ def parts_of(known: Interpreter) -> list[Part]:
 def _takes(part: Part, row: Row) -> bool:
     """Whether a part can give another number of its rows, too: of all of them, with its labels."""
     has_weights = part.class_weight is not None or row.class_weight is not None
-    return part.logits == row.logits and row.labels in (None, part.labels) and not has_weights
+    has_labels = row.labels in (None, part.labels) or (row.labels is not None and row.labels.are_filled(part.labels))
+    return part.logits == row.logits and has_labels and not has_weights

@@ -865,10 +865,34 @@ def _at_labels(known: "Interpreter", op: Op, of: Class, index: Tensor, *, wraps:
     if known.hangs_on(index, of.logits):
         # Such as a gate's experts, or a sampled token.
         raise Unknown("at a choice that depends on the logits")
-    return Row(
-        of.logits, op.output.shape, with_u_as("y", of.sum), is_exp=of.form == "exp", factor=of.factor,
-        labels=Labels((index,), (known.program.number_at(index, op.position),), op.position, wraps),
-    )  # fmt: skip
+    number = known.program.number_at(index, op.position)
+    labels = Labels((index,), (number,), op.position, wraps, fills=_fills(known, index))
+    of_label = with_u_as("y", of.sum)
+    return Row(of.logits, op.output.shape, of_label, is_exp=of.form == "exp", factor=of.factor, labels=labels)
+
+
+def _fills(known: "Interpreter", index: Tensor) -> tuple[tuple[int, int], int | None] | None:
+    """`Labels.fills`, as of `labels.clamp(min=0)` or `where(labels != -100, labels, 0)`."""
+    while (op := index.op) is not None and op.operands and keeps_elements(op):
+        index = op.operands[0]
+    if op is None or op.name not in ("clamp", "clamp_min", "masked_fill", "where"):
+        return None
+    args, number_at = [*op.args, *op.kwargs.values()], known.program.number_at
+    if op.writes or known.program.may_have_changed(index) or len(args) < 2 or "max" in op.kwargs:
+        return None
+    if len(args) == 2:
+        return (number_at(op.operands[0], op.position), None) if args[1] == 0 else None
+    labels, mask, filled = args if op.name == "masked_fill" else (args[1], args[0], args[2])
+    is_first = op.name == "where" and isinstance(labels, Tensor)
+    if not isinstance(labels, Tensor):
+        labels, filled = filled, labels
+    compares = mask.op if isinstance(mask, Tensor) else None
+    if compares is None or compares.name != ("ne" if is_first else "eq") or type(filled) is not int or filled:
+        return None
+    compared, label = compares.args
+    number = number_at(labels, op.position)
+    is_same = type(label) is int and number_at(compared, compares.position) == number
+    return (number, label) if is_same else None
 
 
 def _indexed(known: "Interpreter", op: Op, of: Class, key: tuple[Any, ...]) -> Row:
