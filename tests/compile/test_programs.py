@@ -1111,6 +1111,23 @@ def test_ignored_labels_that_are_filled(name):
     assert len(check(program, IN_FORWARD, by_dynamo(program), (6,))) == regions
 
 
+@pytest.mark.parametrize(("loss", "of_row"), [
+    (of_rows, 2),
+    (lambda z, y: -(of_labels(z, y.clamp(min=0)) * (y >= 0)).sum(), 2),
+    (lambda z, y: of_rows(z, y, label_smoothing=0.1), None),
+])  # fmt: skip
+def test_two_labels_of_each_row(loss, of_row):
+    """The head is computed once for both losses, unless they are smoothed."""
+
+    @with_arguments
+    def program(h, w, y, m):
+        z, y = F.linear(h, w), torch.where(m > 0, y, -100)
+        return loss(z, y) * 0.3 - loss(z, y.roll(1, 1)) * 0.7
+
+    (found,) = check(program, IN_FORWARD, by_dynamo(program), (6,))
+    assert found.region.call.targets_per_token == of_row
+
+
 @torch._dynamo.config.patch(capture_scalar_outputs=True)
 def test_number_of_a_loss(monkeypatch):
     """It is read of the region's, and nothing keeps the logits."""

@@ -6,6 +6,7 @@ Everything is written in PyTorch's functions, which a `Writer` adds to its graph
 import math
 import operator
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from functools import partial, reduce
 from typing import Any, Protocol
 
@@ -60,11 +61,17 @@ class _Writing:
         self._writer = writer
         self._logits = region.parts[0].logits
         self._rows_dtype = torch.float64 if self._logits.dtype is torch.float64 else torch.float32
-        self._is_joined = len(region.parts) > 1
         self._loss = region.loss if region.total is None else None
         """What the region's loss is; None where that is a sum, or numbers of which the program's are made"""
         self._keeps_ignored = any(map(self._needs_ignored, region.parts))
         """Whether rows whose label is ignored are computed, too"""
+        self._losses = self._plain_losses()
+        """The signs of the parts' losses and their label smoothing, where the sum is of these alone"""
+        first, *others = region.parts
+        is_plain = self._losses is not None and self._losses[1] == 0 and first.class_weight is None
+        self._has_several = is_plain and bool(others) and all(part.logits == first.logits for part in others)
+        """Whether the parts are labels of the same rows, so that each row has several"""
+        self._is_joined = bool(others) and not self._has_several
         self._reciprocals: list[Tensor] = []
         """Of the number of valid labels of each mean that is in the sum"""
         self._others: list[tuple[Tensor, Tensor]] = []
@@ -119,8 +126,11 @@ class _Writing:
     def _inputs_and_labels(self) -> tuple[list[Tensor], Tensor]:
         """Of each term (..., H), and labels (...): of all parts one after another."""
         of_parts = [self._of_part(part) for part in self._region.parts]
-        if not self._is_joined:
+        if len(of_parts) == 1:
             return of_parts[0]
+        if self._has_several:
+            inputs = [self._flat(each, 2) for each in of_parts[0][0]]
+            return inputs, self._call(torch.stack, [self._flat(each) for _, each in of_parts], -1)
         columns = zip(*(inputs for inputs, _ in of_parts), strict=True)
         inputs = [self._call(torch.cat, [self._flat(each, 2) for each in column]) for column in columns]
         return inputs, self._call(torch.cat, [self._flat(each) for _, each in of_parts])
@@ -229,11 +239,10 @@ class _Writing:
         count = len(total.summands)
         found, self._others = found[:count], list(zip(total.others, found[count:], strict=True))
         weights = [self._of_rows_of(summand, weight) for summand, weight in zip(total.summands, found, strict=True)]
-        is_alone = not total.kept and not any(part.argmaxes for part in region.parts)
         ignore_index = NOTHING_IGNORED if self._keeps_ignored else region.parts[0].ignore_index
         settings: dict[str, Any] = {"reduction": "sum", "ignore_index": ignore_index}
-        if total.as_losses is not None and is_alone and not self._keeps_ignored:
-            signs, smoothing = total.as_losses
+        if self._losses is not None:
+            signs, smoothing = self._losses
             settings["label_smoothing"] = float(smoothing)
             of_parts = []
             for part, sign in zip(region.parts, signs, strict=True):
@@ -241,24 +250,33 @@ class _Writing:
                 # Each has the shape that the program gave its tokens.
                 weight = reduce(partial(self._call, torch.add), (self._in_rows(w) if w.ndim else w for w in own))
                 of_parts.append(self._full(scaled(weight, sign, self._call), part))
-            arguments["token_weights"] = self._of_all_parts(of_parts)
+            if self._has_several:
+                arguments["target_weights"] = self._call(torch.stack, of_parts, -1)
+            else:
+                arguments["token_weights"] = self._of_all_parts(of_parts)
             return settings
-        texts, inputs, token_weights = zip(
-            *(self._token_loss(part, weights, is_alone) for part in region.parts), strict=True
-        )
+        texts, inputs, token_weights = zip(*(self._token_loss(part, weights) for part in region.parts), strict=True)
         settings["token_loss"] = texts[0]
         arguments["token_inputs"] = tuple(map(self._of_all_parts, zip(*inputs, strict=True)))
         if token_weights[0] is not None:
             arguments["token_weights"] = self._of_all_parts(token_weights)
         return settings
 
+    def _plain_losses(self) -> tuple[list[int], Fraction] | None:
+        total = self._region.total
+        return None if total is None or self._keeps_ignored or not self._is_alone else total.as_losses
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether a sum is all that is asked for."""
+        total = self._region.total
+        return total is not None and not total.kept and not any(part.argmaxes for part in self._region.parts)
+
     def _of_all_parts(self, tensors: Sequence[Tensor]) -> Tensor:
         """One number of each token, of all parts one after another."""
         return self._call(torch.cat, tensors) if self._is_joined else tensors[0]
 
-    def _token_loss(
-        self, part: Part, weights: Sequence[Tensor], is_alone: bool
-    ) -> tuple[str, tuple[Tensor, ...], Tensor | None]:
+    def _token_loss(self, part: Part, weights: Sequence[Tensor]) -> tuple[str, tuple[Tensor, ...], Tensor | None]:
         """What a token of one part adds to the sum, the tensors that this reads, and the weights of the tokens."""
         total = self._region.total
         assert total is not None
@@ -266,7 +284,7 @@ class _Writing:
         inputs: list[Any] = list(part.inputs.values())
         own = {s: self._full(w, part) for s, w in zip(total.summands, weights, strict=True) if s.part is part}
         token_weights: Tensor | None = None
-        if is_alone:
+        if self._is_alone:
             token_weights, *others = own.values()
             if others:
                 counts = (self._call(torch.ne, each, 0.0) for each in own.values())
