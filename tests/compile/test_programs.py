@@ -1108,7 +1108,13 @@ def test_ignored_labels_that_are_filled(name):
         z, y = F.linear(h, w), torch.where(m > 0, y, label)
         return of_rows(z, y) + of_labels(z, filled(y)).exp().mean()
 
+    @with_arguments
+    def program_of_filled(h, w, y, m):
+        z, y = F.linear(h, w), filled(torch.where(m > 0, y, label))
+        return of_rows(z, y) + of_labels(z, y).exp().mean()
+
     assert len(check(program, IN_FORWARD, by_dynamo(program), (6,))) == regions
+    assert len(check(program_of_filled, IN_FORWARD, by_dynamo(program_of_filled), (6,))) == 1
 
 
 @pytest.mark.parametrize(("loss", "of_row"), [

@@ -298,7 +298,7 @@ class Labels:
     """Whether labels from -V to -1 count from the end"""
     ignore_index: int | None = None
     """Of a cross-entropy: it is 0 in rows of this label"""
-    fills: tuple[tuple[int, int], int | None] | None = None
+    fills: tuple[tuple[int, int], int | None] | None = field(default=None, compare=False)
     """Where they are other labels with 0 in place of one label, or of all that are negative (None): the number of these
     and that label"""
 
