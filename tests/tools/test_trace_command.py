@@ -71,15 +71,22 @@ def model_alone():
     return Model()
 
 
+def number_and_arguments():
+    return 1, batch(2, 12)
+
+
 @pytest.mark.parametrize(("example", "message"), [
     ("nothing", "an example must be one of litgpt"),
+    (":loss", "an example must be one of litgpt"),
     ("no_such_module:loss", "No module named 'no_such_module'"),
     (f"{__name__}:missing", "has no attribute 'missing'"),
     (f"{__name__}:unknown_arguments", r"has arguments ['gain'], but only those named"),
     (f"{__name__}:SMALL", "is no function, but a "),
     (f"{__name__}:model_alone", "must return a function or module and a tuple"),
+    (f"{__name__}:number_and_arguments", "must return a function or module and a tuple"),
+    ("litgpt --vocab 0", "--batch, --sequence, --hidden, --vocab must be positive"),
 ])  # fmt: skip
 def test_examples_that_make_no_sense(example, message, capsys):
     with pytest.raises(SystemExit) as exit:
-        main(["trace", example, *SMALL])
+        main(["trace", *SMALL, *example.split()])
     assert exit.value.code == 2 and message in capsys.readouterr().err

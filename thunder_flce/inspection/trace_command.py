@@ -84,13 +84,16 @@ def _program_and_arguments(parsed: argparse.Namespace, parser: argparse.Argument
     names = list(inspect.signature(program).parameters)
     if not names:
         returned = program()
-        if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[1], tuple):
+        is_pair = isinstance(returned, tuple) and len(returned) == 2
+        if not is_pair or not callable(returned[0]) or not isinstance(returned[1], tuple):
             parser.error(f"{parsed.example} must return a function or module and a tuple of its arguments")
         return returned
     if unknown := set(names) - programs.SHAPES.keys():
         made = ", ".join(sorted(programs.SHAPES))
         parser.error(f"{parsed.example} has arguments {sorted(unknown)}, but only those named {made} are made")
     sizes = programs.Sizes(**{name: getattr(parsed, name) for name in _SIZES})
+    if min(vars(sizes).values()) < 1:
+        parser.error(f"--{', --'.join(_SIZES)} must be positive")
     dtype = getattr(torch, parsed.dtype or _DTYPES[parsed.device])
     try:
         check_available(parsed.row_kernels, dtype=dtype, device_type=parsed.device)
@@ -100,8 +103,8 @@ def _program_and_arguments(parsed: argparse.Namespace, parser: argparse.Argument
 
 
 def _imported(name: str, parser: argparse.ArgumentParser) -> Callable:
-    module, colon, function = name.partition(":")
-    if not colon:
+    module, _, function = name.partition(":")
+    if not module or not function:
         parser.error(f"an example must be one of {', '.join(EXAMPLES)}, or module:function, but got {name!r}")
     try:
         found = getattr(importlib.import_module(module), function)
