@@ -146,8 +146,8 @@ def linear_cross_entropy(
             those of all; weight is the whole vector, and input and target are the same on all ranks. Loss, outputs and
             the input's gradient are those of the whole vocabulary, with the same bits on all ranks. The weights may be
             DTensors, Shard(0) over these ranks. Where input is also one, placements take its place: see `dtensor`.
-        options: choices about time and memory; eager calls only. Inside `thunder.jit`, give them to `thunder_flce.jit`
-            or to `FuseLinearCrossEntropy`.
+        options: choices about time and memory. Inside `thunder.jit`, give them to `thunder_flce.jit` or to
+            `FuseLinearCrossEntropy` instead.
 
     Returns:
         The loss, float32 (float64 for float64 input): () or, for reduction "none", (...). With "mean" and no valid

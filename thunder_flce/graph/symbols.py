@@ -213,7 +213,7 @@ def linear_cross_entropy(
     bound.apply_defaults()
     given = dict(bound.arguments)
     if given.pop("options") is not None:
-        raise ValueError("options is for eager calls; inside thunder.jit, give them to thunder_flce.jit")
+        raise ValueError("options cannot be given inside thunder.jit: give them to thunder_flce.jit")
     data, dtype = get_compile_data(), None
     if data is not None and isinstance(input, TensorProxy):
         dtype = data.autocast_stack.get_dtype_for_device_if_enabled(input.device.type)
