@@ -368,6 +368,7 @@ def test_the_shape_of_a_model(tmp_path):
     (["models", "--models", "litgpt-tiny,layers=0"], "but got 'litgpt-tiny,layers=0'"),
     (["--methods", "none"], "a method must be one of"),
     (["--methods", "eager, chunk_rows=3"], "a method must be one of"),
+    (["rates", "--methods", "eager"], "a method must be one of flce; flce backend; function; and"),
     (["--methods", "flce, rows=3"], "'flce, rows=3': .* unexpected keyword argument 'rows'"),
     (["--methods", "flce, chunk_rows=-3"], "chunk_rows must be None or a positive int, but got -3"),
     (["losses", "--methods", "none"], "there is no 'none', but mean"),

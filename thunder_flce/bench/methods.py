@@ -5,7 +5,7 @@ All do the same for their user: one loss from x, weight, bias and target, and af
 """
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from importlib import import_module
 from operator import attrgetter
@@ -153,12 +153,12 @@ def maker(name: str) -> Callable[[], Method]:
     """
     if name in METHODS:
         return METHODS[name]
-    ours, options = with_options(name)
+    ours, options = with_options(name, METHODS)
     return partial(METHODS[ours], options=options)
 
 
-def with_options(name: str) -> tuple[str, Options]:
-    """Reads "flce, chunk_rows=1024" as one of `OURS` and its options; raises a ValueError where it is not that."""
+def with_options(name: str, known: Iterable[str] = OURS) -> tuple[str, Options]:
+    """Reads "flce, chunk_rows=1024" as one of `OURS` and its options, or raises a ValueError that names the `known`."""
 
     def value(text: str) -> Any:
         try:
@@ -169,7 +169,7 @@ def with_options(name: str) -> tuple[str, Options]:
     ours, *given = name.split(", ")
     pairs = dict(part.split("=", 1) for part in given if "=" in part)
     if ours not in OURS or len(pairs) < len(given):
-        names = f"{'; '.join(METHODS)}; and {', '.join(OURS)} with options, as in 'flce, chunk_rows=1024'"
+        names = f"{'; '.join(known)}; and {', '.join(OURS)} with options, as in 'flce, chunk_rows=1024'"
         raise ValueError(f"a method must be one of {names}, but got {name!r}")
     try:
         return ours, Options(**{option: value(text) for option, text in pairs.items()})
