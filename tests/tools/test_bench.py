@@ -139,6 +139,12 @@ def test_distributed(tmp_path):
     assert rows["vocab_parallel"]["dx_error"] < 1e-5
 
 
+def test_distributed_needs_a_gpu_for_each_rank(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(SystemExit, match="--ranks 2 needs as many GPUs, but PyTorch finds 1"):
+        distributed.measure(parse_shape("tiny"), ["vocab_parallel"], Run(device="cuda"), ranks=2)
+
+
 def test_losses(tmp_path):
     names = [name for name in losses.METHODS if not name.endswith(("liger", *LOG_PROBS))]
     rows = bench(tmp_path / "rows", "losses", "--shapes", "tiny", "--methods", *names)

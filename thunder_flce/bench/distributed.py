@@ -136,6 +136,8 @@ OWN_TOKENS = (*OWN_MEANS, "sequence_parallel")
 
 def measure(shape: Shape, names: list[str], run: Run, *, ranks: int) -> None:
     """Measures some ways, names from `METHODS`, on so many ranks, each in a process of its own and on its own GPU."""
+    if run.device == "cuda" and (found := torch.cuda.device_count()) < ranks:
+        raise SystemExit(f"--ranks {ranks} needs as many GPUs, but PyTorch finds {found}")
     run.fields |= {**shape.as_record(), "ranks": ranks}
     with tempfile.TemporaryDirectory() as folder:
         # The clock must not decide how often a step runs; and no rank may go on where another one has failed.
