@@ -5,9 +5,9 @@ begins with a collective of fixed size, before any whose size depends on the cal
 was given, and the few numbers in which ranks may differ, such as its rows of the weight. All ranks then have the same
 numbers of all ranks, and only these decide what comes next:
 
-- where all hashes are equal, what the ranks agree on is computed from the numbers alone; where those of their devices
-  are not, they tell each other these, too,
-- where they are not, or a rank has refused its arguments, all ranks tell each other the words, and all raise.
+- where all hashes are equal, what the ranks agree on is computed from the numbers alone; where the hashes of
+  devices differ, ranks tell each other their devices, too,
+- where hashes differ, or a rank has refused its arguments, all ranks tell each other the words, and all raise.
 
 No rank remembers earlier calls, so none can be wrong about what another one knows. The host waits for the numbers: for
 the other ranks where the group communicates on the CPU (gloo, also beside NCCL), and for the device where it is NCCL

@@ -1,4 +1,4 @@
-"""Which plan runs a call: a few candidates by rules of thumb, and between them predicted memory, and what chunks cost.
+"""Which plan runs a call: rules of thumb give a few, and predicted memory and the predicted cost of chunks decide.
 
 Both are closed formulas of the sizes, so a plan takes microseconds, and is made anew for each number of tokens. Legend:
 T tokens, C tokens in a chunk, S tokens whose logits are saved, H hidden size, V vocabulary.

@@ -26,7 +26,7 @@ from thunder_flce.operation.loss import RowCoefficients, RowWeights
 # What of a call follows from its sizes, but for the number of tokens.
 _OF_SIZES = [name for name, value in vars(Call).items() if isinstance(value, cached_property) and "tokens" not in name]
 
-# Of this part of the tokens, logits are computed while the host waits for the number of rows: in calls that wait, it
+# Of one in so many tokens, logits are computed while the host waits for the number of rows: in calls that wait, that
 # takes longer than the wait. Where fewer are valid, the rest are computed for nothing.
 _EARLY_PART = 4
 

@@ -77,8 +77,8 @@ class Rows:
         `order` is (T,): the N tokens that the rows stand for, then the others; None where all are computed as they are.
         """
         self.count, self.total, self.order = count, found.target.shape[0], order
-        # (N,) each: the target as in `Prepared`, with target weights (N, K), what multiplies a row's loss, the upstream
-        # gradient of its cross-entropy, in a forward that which gradients are computed for, and its class weight.
+        # (N,) each, as in `Prepared`; with target weights, the target is (N, K). In a forward, s is for the upstream
+        # gradient that is expected.
         self.target, self.weight, self.s, self.at_target = found[:4]
         if index is not None:
             self.target, self.weight, self.s = self.target[index], self.weight[index], self.s[index]

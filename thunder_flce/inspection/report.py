@@ -149,7 +149,7 @@ def explain(compiled: Callable | None = None) -> Report:
         A `Report`: print it, call its `to_dict()`, or read `report[0].decisions[0]`.
 
     Raises:
-        TypeError: where it was compiled by neither.
+        TypeError: where it is none of these.
         ValueError: where thunder compiled it without our fusion.
     """
     if compiled is None:

@@ -9,15 +9,15 @@ As PyTorch operations, for the mean over targets that are not ignored:
         return loss + z_loss * u.logsumexp(1)[y != ignore_index].square().mean()
 
 For the linear's output z (N, V), the logits u (N, V), the targets y (N,), class weights w (V,) (1 where there are
-none), label smoothing ε over K columns and z-loss ζ:
+none), label smoothing ε and z-loss ζ:
 
     u = softcap · tanh(scale · z / softcap)                           scale · z without a softcap
     m = max_v u_v,  l = log Σ_v exp(u_v − m),  p_v = exp(u_v − m − l)
-    cross_entropy = (1 − ε) w_y (l − (u_y − m)) + ε/K (l Σ_v w_v − Σ_v w_v (u_v − m))
+    cross_entropy = (1 − ε) w_y (l − (u_y − m)) + ε/V (l Σ_v w_v − Σ_v w_v (u_v − m))
     z_term = ζ (m + l)²
     loss = (Σ cross_entropy) / D + (Σ z_term) / N     for "mean": D = Σ w_y, without class weights N; or both num_items
 
-A token loss f(log p_y, entropy, m + l, ū), with ū = Σ_v u_v / K, takes the place of the cross-entropy, whose g is then
+A token loss f(log p_y, entropy, m + l, ū), with ū = Σ_v u_v / V, takes the place of the cross-entropy, whose g is then
 g f' in g_p, g_e, g_l and g_u.
 
 Token weights multiply each row's cross_entropy and z_term; then D is the sum of their products with w_y, N their sum.
@@ -25,10 +25,10 @@ The first is `torch.nn.functional.cross_entropy`'s own definition. With g, g_z, 
 gradients of a row's cross-entropy, z term, log-probability, entropy, log-sum-exp and mean logit, the gradient of z is
 
     dz_v = (p_v (A − g_e (u_v − m)) − C w_v − B [v = y]) · scale · (1 − (u_v / softcap)²)
-    A = g ((1 − ε) w_y + ε/K Σ w) + 2 ζ g_z (m + l) − g_p + g_e E + g_l,   B = g (1 − ε) w_y − g_p,   C = g ε/K
+    A = g ((1 − ε) w_y + ε/V Σ w) + 2 ζ g_z (m + l) − g_p + g_e E + g_l,   B = g (1 − ε) w_y − g_p,   C = g ε/V
     E = Σ_v p_v (u_v − m)
 
-and g_u / K is taken from C; w_v is 1 there without smoothing, and g_u 0 with both smoothing and class weights. So a
+and g_u / V is taken from C; w_v is 1 there without smoothing, and g_u 0 with both smoothing and class weights. So a
 kernel needs at most four numbers a row. With target weights q, a row has targets y_1 … y_K, and neither class
 weights nor smoothing:
 

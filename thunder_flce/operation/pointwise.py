@@ -1,6 +1,6 @@
 """A loss of single tokens, such as GRPO's clipped ratio, in place of the cross-entropy.
 
-    loss_t = f(log_prob_t, entropy_t, log_sum_exp_t, i0_t, i1_t, …)     i: further tensors of one number a token
+    loss_t = f(log_prob_t, entropy_t, log_sum_exp_t, mean_logit_t, i0_t, …)     i: further tensors of one number a token
 
 f is a Python function of such tensors, made of PyTorch's operations that work element by element. It runs once on a few
 numbers; the operations of its value and of autograd's derivatives become a line of text, which operators carry and
@@ -89,7 +89,7 @@ _TEXTS: dict[Any, TokenLoss] = {}
 
 @without_dynamo
 def written(function: Callable[..., Any], input_dtypes: Sequence[torch.dtype]) -> TokenLoss:
-    """The text of a function of (log_prob, entropy, *inputs), and of log_sum_exp where it has that argument.
+    """The text of a function of (log_prob, entropy, *inputs), and of log_sum_exp and mean_logit if these are arguments.
 
     It is kept while what the function reads is the same: numbers, tensors and functions, in globals, closures and
     defaults. A function that reads other objects, such as a method's `self`, runs anew at each call.

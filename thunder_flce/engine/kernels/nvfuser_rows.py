@@ -6,8 +6,9 @@ neither the maximum nor the sum sees. A softcap would bring it back, so there a 
 
 The gradient is one pointwise fusion that writes where it reads. Its vectors come in as (C, 1) and (1, stride),
 because a broadcast inside the fusion would make nvFuser add a copy of the whole chunk before writing in place. For the
-same reason the target's entry is a fusion over (C,), and PyTorch scatters it. Each execution takes the host tens of
-microseconds; so where coefficients do not wait for statistics, that fusion is the one that merges the parts.
+same reason the targets' entries, (C,), are computed apart, and PyTorch scatters them. Each execution takes the host
+tens of microseconds; so the fusion that merges the parts computes the entries, too, where coefficients do not wait for
+statistics, and elsewhere PyTorch's operations do.
 
 Legend: C rows of logits, z the linear's output, S parts of L elements in a row, so that a row is S · L elements long.
 """

@@ -146,7 +146,7 @@ class MatmulDescriptor:
         """The algorithms that cuBLAS's heuristic finds, the one that it expects to be the fastest first.
 
         Only those that need no workspace and do not split the sum over K between thread blocks. On Hopper they all
-        add in the same order, so that the choice among them does not change a bit of the result (pinned by the tests).
+        add in the same order, so that they give the same bits, which `algorithms` checks nevertheless.
         """
         preference = _created("MatmulPreference")
         _set("MatmulPreference", preference, _PREFERENCE_WORKSPACE, ctypes.c_uint64(0))
@@ -179,7 +179,7 @@ class MatmulDescriptor:
 
 
 def library_name() -> str | None:
-    """The file of the cuBLASLt that PyTorch is built for; None for versions not known here, and but on Linux."""
+    """The file of the cuBLASLt that PyTorch is built for; None for unknown versions, and except on Linux."""
     major = (torch.version.cuda or "").partition(".")[0]
     return f"libcublasLt.so.{major}" if major in _KNOWN_VERSIONS and hasattr(os, "RTLD_NOLOAD") else None
 
