@@ -49,6 +49,8 @@ def test_what_a_page_names_is_there(page):
     assert [path for path, _ in named if not (ROOT / path).exists()] == []
     tests = [(path, test) for path, test in named if test]
     assert [test for path, test in tests if f"def {test}(" not in (ROOT / path).read_text(encoding="utf-8")] == []
+    there = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [test for test in re.findall(r"`(test_\w+)`", text) if f"def {test}(" not in there] == []
 
 
 @pytest.mark.parametrize("of", [thunder_flce.Options, thunder_flce.Plan])
