@@ -86,8 +86,8 @@ class Options(PlainValues):
     as an unfused model does, or "float32", as the matmul has summed them, for three times the memory a chunk."""
 
     row_kernels: str = "auto"
-    """Selects the softmax kernels, which are everything but the matmuls: "triton", "nvfuser" or "torch" (PyTorch
-    operations), or "auto": the fastest that is installed. Neither Triton nor nvFuser runs
+    """Which softmax kernels run, which are everything but the matmuls: "triton", "nvfuser" or "torch" (PyTorch's
+    operations), or "auto": the fastest that is installed and runs on the device. Neither Triton nor nvFuser runs
     float64, or on a CPU; to ask for them there is an error."""
 
     expected_gradient: float | None = None

@@ -1,4 +1,4 @@
-"""Row kernels as PyTorch operations: for a CPU, for float64, and wherever neither Triton nor nvFuser is installed."""
+"""Row kernels as PyTorch operations: for a CPU, for float64, and wherever neither Triton nor nvFuser runs."""
 
 from collections.abc import Iterator
 
