@@ -1,8 +1,8 @@
 """How traces print a region: its line and, beneath it as comments, what one chunk of it runs.
 
-    (t2, t3, t4, t5) = flce_linear_cross_entropy_fwd((hidden, weight, t1), names=(…), …, chunk_rows=2048)
+    (t2, t3, t4, t5) = flce_linear_cross_entropy_fwd((hidden, weight, t1), names=(…), …, plan={…})
       # x = hidden, W = weight, y = t1
-      # loss = t2: bf16[], valid_count = t3: i64[], dX = t4: bf16[2, 4096, 4096], dW = t5: bf16[128256, 4096]
+      # loss = t2: f32[], valid_count = t3: i64[], dX = t4: bf16[2, 4096, 4096], dW = t5: bf16[128256, 4096]
       # for each chunk of C tokens (4 × 2048):
       #   logits bf16[C, 128256] = x @ W.t()                         cuBLAS
       #   …
