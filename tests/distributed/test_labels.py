@@ -1,5 +1,6 @@
 """Labels of training on several ranks."""
 
+import numpy
 import pytest
 import thunder
 import torch
@@ -9,7 +10,7 @@ from thunder_flce import count_items, shift_labels
 
 def test_alone_it_is_the_number_of_targets():
     target = torch.tensor([[1, -100, 3], [7, 7, 0]])
-    assert count_items(target) == 5 and count_items(target, ignore_index=7) == 4
+    assert count_items(target) == 5 and count_items(target, ignore_index=numpy.int64(7)) == 4
     assert count_items(target.int(), ignore_index=2**32 + 7) == 6
     with pytest.raises(TypeError, match=r"target must be a tensor of integers, but got torch.float32"):
         count_items(target.float())
