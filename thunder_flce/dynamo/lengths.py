@@ -14,10 +14,10 @@ from thunder_flce.matching.regions import Region
 from thunder_flce.operation.call import Call
 from thunder_flce.options import Options
 
-# Up to which a step waits for the host: the time of matmuls. With four layers, on an H100: the matmuls of pythia-160m's
-# head take 0.6 ms for 2048 tokens, and a step took 10.2 ms with ours where it took 9.1 with Inductor's, with 1536 to
-# 2560 tokens 6.5 and 5.3; those of SmolLM2-135M 1.0 ms for 4096, and a step 8.2 and 7.5 ms; those of Qwen 2.5 0.5B 2.1
-# ms for 2048, and a step 8.1 ms where it took 8.5.
+# Up to which a step waits for the host: the time of matmuls, by the formula. With four layers, on an H100: those of
+# pythia-160m's head take 0.7 ms for 2048 tokens, and a step took 10.2 ms with ours where it took 9.1 with Inductor's,
+# with 1536 to 2560 tokens 6.5 and 5.3; those of SmolLM2-135M 1.0 ms for 4096, and a step 8.2 and 7.5 ms; those of Qwen
+# 2.5 0.5B 2.5 ms for 2048, and a step 8.1 ms where it took 8.5.
 _SMALL_SECONDS = 1.5e-3
 _MOST_TOKENS = 2**31
 

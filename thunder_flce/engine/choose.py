@@ -82,7 +82,7 @@ SUM_PART = 1 / 3
 SLOWER_MATMULS = {4: 8.0, 8: 16.0}
 # To leave ignored rows out, the host waits for their number: worth it where the matmuls take this long. The wait takes
 # 0.2 to 0.6 ms, but then the host is no longer ahead. In whole steps of small models it may never be again: four layers
-# of Qwen 2.5 0.5B with 2048 tokens, 2.1 ms of matmuls, took 11.1 ms with it (H100) where torch.compile took 8.6.
+# of Qwen 2.5 0.5B with 2048 tokens, 2.5 ms of matmuls, took 11.1 ms with it (H100) where torch.compile took 8.6.
 WAIT_SECONDS = 8e-3
 
 _warned: set[tuple[object, ...]] = set()
