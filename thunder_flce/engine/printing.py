@@ -109,7 +109,6 @@ class _Writer(Primitives):
 
     def __init__(self, call: Call, plan: Plan, *, device_type: str):
         super().__init__(call, plan, region=Region(call.specs(), plan, device_type=device_type))
-        self.device_type = device_type
         self._lines: list[Line] = []
         self._row_library = self.region.row_library
         self._vector_library = "Triton" if self.region.vector_kernels else "PyTorch"
@@ -149,7 +148,7 @@ class _Writer(Primitives):
         if region.may_skip:
             names = ", ".join([*(letter(linear.x) for linear in call.linears), "y"])
             ahead = " while the first logits run" if region.starts_early else ""
-            note = f"    the host waits for their number{ahead}" if self.device_type == "cuda" and is_first else ""
+            note = f"    the host waits for their number{ahead}" if region.device_type == "cuda" and is_first else ""
             self._write(f"{names} = valid rows of {names}{note}")
         found = rows.prepare(call, upstream=upstream, ordered=False)
         return rows.with_target_weights(call, rows.selected(found, call.tokens))
