@@ -72,3 +72,12 @@ def test_pages_name_the_devices_that_kernels_are_compiled_for(page):
 
 def test_the_changelog_has_the_version():
     assert f"\n## {thunder_flce.__version__}\n" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_the_table_of_folders_is_in_the_order_of_imports():
+    (layers,) = re.findall(r'downwards".*?layers = \[(.*?)\]', (ROOT / "pyproject.toml").read_text(), re.DOTALL)
+    levels = {name: at for at, layer in enumerate(layers.split(",")) for name in re.findall(r"\w+", layer)}
+    table = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").partition("\n## Folders\n")[2]
+    cells = "".join(re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE))
+    names = re.findall(r"`(\w+)(?:/|\.py)`", cells)
+    assert {*names} == levels.keys() - {"__main__"} and names == sorted(names, key=levels.__getitem__)
