@@ -117,8 +117,7 @@ def clipped(x, a):
 
 
 def entropies(h, w):
-    x = F.linear(h, w).log_softmax(-1)
-    return -(x.exp() * x).sum(-1)
+    return entropies_of(F.linear(h, w))
 
 
 ARGUMENTS = {
@@ -132,6 +131,11 @@ ARGUMENTS = {
     "s": lambda h, w, y, a, m: losses(h, w, y),
     "e": lambda h, w, y, a, m: entropies(h, w),
 }
+
+
+def entropies_of(z):
+    x = z.log_softmax(-1)
+    return -(x.exp() * x).sum(-1)
 
 
 def class_weights(w):
@@ -153,6 +157,11 @@ def _less_maximum(z):
 def _without_gradients(function, *tensors):
     with torch.no_grad():
         return function(*tensors)
+
+
+def _before_and_after(change, program):
+    """What a program returns of constants, before and after something is changed in place that it reads."""
+    return _without_gradients(lambda: (program(), change(), program())[::2])
 
 
 # What is made of the numbers of tokens, of their logits and of hidden states, and what becomes of that.
@@ -324,6 +333,29 @@ PROGRAMS = {
     ),
     "labels changed before": (
         FUSED, lambda z, y: _without_gradients(lambda z: (y.masked_fill_(y > 7, 0), of_labels(z, y))[1], z),
+    ),
+    # The same tensors, or views of the same, are other operands then.
+    "hidden states changed between": (
+        FUSED, lambda h, w, y: _before_and_after(lambda: h[:, :2].zero_(), lambda: log_probs(h, w, y)),
+    ),
+    "weights changed between": (
+        FUSED, lambda h, w, y: (v := w.t(), _before_and_after(lambda: w[:3].zero_(), lambda: of_labels(h @ v, y)))[1],
+    ),
+    "a bias changed between": (
+        FUSED, lambda h, w, y: (
+            b := w[:, 0].clone(), v := b[:],
+            _before_and_after(lambda: b.exp_(), lambda: of_labels(h @ w.t() + v, y)),
+        )[2],
+    ),
+    "temperatures changed between": (
+        FUSED, lambda z, a: (
+            b := a.exp(), v := b[:, :1, None], _before_and_after(lambda: b.exp_(), lambda: entropies_of(z / v)),
+        )[2],
+    ),
+    "rows changed between": (
+        FUSED, lambda z, a: (
+            i := torch.arange(3), v := i[:], _before_and_after(lambda: i.add_(1), lambda: entropies_of(z[v])),
+        )[2],
     ),
     "changed under other rows": (
         Reason.OPERAND_MODIFIED,

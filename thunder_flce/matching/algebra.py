@@ -106,6 +106,8 @@ class Term:
     factor: Fraction = Fraction(1)
     has_grad: bool = True
     """Whether gradients flow to the operands: not where the linear was detached, or computed without gradients."""
+    changes: int = 0
+    """How many changes in place the operands, and a bias, may have had before"""
     output: Tensor | None = field(default=None, compare=False)
     """What the linear returns"""
 

@@ -150,6 +150,7 @@ class Program:
         for op in self.ops:
             for operand in dict.fromkeys(op.operands):
                 operand.users.append(op)
+        self._writers = [op for op in self.ops if op.writes]
         self._count = itertools.count()
         self._numbers: dict[Any, int] = {}
         self._number_of: dict[Tensor, int] = {}
@@ -159,7 +160,12 @@ class Program:
 
     def writers(self, first: int, last: int) -> Iterator[Op]:
         """The operations in a range of positions that change a tensor in place."""
-        return (op for op in self.ops[first : last + 1] if op.writes)
+        return (op for op in self._writers if first <= op.position <= last)
+
+    def changes_before(self, reader: Op, *tensors: Tensor) -> int:
+        """How many changes in place some tensors may have had where an operation reads them."""
+        writers = self.writers(0, reader.position)
+        return sum(any(may_share(a, b) for a in op.writes for b in tensors) for op in writers)
 
     def value_number(self, tensor: Tensor) -> int:
         """The same for tensors that are computed by the same operations, and for a tensor of labels in any shape."""
@@ -167,10 +173,9 @@ class Program:
             self._number_of[tensor] = next(self._count)
         return self._number_of[tensor]
 
-    def number_at(self, tensor: Tensor, position: int) -> tuple[int, int]:
-        """`value_number`, and how many changes in place a tensor may have had where an operation reads it."""
-        changes = sum(1 for _ in self.writers(0, position)) if self.may_have_changed(tensor) else 0
-        return self.value_number(tensor), changes
+    def number_at(self, tensor: Tensor, reader: Op) -> tuple[int, int]:
+        """`value_number`, and `changes_before`: the same for tensors that are equal where operations read them."""
+        return self.value_number(tensor), self.changes_before(reader, tensor)
 
     def may_have_changed(self, tensor: Tensor) -> bool:
         """Whether an operation in place may have written to it, or to what it is a view of."""
@@ -215,6 +220,13 @@ def live(
             needed.update(op.operands)
             kept.append(op)
     return kept[::-1]
+
+
+def may_share(written: Tensor, other: Tensor) -> bool:
+    """Whether one tensor may be a view of the other, or both of a third: views have the same dtype."""
+    if written.storage is not None and other.storage is not None:
+        return bool(written.storage == other.storage)
+    return written.dtype == other.dtype
 
 
 def same(a: Any, b: Any) -> bool:

@@ -15,7 +15,7 @@ from thunder_flce.matching.algebra import Argmax, Class, Row, atoms
 from thunder_flce.matching.decisions import Decision, NotFused, Reason
 from thunder_flce.matching.interpreter import Interpreter, Result, is_head
 from thunder_flce.matching.parts import Part, parts_of
-from thunder_flce.matching.program import Op, Program, Tensor, keeps_elements, live, same_shape
+from thunder_flce.matching.program import Op, Program, Tensor, keeps_elements, live, may_share, same_shape
 from thunder_flce.matching.rules import has_float_factors
 from thunder_flce.matching.sums import NotASum, TokenSum, find_sum
 from thunder_flce.options import Options
@@ -368,7 +368,7 @@ def _moves_across_a_write(
     reads_again = waits and region.has_grad
     for tensor, position in region.read_at.items():
         for op in program.writers(position + 1, len(program.ops)):
-            if op not in dropped and (op in before or reads_again) and any(_may_share(w, tensor) for w in op.writes):
+            if op not in dropped and (op in before or reads_again) and any(may_share(w, tensor) for w in op.writes):
                 return op
     # It may have waited for what it reads of after its place, and what reads its results has waited with it.
     behind = [item for item in order[place:] if isinstance(item, Op)]
@@ -378,7 +378,7 @@ def _moves_across_a_write(
         read = [tensor for tensor, position in region.read_at.items() if position > op.position]
         read += [each for item in passed for each in item.operands]
         pairs = [(op, read), *((item, op.operands) for item in passed)]
-        if any(_may_share(each, other) for writer, others in pairs for each in writer.writes for other in others):
+        if any(may_share(each, other) for writer, others in pairs for each in writer.writes for other in others):
             return op
     # What moves behind the region must not read, or write, what is written meanwhile.
     moved = [item for item in behind if item.position < region.place.position]
@@ -387,17 +387,10 @@ def _moves_across_a_write(
             if (
                 writer is not op
                 and writer not in dropped
-                and any(_may_share(written, each) for written in writer.writes for each in op.operands)
+                and any(may_share(written, each) for written in writer.writes for each in op.operands)
             ):
                 return writer
     return next((op for op in moved if op.writes), None)
-
-
-def _may_share(written: Tensor, other: Tensor) -> bool:
-    """Whether one tensor may be a view of the other, or both of a third: views have the same dtype."""
-    if written.storage is not None and other.storage is not None:
-        return bool(written.storage == other.storage)
-    return written.dtype == other.dtype
 
 
 def _loosen(region: Region, problem: NotFused, regions: list[Region]) -> None:
@@ -427,6 +420,6 @@ def is_compared_with_labels(indices: Tensor, part: Part, program: Program) -> bo
         others = [each for each in user.operands if each is not indices]
         if user.name not in ("eq", "ne") or len(others) != 1 or not same_shape(others[0].shape, indices.shape):
             return False
-        return (program.number_at(others[0], user.position),) == (part.labels.numbers if part.labels else None)
+        return (program.number_at(others[0], user),) == (part.labels.numbers if part.labels else None)
 
     return indices not in program.results and all(map(compares, indices.users))

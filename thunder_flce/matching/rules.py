@@ -120,7 +120,8 @@ def _product(
     if not is_one or not is_of_rows or not same_shape(out_shape, [sizes[name] for name in out_rows]):
         raise Unknown
     dims = of_weight.index(classes[0]), of_weight.index(features[0])
-    term = Term(input, weight, of_input.index(features[0]), dims, has_grad=out.needs_grad, output=out)
+    changes = known.program.changes_before(op, *op.operands)
+    term = Term(input, weight, of_input.index(features[0]), dims, has_grad=out.needs_grad, changes=changes, output=out)
     steps = () if rows == out_rows else (RowStep("permute", tuple(map(rows.index, out_rows)), out_shape),)
     logits = Logits((term,), bias, bias_has_grad=out.needs_grad, rows=steps)
     return Class(logits, dim, out.shape, poly(u=1))
@@ -309,7 +310,7 @@ def _at_tensors(known: "Interpreter", op: Op, of: Class, key: tuple[Any, ...]) -
         raise Unknown("with an index that is neither an integer nor a slice")
     if any(known.hangs_on(each, of.logits) for each in tensors):
         raise Unknown("at rows that depend on the logits")
-    numbers = repr(tree_map_only(Tensor, known.program.value_number, key))
+    numbers = repr(tree_map_only(Tensor, lambda each: known.program.number_at(each, op), key))
     step = RowStep("take", (numbers,), given=key, read_at=op.position)
     return replace(of, logits=_with_step(of, step, op.output.shape[:-1]), shape=op.output.shape, dim=op.output.ndim - 1)
 
@@ -523,7 +524,7 @@ def _with_factor(known: "Interpreter", op: Op, of: Class | Row, factor: Any) -> 
     if not is_of_rows or logits.bias is not None or logits.softcap is not None or known.hangs_on(factor, logits):
         return None
     step = RowStep(
-        op.name, (known.program.value_number(factor),), given=(factor,),
+        op.name, (known.program.number_at(factor, op),), given=(factor,),
         factor_shape=(*shape[: of.dim], *shape[of.dim + 1 :], 1), read_at=op.position,
     )  # fmt: skip
     return replace(of, logits=_with_step(of, step, of.rows_shape))
@@ -540,7 +541,7 @@ def _at_one_hot(known: "Interpreter", of: Class, one_hot: Any) -> Class | None:
     index = op.operands[0]
     if of.dim != len(of.shape) - 1 or known.hangs_on(index, of.logits):
         return None
-    return replace(of, labels=Labels((index,), (known.program.number_at(index, op.position),), op.position))
+    return replace(of, labels=Labels((index,), (known.program.number_at(index, op),), op.position))
 
 
 def _weighted(p: Class, of: Class) -> Class:
@@ -599,7 +600,7 @@ def _add(known: "Interpreter", op: Op, input: Any, other: Any, *, alpha: Any = 1
         return replace(of, sum=added((1, of.sum), (sign * Fraction(bias), ONE)))
     if not isinstance(of, Class) or not isinstance(bias, Tensor) or sign != 1:
         raise Unknown
-    return _with_bias(of, bias)
+    return _with_bias(of, bias, known.program.changes_before(op, bias))
 
 
 def _sum_of_rows(a: Row, b: Row, sign: int) -> Row:
@@ -624,7 +625,7 @@ def _in_terms_of(row: Row, logits: Logits) -> Row | None:
     return replace(row, logits=logits, sum=added((ratio, row.sum)))
 
 
-def _with_bias(of: Class, bias: Tensor) -> Class:
+def _with_bias(of: Class, bias: Tensor, changes: int) -> Class:
     logits = of.logits
     is_plain = of.is_logits and of.dim == len(of.shape) - 1 and logits.is_linear and len(of.shape) > 1
     is_row = bias.ndim <= len(of.shape) and same_shape(bias.shape, (*[1] * (bias.ndim - 1), of.columns))
@@ -634,7 +635,10 @@ def _with_bias(of: Class, bias: Tensor) -> Class:
         raise Unknown("with a bias after another or after a factor")
     if logits.group is not None:
         raise Unknown("with a bias that is not divided among ranks")
-    terms = tuple(replace(term, has_grad=term.has_grad and has_grad(of.sum)) for term in logits.terms)
+    terms = tuple(
+        replace(term, has_grad=term.has_grad and has_grad(of.sum), changes=term.changes + changes)
+        for term in logits.terms
+    )
     logits = replace(logits, terms=terms, bias=bias, bias_has_grad=bias.needs_grad)
     return replace(of, logits=logits, sum=poly(u=1))
 
@@ -865,7 +869,7 @@ def _at_labels(known: "Interpreter", op: Op, of: Class, index: Tensor, *, wraps:
     if known.hangs_on(index, of.logits):
         # Such as a gate's experts, or a sampled token.
         raise Unknown("at a choice that depends on the logits")
-    number = known.program.number_at(index, op.position)
+    number = known.program.number_at(index, op)
     labels = Labels((index,), (number,), op.position, wraps, fills=_fills(known, index))
     of_label = with_u_as("y", of.sum)
     return Row(of.logits, op.output.shape, of_label, is_exp=of.form == "exp", factor=of.factor, labels=labels)
@@ -881,7 +885,7 @@ def _fills(known: "Interpreter", index: Tensor) -> tuple[tuple[int, int], int | 
     if op.writes or known.program.may_have_changed(index) or len(args) < 2 or "max" in op.kwargs:
         return None
     if len(args) == 2:
-        return (number_at(op.operands[0], op.position), None) if args[1] == 0 else None
+        return (number_at(op.operands[0], op), None) if args[1] == 0 else None
     labels, mask, filled = args if op.name == "masked_fill" else (args[1], args[0], args[2])
     is_first = op.name == "where" and isinstance(labels, Tensor)
     if not isinstance(labels, Tensor):
@@ -890,8 +894,8 @@ def _fills(known: "Interpreter", index: Tensor) -> tuple[tuple[int, int], int | 
     if compares is None or compares.name != ("ne" if is_first else "eq") or type(filled) is not int or filled:
         return None
     compared, label = compares.args
-    number = number_at(labels, op.position)
-    is_same = type(label) is int and number_at(compared, compares.position) == number
+    number = number_at(labels, op)
+    is_same = type(label) is int and number_at(compared, compares) == number
     return (number, label) if is_same else None
 
 
@@ -940,7 +944,7 @@ def _loss(
         raise NotFused(Reason.TRANSFORMED_LOGITS, "by a factor after log_softmax")
     if weight is not None:
         _check_class_weights(weight, of.logits)
-    labels = Labels((target,), (known.program.number_at(target, op.position),), op.position, ignore_index=ignore_index)
+    labels = Labels((target,), (known.program.number_at(target, op),), op.position, ignore_index=ignore_index)
     smoothing = Fraction(label_smoothing)
     if is_nll:
         # Its gradient is that of its input, also where a log-sum-exp was detached.
