@@ -229,6 +229,31 @@ def test_no_tokens():
     assert decision.plan.strategy == "gradients_in_forward"
 
 
+def test_kernels_of_the_user(monkeypatch):
+    """Any of their arguments may be changed. Dynamo has them in the graph only where a GPU could run them."""
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(torch.utils._triton, "has_triton", lambda: True)
+
+    @triton.jit
+    def kernel(first, second):
+        pass
+
+    @torch.no_grad()
+    def program(hidden, weight, labels):
+        before = _log_probs(hidden, weight, labels)
+        kernel[1,](hidden, before)
+        return before + _log_probs(hidden, weight, labels)
+
+    def backend(gm, inputs):
+        fusion.fuse(gm, thunder_flce.Options(), strict=True)
+        order.extend(node.name.partition("_")[0] for node in gm.graph.nodes if node.op == "call_function")
+        return lambda *_: (torch.zeros(()),)
+
+    order = []
+    torch.compile(program, backend=backend, fullgraph=True)(*operands(6))
+    assert [each for each in order if each in ("linear", "log", "triton")] == ["linear", "triton", "linear"]
+
+
 @pytest.fixture
 def on_gpu(monkeypatch):
     """The backend takes the tensors for those of a GPU, where it asks whether a loss is small; nothing is compiled."""

@@ -164,6 +164,10 @@ def _before_and_after(change, program):
     return _without_gradients(lambda: (program(), change(), program())[::2])
 
 
+torch.library.define("flce_tests::log", "(Tensor x, Tensor(a!) double) -> ()")
+torch.library.impl("flce_tests::log", "CompositeExplicitAutograd")(lambda x, double: (double.mul_(2), None)[1])
+
+
 # What is made of the numbers of tokens, of their logits and of hidden states, and what becomes of that.
 
 WITH_WEIGHTS = "class weights"
@@ -355,6 +359,20 @@ PROGRAMS = {
     "rows changed between": (
         FUSED, lambda z, a: (
             i := torch.arange(3), v := i[:], _before_and_after(lambda: i.add_(1), lambda: entropies_of(z[v])),
+        )[2],
+    ),
+    "changed as one of a list": (
+        FUSED, lambda h, w, y, x, a: (
+            x := x.detach().clone(), torch._foreach_mul_([x], 2.0), (log_probs(h, w, y) * x * a).sum(),
+        )[2],
+    ),
+    "logits changed as one of a list": (
+        Reason.OPERAND_MODIFIED,
+        lambda z, y: (u := z.detach(), torch._foreach_mul_([u], 2.0), of_labels(u, y).sum() + of_rows(z, y))[2],
+    ),
+    "changed by an operator without results": (
+        FUSED, lambda h, w, y, x, a, m: (
+            x := (x * m).detach(), torch.ops.flce_tests.log(h, x), (log_probs(h, w, y) * x * a).sum(),
         )[2],
     ),
     "changed under other rows": (
@@ -1168,7 +1186,7 @@ def test_two_labels_of_each_row(loss, of_row):
 
 @torch._dynamo.config.patch(capture_scalar_outputs=True)
 def test_number_of_a_loss(monkeypatch):
-    """It is read of the region's, and nothing keeps the logits."""
+    """It is read of the region's, as what is asserted is, and nothing keeps the logits."""
     graphs = []
     inductor = lambda self, graph, inputs: graphs.append(graph) or graph  # noqa: E731
     monkeypatch.setattr(backend.Inductor, "__call__", inductor)
@@ -1176,6 +1194,7 @@ def test_number_of_a_loss(monkeypatch):
     @with_arguments
     def program(h, x, a, m):
         loss = (clipped(x, a) * m).sum()
+        torch._assert_async((x < 0).all())
         return loss + h.square().sum() * loss.item()
 
     check(program, IN_FORWARD, by_dynamo(program), (6,))

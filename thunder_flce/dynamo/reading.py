@@ -101,7 +101,8 @@ class _Reader:
         value = value_of(node)
         written = [each for each in written_by(node) if isinstance(value_of(each), torch.Tensor)]
         outs = [each for each in tree_flatten(value)[0] if isinstance(each, torch.Tensor)]
-        if not outs and not written:
+        is_of_tensors = any(isinstance(value_of(each), torch.Tensor) for each in node.all_input_nodes)
+        if not outs and not written and (value is not None or not is_of_tensors):
             # A size, or a switch such as that of autocast: no tensor depends on it but those that Dynamo knows of.
             self._values[node] = value
             if name_of(node) == "item":
@@ -261,12 +262,16 @@ def written_by(node: Node) -> Iterator[Node]:
     """The tensors that an operation changes in place."""
     target, out = node.target, node.kwargs.get("out")
     yield from (each for each in tree_flatten(out)[0] if isinstance(each, Node))
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, torch._ops.OpOverloadPacket) and len(target.overloads()) == 1:
+        target = getattr(target, *target.overloads())
+    if name_of(node) == "triton_kernel_wrapper_mutation":
+        yield from node.all_input_nodes  # The user's kernel may write to any of its arguments.
+    elif isinstance(target, torch._ops.OpOverload):
         schema = target._schema.arguments
         given = {**dict(zip([each.name for each in schema], node.args, strict=False)), **node.kwargs}
         written = [given.get(each.name) for each in schema if each.alias_info is not None and each.alias_info.is_write]
         yield from (each for each in tree_flatten(written)[0] if isinstance(each, Node))
-    elif node.args and isinstance(node.args[0], Node):
+    elif node.args and isinstance(node.args[0], Node | list | tuple):
         name = name_of(node)
         # Python's operators with such a name, such as and_, only avoid a keyword.
         is_by_name = name.endswith("_") and not name.endswith("__") and target not in vars(operator).values()
@@ -277,7 +282,8 @@ def written_by(node: Node) -> Iterator[Node]:
             or name == "__setitem__"
             or _is_inplace(node)
         ):
-            yield node.args[0]
+            # Of lists, as torch._fused_adamw_ has them, more than the first may be.
+            yield from [node.args[0]] if isinstance(node.args[0], Node) else node.all_input_nodes
 
 
 def _is_inplace(node: Node) -> bool:

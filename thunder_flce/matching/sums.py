@@ -239,7 +239,7 @@ class _Search:
         for op in self._program.ops:
             if reached.isdisjoint(op.operands):
                 continue
-            if not op.outs:
+            if op.writes and not op.outs:
                 return f"{op} changes a tensor in place"
             reached.update(out for out in op.outs if out.needs_grad and out is not place)
         is_returned = not reached.isdisjoint(self._program.results)
