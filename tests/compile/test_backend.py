@@ -227,6 +227,14 @@ def test_no_tokens():
     torch.testing.assert_close(run(compiled, tensors), run(program, tensors))
     (decision,) = thunder_flce.explain(compiled).decisions
     assert decision.plan.strategy == "gradients_in_forward"
+    # A quotient of sums of none is NaN.
+    compiled, mask = compiled_with(_log_prob_of_a_token, fullgraph=True), torch.ones(0)
+    (found,), _ = run(compiled, (*tensors, mask))
+    assert found.isnan() and _log_prob_of_a_token(*tensors, mask).isnan()
+
+
+def _log_prob_of_a_token(hidden, weight, labels, mask):
+    return (_log_probs(hidden, weight, labels) * mask).sum() / mask.sum()
 
 
 def test_kernels_of_the_user(monkeypatch):

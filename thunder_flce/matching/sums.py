@@ -128,6 +128,8 @@ def find_sum(parts: Sequence[Part], known: Interpreter) -> TokenSum:
     Raises:
         NotASum: where gradients reach the sources in another way, too, or tokens are mixed.
     """
+    if any(same(part.count, 0) for part in parts):
+        raise NotASum("there are no tokens")  # Their mean is NaN.
     search, found = _Search(parts, known), None
     for place in search.scalars():
         try:
