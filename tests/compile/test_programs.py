@@ -164,6 +164,12 @@ def _before_and_after(change, program):
     return _without_gradients(lambda: (program(), change(), program())[::2])
 
 
+@torch._dynamo.allow_in_graph
+def cross_entropy(z, y):
+    """Only called like PyTorch's."""
+    return F.cross_entropy(z, y) * 3 + z.logsumexp(-1).mean()
+
+
 torch.library.define("flce_tests::log", "(Tensor x, Tensor(a!) double) -> ()")
 torch.library.impl("flce_tests::log", "CompositeExplicitAutograd")(lambda x, double: (double.mul_(2), None)[1])
 
@@ -375,6 +381,18 @@ PROGRAMS = {
             x := (x * m).detach(), torch.ops.flce_tests.log(h, x), (log_probs(h, w, y) * x * a).sum(),
         )[2],
     ),
+    "of another's cross_entropy": (NONE, lambda z, y: cross_entropy(z.flatten(0, 1), y.flatten())),
+    "beside a derivative": (
+        ANY, lambda h, w, y: torch.func.grad(lambda h: losses(h, w, y).mean())(h).sum() + losses(h, w, y).mean(),
+    ),
+    "checkpoint in a checkpoint": (
+        IN_FORWARD, lambda h, w, y: checkpoint(
+            lambda h: checkpoint(lambda h: losses(h.tanh(), w, y).mean(), h, use_reentrant=False),
+            h, use_reentrant=False,
+        ),
+    ),
+    "bits": (IN_FORWARD, lambda x, m: ((x * m).sum(), x.detach().view(torch.int64) < 0)),
+    "accuracy of data": (IN_FORWARD, lambda z, y: (of_rows(z, y), (z.data.argmax(-1) == y).sum())),
     "changed under other rows": (
         Reason.OPERAND_MODIFIED,
         lambda z, y, a: (u := z.transpose(0, 1), z.div_(a.exp()[..., None]), of_rows(u, y.t()))[2],

@@ -52,7 +52,7 @@ def _fuse(gm: GraphModule, options: Options, *, leaves_small: bool) -> list[Deci
         left = [(part.first.source, part.kind) for region in regions for part in region.parts]
         decisions = [Decision(line, reason=Reason.LEFT_TO_INDUCTOR, kind=kind) for line, kind in left]
         return in_order([*decisions, *refused])
-    if checkpoints := _checkpoints_of(regions, known, gm):
+    while checkpoints := _checkpoints_of(regions, known, gm):
         for checkpoint in checkpoints:
             _open(gm, checkpoint)
         known, regions, refused = _matched(gm, options)

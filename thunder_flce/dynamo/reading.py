@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._functorch import eager_transforms
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
@@ -25,6 +26,8 @@ _OF_ATEN = {"cross_entropy_loss": "cross_entropy", "nll_loss_nd": "nll_loss", "n
 """ATen's losses, as in the graph of an exported module: they have a number as reduction."""
 _CAST_BY_AUTOCAST = (*LINEARS, "cross_entropy", "nll_loss", "log_softmax", "softmax", "logsumexp")
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+_OF_TORCH = ("torch", "_operator", "builtins", "aten", "prims", "")
+"""Where the operations are that have PyTorch's names"""
 _FILLED = ("zeros", "ones", "empty", "full")
 _LIKE_OTHERS = {"expand_as": "expand", "view_as": "view", "reshape_as": "reshape", "type_as": "to", "to": "to"}
 _RANDOM = re.compile(r"(alpha_|feature_)*dropout\d?d?|rand|randn|randint|randperm|bernoulli|multinomial|normal|rrelu")
@@ -117,10 +120,12 @@ class _Reader:
         name = name_of(node)
         is_in_place = bool(written) and name.endswith("_") and not name.endswith("__")
         name = name.removesuffix("_") if is_in_place or name == "detach_" else name
-        owner = str(getattr(node.target, "__module__", ""))
-        if owner.startswith("torch._ops.") and owner not in ("torch._ops.aten", "torch._ops.prims"):
-            # An operator of another library is not PyTorch's of that name.
-            name += f" of {owner.removeprefix('torch._ops.')}"
+        library = str(getattr(node.target, "__module__", None) or "").removeprefix("torch._ops.")
+        if library.partition(".")[0] not in _OF_TORCH:
+            # An operator of another library, or the user's function in a graph, is not PyTorch's of that name.
+            name += f" of {library}"
+        if name == "view" and value.dtype != value_of(node.all_input_nodes[0]).dtype:
+            name += " of bits"
         if name in _CAST_BY_AUTOCAST and isinstance(value, torch.Tensor):
             # Not autocast's: a product in more than 16 bits, which has an out_dtype, and a loss of class probabilities.
             labels: Any = node.kwargs.get("target", *node.args[1:2]) if name == "cross_entropy" else None
@@ -134,7 +139,7 @@ class _Reader:
             given = dict(zip(("input", "condition", "other"), args, strict=False)) | kwargs
             args, kwargs = (given["condition"], given["input"], given["other"]), {}
         kwargs = {_OF_NUMPY.get(key, key): each for key, each in kwargs.items()}
-        if name in _OF_ATEN and owner == "torch._ops.aten":
+        if name in _OF_ATEN and library == "aten":
             names = ("input", "target", "weight", "reduction", "ignore_index", "label_smoothing")
             of_loss: Any = {"reduction": 1, **dict(zip(names, args, strict=False)), **kwargs}
             of_loss["reduction"] = ("none", "mean", "sum")[of_loss["reduction"]]
@@ -253,7 +258,7 @@ def body_of(gm: GraphModule, checkpoint: Any) -> GraphModule:
 
 
 # Such as operator.iadd, whose name without the i is that of an operator, too.
-_WRITING_OPERATORS = {operator.setitem} | {
+_WRITING_OPERATORS = {operator.setitem, eager_transforms._set_tensor_requires_grad} | {
     each for name, each in vars(operator).items() if name[0] == "i" and f"__{name[1:]}__" in vars(operator)
 }
 
