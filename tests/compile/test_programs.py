@@ -376,6 +376,13 @@ PROGRAMS = {
         Reason.OPERAND_MODIFIED,
         lambda z, y: (u := z.detach(), torch._foreach_mul_([u], 2.0), of_labels(u, y).sum() + of_rows(z, y))[2],
     ),
+    "hidden states detached in place": (
+        Reason.OPERAND_MODIFIED,
+        lambda h, w, y: (u := h.tanh(), loss := losses(u, w, y).mean(), u.detach_(), loss)[3],
+    ),
+    "a loss detached in place": (
+        Reason.OPERAND_MODIFIED, lambda z, y: (s := of_rows(z, y), loss := s * 2, s.detach_(), loss)[3],
+    ),
     "changed by an operator without results": (
         FUSED, lambda h, w, y, x, a, m: (
             x := (x * m).detach(), torch.ops.flce_tests.log(h, x), (log_probs(h, w, y) * x * a).sum(),

@@ -119,7 +119,7 @@ class _Reader:
         self._write_sizes(node, inside)
         name = name_of(node)
         is_in_place = bool(written) and name.endswith("_") and not name.endswith("__")
-        name = name.removesuffix("_") if is_in_place or name == "detach_" else name
+        name = name.removesuffix("_") if is_in_place else name
         library = str(getattr(node.target, "__module__", None) or "").removeprefix("torch._ops.")
         if library.partition(".")[0] not in _OF_TORCH:
             # An operator of another library, or the user's function in a graph, is not PyTorch's of that name.
@@ -280,13 +280,7 @@ def written_by(node: Node) -> Iterator[Node]:
         name = name_of(node)
         # Python's operators with such a name, such as and_, only avoid a keyword.
         is_by_name = name.endswith("_") and not name.endswith("__") and target not in vars(operator).values()
-        if (
-            is_by_name
-            and name != "detach_"
-            or target in _WRITING_OPERATORS
-            or name == "__setitem__"
-            or _is_inplace(node)
-        ):
+        if is_by_name or target in _WRITING_OPERATORS or name == "__setitem__" or _is_inplace(node):
             # Of lists, as torch._fused_adamw_ has them, more than the first may be.
             yield from [node.args[0]] if isinstance(node.args[0], Node) else node.all_input_nodes
 

@@ -139,6 +139,10 @@ def _problem(part: Part, known: Interpreter) -> NotFused | None:
     tensors = [*logits.operands, *logits.given, *(part.labels.tensors if part.labels else ())]
     if not all(each.is_plain for each in tensors):
         return NotFused(Reason.DISTRIBUTED)
+    results = [each.tensor for each in part.rows]
+    if any(user.name == "detach" and user.writes for each in (*tensors, *results) for user in each.users):
+        # Dynamo says of them that they have no gradient, but what is made of them before has one.
+        return NotFused(Reason.OPERAND_MODIFIED, "by detach_")
     dtypes = {each.dtype for each in logits.operands}
     if len(dtypes) > 1 or not all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in dtypes):
         names = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
