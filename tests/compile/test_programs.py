@@ -415,6 +415,12 @@ PROGRAMS = {
             clipped(torch.cat([of_labels(z[at], y[at]) for at in (1, 0, 2, 3)]), a.flatten()) * m.flatten()
         ).sum(),
     ),
+    "split at indices that go back": (
+        TRANSFORMED, lambda z, y: sum(
+            of_rows(u, v, reduction="sum")
+            for u, v in zip(*(each.tensor_split((4, 2), 1) for each in (z, y)), strict=True)
+        ),
+    ),
     # They are others before the cast, which is behind a reshape.
     "labels of eight bits": (
         IN_FORWARD, lambda z, y: F.cross_entropy(z.flatten(0, 1), (y + 512).flatten().to(torch.uint8).long()),

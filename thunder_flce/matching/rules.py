@@ -397,6 +397,8 @@ def _split(known: "Interpreter", op: Op, input: Class, *args: Any, **kwargs: Any
             part = slice(start, start + out.shape[dim])
             start = part.stop
         parts.append(_pick(input, _at(input, dim, part), out.shape))
+    if op.name == "tensor_split" and not same(start, input.shape[dim]):
+        raise Unknown("at indices that are not in order")
     return tuple(parts)
 
 
