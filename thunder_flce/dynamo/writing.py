@@ -149,7 +149,8 @@ class _Graph:
                 if isinstance(value_of(user), torch.SymInt) and user.users:
                     with self._graph.inserting_before(user):
                         size = self._size(value_of(user))
-                        user.replace_all_uses_with(size)
+                        if size is not user:
+                            user.replace_all_uses_with(size)
                 if not user.users:
                     self._graph.erase_node(user)
             if not node.users:
