@@ -15,7 +15,7 @@ from typing import Any
 _CHUNK_SLOTS = 2**11
 """Objects for which a chunk has room"""
 _LARGE = 2**10
-"""Objects of a frame from which on it may leave too little room: those of fewer layers seldom do."""
+"""Objects of a frame that may leave too little room: smaller ones seldom do."""
 
 
 def with_room(compile: Callable[..., Any]) -> Callable[..., Any]:

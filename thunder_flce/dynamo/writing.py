@@ -149,7 +149,7 @@ class _Graph:
                 if isinstance(value_of(user), torch.SymInt) and user.users:
                     with self._graph.inserting_before(user):
                         size = self._size(value_of(user))
-                        if size is not user:
+                        if size is not user:  # It may be the one that says the size.
                             user.replace_all_uses_with(size)
                 if not user.users:
                     self._graph.erase_node(user)

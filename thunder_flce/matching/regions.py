@@ -1,7 +1,7 @@
 """From what a program asks of its logits to regions: what is computed together, and why something is not.
 
-A `Part` is what reads the same rows for the same labels. A `Region` is one or more parts that read the same head: their
-rows stand one after another, so that the head has one gradient.
+A `Part` is what reads the same rows for the same labels. A `Region` is one or more parts that read the same head, so
+that it has one gradient: their rows stand one after another, or are the same ones with several labels each.
 """
 
 from collections.abc import Sequence

@@ -124,7 +124,7 @@ class _Writing:
     # Operands.
 
     def _inputs_and_labels(self) -> tuple[list[Tensor], Tensor]:
-        """Of each term (..., H), and labels (...): of all parts one after another."""
+        """Of each term (..., H), and labels (...): of all parts one after another, or (T, K) of the same rows."""
         of_parts = [self._of_part(part) for part in self._region.parts]
         if len(of_parts) == 1:
             return of_parts[0]
