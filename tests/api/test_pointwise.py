@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from packaging.version import Version
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from thunder_flce.operation import pointwise
@@ -221,6 +222,17 @@ def test_hooks_of_saved_tensors():
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
         inside = written(focal, (torch.float64,))  # With an input, it is not kept from another test.
     assert inside == written(focal, ())
+
+
+class NoFunctions(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        raise AssertionError(f"{function} was seen")
+
+
+def test_modes_of_functions():
+    """By such a mode torch.export notes what turns gradients off and on, and has it in its program."""
+    with torch.no_grad(), NoFunctions():
+        written(FUNCTIONS["focal"], (torch.int8,))
 
 
 def test_threads_at_once():

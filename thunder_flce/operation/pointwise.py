@@ -390,7 +390,9 @@ def _as_in_eager() -> Iterator[None]:
     """No mode or hook of the caller's has a say in what is computed here; no other thread computes such a thing."""
     without_modes, autocast = _disable_current_modes(), torch.autocast("cpu", enabled=False)
     without_hooks = torch._C._autograd._saved_tensors_hooks_set_tracing
-    with _one_thread, without_modes, torch.inference_mode(False), torch.enable_grad(), autocast, torch.device("cpu"):
+    # Modes that see functions: that of a default device, and that by which torch.export notes what turns gradients on.
+    without_functions = torch._C.DisableTorchFunction()
+    with _one_thread, without_functions, without_modes, torch.inference_mode(False), torch.enable_grad(), autocast:
         before = without_hooks(True)
         try:
             yield
