@@ -36,6 +36,8 @@ def differentiable_forward(settings: Settings, tensors: Sequence[Tensor], *, is_
         _check_no_tangents(tensors)
     if torch._C._are_functorch_transforms_active():
         return _TransformedLinearCrossEntropy.apply(settings, *tensors)
+    if torch._C._is_tracing():  # By torch.jit.trace, which does not look into an autograd function.
+        return torch.ops.thunder_flce.linear_cross_entropy(list(tensors), str(settings))
     if settings.needs_grad:
         return _LinearCrossEntropy.apply(settings, is_direct, *tensors)
     # A teacher's weight, which gets no gradient, may require one.

@@ -378,4 +378,5 @@ def is_watched() -> bool:
 
 def is_traced(tensor: Any) -> bool:
     """Whether a tensor is of a program that is compiled or exported, or has no values; not so of what is no tensor."""
-    return isinstance(tensor, Tensor) and (torch.compiler.is_compiling() or tensor.is_meta or is_fake(tensor))
+    is_of_program = torch.compiler.is_compiling() or torch._C._is_tracing()
+    return isinstance(tensor, Tensor) and (is_of_program or tensor.is_meta or is_fake(tensor))

@@ -252,6 +252,19 @@ def test_exported(needs_grad, strict):
             exported(other.x, other.target)
 
 
+@pytest.mark.filterwarnings("ignore:Converting a tensor", "ignore:`torch.jit.trace` is deprecated")
+def test_traced_by_jit(settings):
+    """One operator, for any number of tokens, and any of them ignored."""
+    case, other = make_case(), make_case(tokens=11)
+
+    def step(*operands):
+        return linear_cross_entropy(*operands, **settings)
+
+    # It would be compared with one that is traced under torch.no_grad.
+    traced = torch.jit.trace(step, (case.x, case.weight, case.target), check_trace=False)
+    assert_right(traced(other.x, other.weight, other.target), other, **settings)
+
+
 @pytest.mark.parametrize("mode", ["real", "symbolic"])
 def test_graphs_of_a_whole_step(mode, settings):
     """As `make_fx` traces them: they run with what requires gradients, and their gradients have no derivatives."""
