@@ -112,6 +112,9 @@ class Options(PlainValues):
     numbers of threads and versions of libraries may differ."""
 
     def __post_init__(self):
+        for name in ("memory_budget", "chunk_rows", "expected_gradient"):
+            # NumPy's are no ints; one is a float, but Dynamo takes it for a tensor.
+            object.__setattr__(self, name, plain(getattr(self, name)))
         budget, rows, factor = self.memory_budget, self.chunk_rows, self.expected_gradient
         if isinstance(factor, int) and not -(2**63) <= factor < 2**63:
             raise ValueError(f"expected_gradient must be a float or fit 64 bits, but has {factor.bit_length()} bits")
@@ -135,9 +138,6 @@ class Options(PlainValues):
         for name, (is_right, expected) in rules.items():
             if not is_right:
                 raise ValueError(f"{name} must be {expected}, but got {getattr(self, name)!r}")
-            if isinstance(number := getattr(self, name), float):
-                # NumPy's is a float, too, but Dynamo takes it for a tensor.
-                object.__setattr__(self, name, float(number))
 
     def has_float32_logits(self, dtype: torch.dtype) -> bool:
         """Whether the logits of operands of `dtype` are wanted in a wider dtype than theirs."""

@@ -4,6 +4,7 @@ import math
 from contextlib import nullcontext
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo.testing
@@ -131,8 +132,9 @@ def test_opcheck(name, needs_grad, is_compiled):
 # Compilers and exporters.
 
 
+@pytest.mark.parametrize("kind", [int, np.int64], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("field", ["chunk_rows", "memory_budget", "expected_gradient"])
-def test_options_that_change_between_calls(field):
+def test_options_that_change_between_calls(field, kind):
     """Of a number that changes, Dynamo makes a symbol, also where it is a field of an argument."""
 
     def program(x, weight, target, options):
@@ -140,7 +142,7 @@ def test_options_that_change_between_calls(field):
 
     compiled, case = torch.compile(program, backend="aot_eager", fullgraph=True), make_case(tokens=37)
     for number in (1 << 20, 1 << 21, 1 << 22):
-        given = case.x, case.weight, case.target, Options(**{field: number})
+        given = case.x, case.weight, case.target, Options(**{field: kind(number)})
         assert torch.equal(compiled(*given), program(*given))
 
 
