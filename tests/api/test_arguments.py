@@ -85,6 +85,7 @@ BAD_TARGETS = [
     ({"weight": torch.rand(9)}, ValueError, "weight has no meaning with target_weights"),
     ({"label_smoothing": 0.1}, ValueError, "label_smoothing must be 0 with target_weights"),
     ({"outputs": ("accuracy",)}, ValueError, "outputs must not have 'accuracy' with target_weights"),
+    ({"target_rest": 1}, TypeError, "target_rest must be True or False, but got 1"),
     ({"target_rest": True, "reduction": "none"}, ValueError, 'target_rest needs reduction "mean" or "sum"'),
     ({"target_weights": None}, ValueError, "target must have input's shape without its last dimension"),
     ({"target": Y, "target_weights": None, "target_rest": True}, ValueError, "target_rest is the rest of target_weig"),

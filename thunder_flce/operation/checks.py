@@ -160,7 +160,7 @@ def check_loss(loss: Loss, vocab: int) -> None:
     _check_number("logit_scale", loss.logit_scale, _FINITE, nonzero)
     _check_number("z_loss", loss.z_loss, _FINITE)
     if not isinstance(loss.target_rest, bool):
-        raise TypeError(f"target_rest must be a bool, but got {type(loss.target_rest).__name__}")
+        raise TypeError(f"target_rest must be True or False, but got {loss.target_rest!r}")
     if not isinstance(loss.outputs, tuple) or any(name not in OUTPUTS for name in loss.outputs):
         raise ValueError(f"outputs must be a tuple of names among {tuple(OUTPUTS)}, but got {loss.outputs!r}")
     if len(set(loss.outputs)) < len(loss.outputs):
