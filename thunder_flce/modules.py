@@ -166,7 +166,9 @@ class LinearCrossEntropyLoss(nn.Module):
                 shape, or what is no plain `torch.nn.Linear`, was assigned to `linear`.
         """
         _check_linear(self.linear)
-        shape, given = (self.num_classes, self.in_features), tuple(self.linear.weight.shape)
+        # Once: it may be computed from other parameters.
+        weight = self._operand("weight", input)
+        shape, given = (self.num_classes, self.in_features), tuple(weight.shape)
         if given != shape:
             raise ValueError(
                 f"linear.weight must be (num_classes, in_features) = {shape}, but {given} was assigned to it; make the "
@@ -174,9 +176,9 @@ class LinearCrossEntropyLoss(nn.Module):
             )
         return linear_cross_entropy(
             input,
-            self._operand("weight", input),
+            weight,
             target,
-            linear_bias=None if self.linear.bias is None else self._operand("bias", input),
+            linear_bias=self._operand("bias", input),
             weight=self.weight,
             token_weights=token_weights,
             target_weights=target_weights,
@@ -189,9 +191,9 @@ class LinearCrossEntropyLoss(nn.Module):
             **self._settings(),
         )
 
-    def _operand(self, name: str, input: Tensor) -> Tensor:
-        parameter: Tensor = getattr(self.linear, name)
-        if self.vocab_parallel is None:
+    def _operand(self, name: str, input: Tensor) -> Any:
+        parameter = getattr(self.linear, name)
+        if parameter is None or self.vocab_parallel is None:
             return parameter
         # thunder traces a stand-in, which has the mesh but not the class.
         if not hasattr(parameter, "device_mesh"):
@@ -234,8 +236,9 @@ def _check_linear(linear: nn.Module) -> None:
             "what else it computes would be lost"
         )
     # `fully_shard` adds hooks, too. There the loss says what to shard instead.
-    if (linear._forward_hooks or linear._forward_pre_hooks) and not hasattr(linear.weight, "device_mesh"):
-        raise TypeError("linear must have no forward hooks, which would be lost")
+    hooks = linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks
+    if any(hooks) and not hasattr(linear.weight, "device_mesh"):
+        raise TypeError("linear must have no hooks, which would be lost")
 
 
 def loss_only(model: nn.Module, *, labels: str = "labels", loss: str | int = "loss") -> nn.Module:

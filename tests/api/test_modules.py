@@ -82,6 +82,23 @@ def test_copies_and_conversions():
     assert half(case.x.bfloat16(), case.target).dtype == torch.float32
 
 
+class Twice(nn.Module):
+    def forward(self, parameter):
+        """Twice the parameter, and counts the calls."""
+        self.calls = getattr(self, "calls", 0) + 1
+        return 2 * parameter
+
+
+def test_what_parameters_are_computed_by_is_called_once():
+    """It may draw random numbers, or change what it keeps, as spectral_norm does."""
+    loss, ways = LinearCrossEntropyLoss(H, V, bias=True), {"weight": Twice(), "bias": Twice()}
+    for name, way in ways.items():
+        nn.utils.parametrize.register_parametrization(loss.linear, name, way)
+        way.calls = 0
+    loss(torch.randn(3, H), torch.tensor([0, 1, 2]))
+    assert [way.calls for way in ways.values()] == [1, 1]
+
+
 @dataclass
 class Output:
     loss: torch.Tensor | None
@@ -241,9 +258,12 @@ WRONG_TYPES = {
     "options must be thunder_flce.Options or None, but got str": lambda: of(options="auto"),
     "weight must be a tensor, but got list": lambda: of(weight=[1.0] * 9),
     # What is more than a linear.
-    "linear must have no forward hooks": lambda: from_linear(
+    "linear must have no hooks": lambda: from_linear(
         _changed(nn.Linear(4, 9), lambda linear: linear.register_forward_hook(print))
     ),
+    "linear must have no hooks, which": lambda: _changed(
+        of(), lambda loss: loss.linear.register_full_backward_hook(print)
+    )(*INPUTS),
     "linear must be a torch.nn.Linear with the forward of torch.nn.Linear": lambda: from_linear(
         _changed(nn.Linear(4, 9), lambda linear: setattr(linear, "forward", print))
     ),
