@@ -204,6 +204,8 @@ def test_what_a_function_reads_may_change():
     factor[0] = trainer.epsilon.value = 5.0
     constant.add_(3)
     assert [*map(factor_of, functions)] == [5.0] * 4
+    constant.data.fill_(7)  # Has no version, as an array of NumPy's that shares the memory.
+    assert factor_of(functions[3]) == 7.0
 
 
 # In Dynamo.

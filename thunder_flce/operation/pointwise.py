@@ -133,7 +133,10 @@ def _state(value: Any, names: Sequence[str], depth: int = 8) -> Any:
     if kind in (bool, int, float, str, type(None), torch.dtype):
         return kind, repr(value)
     if isinstance(value, Tensor):
-        return WeakIdRef(value), value._version
+        if value.device.type != "cpu" or value.numel() != 1:
+            return WeakIdRef(value), value._version
+        with _as_in_eager():
+            return value.dtype, value.shape, value.requires_grad, repr(value.item())
     library = value.__name__ if kind is ModuleType else getattr(value, "__module__", None) or ""
     is_known = kind in (FunctionType, ModuleType, type) and library.partition(".")[0] in ("torch", "math", "numpy")
     if is_known or (kind is BuiltinFunctionType and isinstance(value.__self__, ModuleType | type)):
