@@ -443,6 +443,8 @@ PROGRAMS_OF_BOTH = {
     "dft": (IN_FORWARD, lambda s: (s * torch.exp(-s.detach())).mean()),
     "by matmul": (IN_FORWARD, lambda x, a, m: (torch.stack([x, x * a], -1) @ a[0, :2] * m).sum()),
     "taken": (IN_FORWARD, lambda x: x.take(torch.tensor([0, 3, 3])).mean()),
+    # thunder's derivative keeps the sum, with a dtype of its own.
+    "summed in another dtype": (IN_FORWARD, lambda s: (s - s.detach()).sum(dtype=torch.float32).double()),
     # thunder has its gradient from PyTorch, which reads the rows.
     "by dot": (IN_FORWARD, lambda s, m: torch.dot(s[0], m[0])),
     "means of sequences": (

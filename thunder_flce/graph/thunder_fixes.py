@@ -55,6 +55,7 @@ def apply() -> None:
     clang.maybe_broadcast = _broadcast_differentiated_scalars
     of_torch = get_executor("torch")
     of_torch.register_implementation(ltorch.zeros, execution_transform=_zeros)
+    of_torch.register_implementation(ltorch.sum, execution_transform=_sum)
     backward = {"meta": ltorch.nll_loss_backward, "fn": _nll_loss_backward}
     of_torch.register_implementation(
         ltorch.nll_loss_backward, of_torch.register_operator("flce_nll_loss_backward", **backward)
@@ -82,11 +83,17 @@ def _reshape(*args: Any, fd: Any, **kwargs: Any) -> Any:
 
 
 _torch_zeros: Callable = get_executor("torch").implmap[ltorch.zeros.id].execution_transform
+_torch_sum: Callable = get_executor("torch").implmap[ltorch.sum.id].symbol
 
 
 def _zeros(*shape: int, device: Any, dtype: Any) -> TensorProxy:
     """The gradient of what nothing uses. Of a scalar, it would be torch.zeros() without a shape."""
     return _torch_zeros(*shape, device=device, dtype=dtype) if shape else ltorch.full((), 0, device=device, dtype=dtype)
+
+
+def _sum(*args: Any, dtype: Any = None, **kwargs: Any) -> TensorProxy:
+    """With a dtype of thunder's, which a derivative has where the program's is PyTorch's."""
+    return _torch_sum(*args, dtype=None if dtype is None else dtypes.to_torch_dtype(dtype), **kwargs)
 
 
 def _minimum_grad(a: TensorProxy, b: TensorProxy, /) -> TensorProxy:
