@@ -39,6 +39,8 @@ def read(trace: TraceCtx) -> Program:
             args, kwargs = args[:2], {**dict(zip(_NLL_LOSS, args[2:], strict=False)), **kwargs}
         elif name in ("torch_max", "min") and len(args) > 1 and isinstance(args[1], Tensor):
             name, args = ("minimum" if name == "min" else "maximum"), args[:2]
+        elif name == "view" and output.dtype != args[0].dtype:
+            name += " of bits"
         elif name == "unpack_trivial":
             args, output = (), None  # What it returns are arguments of the program.
         ops.append(
