@@ -6,8 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import thunder
+import thunder.torch as ltorch
 import torch
 import torch.nn.functional as F
+from thunder.extend import OperatorExecutor
 from thunder.recipes import BaseRecipe
 from thunder.transforms import LORATransform
 from thunder.transforms.quantization import BitsAndBytesLinearQuant4bit, get_bitsandbytes_executor
@@ -159,6 +161,21 @@ def test_the_executor_alone():
     assert not thunder.compile_data(plain).transforms
     with pytest.warns(NotFusedWarning, match="give thunder.jit its transforms as a list"):
         thunder.jit(model, executors=executors, transforms=())(*arguments)
+
+
+def test_an_operator_of_another_executor():
+    """It has the name of one of PyTorch's, and does something else."""
+
+    def twice(x):
+        return x * 2
+
+    other = OperatorExecutor("other")
+    other.register_operator("tanh", like=ltorch.tanh, fn=twice, replaces=twice)
+    tensors = torch.randn(3, H), torch.randn(V, H), torch.arange(3)
+    program = lambda h, w, y: F.cross_entropy(twice(F.linear(h, w)), y)  # noqa: E731
+    jitted = thunder_flce.jit(program, executors=[other])
+    torch.testing.assert_close(jitted(*tensors), program(*tensors))
+    assert "by tanh of other" in str(decisions(jitted)[0])
 
 
 class Quantized(BitsAndBytesLinearQuant4bit):

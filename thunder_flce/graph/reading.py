@@ -35,7 +35,10 @@ def read(trace: TraceCtx) -> Program:
             results = tensors_in((args, kwargs))
             continue
         name, output = bsym.sym.name, tree_map(of, bsym.output)
-        if name == "nll_loss":
+        if bsym.sym.executor is not None:
+            # An operator of another executor is not PyTorch's of that name.
+            name += f" of {bsym.sym.executor.name}"
+        elif name == "nll_loss":
             args, kwargs = args[:2], {**dict(zip(_NLL_LOSS, args[2:], strict=False)), **kwargs}
         elif name in ("torch_max", "min") and len(args) > 1 and isinstance(args[1], Tensor):
             name, args = ("minimum" if name == "min" else "maximum"), args[:2]
