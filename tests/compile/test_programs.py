@@ -172,6 +172,8 @@ def cross_entropy(z, y):
 
 torch.library.define("flce_tests::log", "(Tensor x, Tensor(a!) double) -> ()")
 torch.library.impl("flce_tests::log", "CompositeExplicitAutograd")(lambda x, double: (double.mul_(2), None)[1])
+torch.library.define("flce_tests::draw", "(Tensor x) -> Tensor")
+torch.library.impl("flce_tests::draw", "CompositeExplicitAutograd")(lambda x: torch.randint_like(x, V))
 
 
 # What is made of the numbers of tokens, of their logits and of hidden states, and what becomes of that.
@@ -366,6 +368,36 @@ PROGRAMS = {
         FUSED, lambda z, a: (
             i := torch.arange(3), v := i[:], _before_and_after(lambda: i.add_(1), lambda: entropies_of(z[v])),
         )[2],
+    ),
+    "labels changed as bits": (
+        FUSED, lambda z, y: _before_and_after(
+            lambda: y.view(torch.int32).mul_(0), lambda: of_rows(z, (y + 1) % V, reduction="none"),
+        ),
+    ),
+    # What looks the same is not: draws, the functions of a branch, floats and their integers, and one tensor's shapes.
+    "drawn twice": (
+        IN_FORWARD, lambda x, a: ((x * F.gumbel_softmax(a) - x * F.gumbel_softmax(a)).sign().abs() * x).sum(),
+    ),
+    "labels drawn by an operator": (
+        FUSED, lambda z, y: (
+            draw := torch.ops.flce_tests.draw, (of_labels(z, draw(y)) != of_labels(z, draw(y))).any(),
+        )[1],
+    ),
+    "labels of two branches": (
+        IN_FORWARD, lambda z, y: of_rows(z, torch.cond(y.sum() > 0, lambda y: (y + 1) % V, torch.clone, (y,)))
+        + of_rows(z, torch.cond(y.sum() > 0, lambda y: (y + 7) % V, torch.clone, (y,))),
+    ),
+    "weights and their integers": (IN_FORWARD, lambda x, a: (x * (b := a * 5) + x.exp() * b.long()).sum()),
+    "weights of rows and of columns": (
+        IN_FORWARD, lambda x, y: ((u := x[:, :B]) * (of := y[:, 0])[:, None] + u.exp() * of).sum(),
+    ),
+    "labels of rows and of columns": (
+        IN_FORWARD, lambda z, y: of_rows(u := z[:, :B], (of := y[:, 0])[None].expand(B, B))
+        + 2 * of_rows(u, of[:, None].expand(B, B)),
+    ),
+    "rows picked by rows and by columns": (
+        IN_FORWARD, lambda z, y: of_rows(z[(i := y[:, 0] % B)[:, None], i[None]], y[:, :B]) * 2
+        + of_rows(z[i[None], i[:, None]], y[:, :B]),
     ),
     "changed as one of a list": (
         FUSED, lambda h, w, y, x, a: (

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch._functorch import eager_transforms
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
@@ -159,7 +160,7 @@ class _Reader:
                 writes=writes,
                 handle=node,
                 inside=inside,
-                is_random=bool(_RANDOM.match(name)),
+                is_random=bool(_RANDOM.match(name)) or " of " in name or isinstance(node.target, HigherOrderOperator),
                 grad_mode=self._grad_mode,
             )  # fmt: skip
         )

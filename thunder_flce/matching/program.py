@@ -186,16 +186,21 @@ class Program:
         """Numbers the results of an operation; of a tensor that it changes in place, and of its views, anew."""
         for tensor in op.writes:
             for known in self._number_of:
-                if known.dtype == tensor.dtype:
+                if known.dtype == tensor.dtype or may_share(tensor, known):
                     self._number_of[known] = next(self._count)
                     self._changed.add(known)
         outs = op.outs
-        if len(outs) == 1 and op.operands and keeps_elements(op) and not outs[0].dtype.is_floating_point:
+        if op.is_random or op.writes or any(out.dtype.is_floating_point for out in outs):
+            # Many operations may draw floats, and not all of them say so.
+            for out in outs:
+                self.value_number(out)
+            return
+        if len(outs) == 1 and op.operands and keeps_elements(op) and not op.operands[0].dtype.is_floating_point:
             self._number_of[outs[0]] = self.value_number(op.operands[0])
             return
-        if op.is_random or op.writes:
-            return
-        key = op.name, repr(tree_map_only(Tensor, self.value_number, (op.args, op.kwargs)))
+        # The same number in another shape is expanded to other elements, and a mask picks others than its integers.
+        given = tree_map_only(Tensor, lambda x: (self.value_number(x), x.shape, x.dtype), (op.args, op.kwargs))
+        key = op.name, repr(given)
         for at, out in enumerate(outs):
             of_out = (*key, at, str(out.dtype))
             if of_out not in self._numbers:

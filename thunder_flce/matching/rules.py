@@ -310,7 +310,8 @@ def _at_tensors(known: "Interpreter", op: Op, of: Class, key: tuple[Any, ...]) -
         raise Unknown("with an index that is neither an integer nor a slice")
     if any(known.hangs_on(each, of.logits) for each in tensors):
         raise Unknown("at rows that depend on the logits")
-    numbers = repr(tree_map_only(Tensor, lambda each: known.program.number_at(each, op), key))
+    number_at = known.program.number_at
+    numbers = repr(tree_map_only(Tensor, lambda each: (number_at(each, op), each.shape, each.dtype), key))
     step = RowStep("take", (numbers,), given=key, read_at=op.position)
     return replace(of, logits=_with_step(of, step, op.output.shape[:-1]), shape=op.output.shape, dim=op.output.ndim - 1)
 

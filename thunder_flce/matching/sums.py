@@ -353,7 +353,8 @@ class _Search:
         shape, slices = op.output.shape, self._slices[op.output]
         for handle, known in part.inputs.items():
             is_same = self._program.value_number(known.tensor) == self._program.value_number(tensor)
-            is_same = is_same and same_shape(known.shape, shape) and _text(known.slices) == _text(slices)
+            is_same = is_same and same_shape(known.tensor.shape, tensor.shape) and same_shape(known.shape, shape)
+            is_same = is_same and _text(known.slices) == _text(slices)
             if known.ignored is None and not known.is_mask and is_same:
                 return handle
         handle = part.recorder.add_input(tensor.dtype)
