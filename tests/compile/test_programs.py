@@ -456,6 +456,14 @@ PROGRAMS = {
     "labels of eight bits": (
         IN_FORWARD, lambda z, y: F.cross_entropy(z.flatten(0, 1), (y + 512).flatten().to(torch.uint8).long()),
     ),
+    "labels of eight bits from the end": (
+        IN_FORWARD, lambda h, w, y: F.linear(h, w.repeat(4, 1)).flatten(0, 1).log_softmax(-1)[
+            torch.arange(y.numel()), (y - V).to(torch.int8).flatten().long()
+        ].mean(),
+    ),
+    "labels that were rounded": (
+        IN_FORWARD, lambda h, w, y: of_rows(F.linear(h, w.repeat(10, 1)), (y * 9 + 3).flatten().bfloat16().long()),
+    ),
     # Nothing reads a log-softmax, but what is subtracted.
     "soft targets after the maximum": (
         Reason.NOT_FOLLOWED, lambda z, w: (

@@ -505,9 +505,11 @@ def _before_reshapes(labels: Tensor, rows: Sequence[Any], known: Interpreter) ->
     while found is not None and not same_shape(found.shape, rows):
         # Of another region's argmax, there is only what was asked for.
         is_reshape = found.op is not None and bool(found.op.operands) and keeps_elements(found.op)
+        # Of eight bits, or rounded, they are others.
+        is_reshape = is_reshape and found.dtype == labels.dtype
         is_reshape = is_reshape and found not in known.results and not known.program.may_have_changed(found)
         found = found.op.operands[0] if is_reshape else None  # type: ignore[union-attr]
-    return labels if found is None or found.dtype.is_floating_point else found
+    return labels if found is None or found.dtype != labels.dtype else found
 
 
 def factors_after(loss: Tensor) -> list[tuple[Tensor | float, bool]]:
