@@ -823,6 +823,7 @@ OF_LOSSES = {
     "and returned": lambda s, m: (t := s.detach(), s.mul_(m), (s.sum(), t))[2],
     "without gradients": lambda s, m: (t := s * 1.0, _without_gradients(t.mul_, m), t.sum())[2],
     "transposed": lambda s, m: (s.t_(), (s * m.t()).sum())[1],
+    "as a product, transposed": lambda s, m: (t := s * 1.0, t.transpose_(0, 1), (t.exp() * m.t()).sum())[2],
     "beside zeros that are written": lambda s, m: (u := torch.zeros_like(m), u.view(-1).fill_(3.0), (s + u).sum())[2],
     "masked": lambda s, m: (s[None].index_put_((m[None] == 0,), s.new_zeros(())), s.sum())[1],
 }

@@ -15,7 +15,17 @@ from thunder_flce.matching.algebra import Argmax, Class, Row, atoms
 from thunder_flce.matching.decisions import Decision, NotFused, Reason
 from thunder_flce.matching.interpreter import Interpreter, Result, is_head
 from thunder_flce.matching.parts import Part, parts_of
-from thunder_flce.matching.program import Op, Program, Tensor, keeps_elements, live, may_share, same_shape
+from thunder_flce.matching.program import (
+    PERMUTATIONS,
+    RESHAPES,
+    Op,
+    Program,
+    Tensor,
+    keeps_elements,
+    live,
+    may_share,
+    same_shape,
+)
 from thunder_flce.matching.rules import has_float_factors
 from thunder_flce.matching.sums import NotASum, TokenSum, find_sum
 from thunder_flce.options import Options
@@ -140,9 +150,10 @@ def _problem(part: Part, known: Interpreter) -> NotFused | None:
     if not all(each.is_plain for each in tensors):
         return NotFused(Reason.DISTRIBUTED)
     results = [each.tensor for each in part.rows]
-    if any(user.name == "detach" and user.writes for each in (*tensors, *results) for user in each.users):
-        # Dynamo says of them that they have no gradient, but what is made of them before has one.
-        return NotFused(Reason.OPERAND_MODIFIED, "by detach_")
+    writers = [user for each in (*tensors, *results) for user in each.users if user.writes]
+    for name in (user.name for user in writers if user.name in {"detach", *RESHAPES, *PERMUTATIONS}):
+        # Dynamo says of them what they are afterwards: without a gradient, or in another shape.
+        return NotFused(Reason.OPERAND_MODIFIED, f"by {name}_")
     dtypes = {each.dtype for each in logits.operands}
     if len(dtypes) > 1 or not all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in dtypes):
         names = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
