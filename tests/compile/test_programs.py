@@ -1241,6 +1241,15 @@ def test_ignored_labels_that_are_filled(name):
     assert len(check(program_of_filled, IN_FORWARD, by_dynamo(program_of_filled), (6,))) == 1
 
 
+def test_a_temperature_that_is_computed_twice():
+    @with_arguments
+    def program(h, w, y, a):
+        z = F.linear(h, w)
+        return of_rows(z / a.exp().mean(), y) + (z / a.exp().mean()).logsumexp(-1).square().mean()
+
+    assert len(check(program, IN_FORWARD, by_dynamo(program), (6,))) == 1
+
+
 @pytest.mark.parametrize(("loss", "of_row"), [
     (of_rows, 2),
     (lambda z, y: -(of_labels(z, y.clamp(min=0)) * (y >= 0)).sum(), 2),

@@ -190,7 +190,8 @@ class Program:
                     self._number_of[known] = next(self._count)
                     self._changed.add(known)
         outs = op.outs
-        if op.is_random or op.writes or any(out.dtype.is_floating_point for out in outs):
+        has_floats = any(out.dtype.is_floating_point for out in outs)
+        if op.is_random or op.writes or (has_floats and op.name not in _THE_SAME_AGAIN):
             # Many operations may draw floats, and not all of them say so.
             for out in outs:
                 self.value_number(out)
@@ -303,6 +304,8 @@ COPIES = {
 """Return the same elements, in another dtype or place."""
 RESHAPES = {"view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze", "ravel"}
 PERMUTATIONS = {"permute", "transpose", "movedim", "t", "swapaxes", "swapdims", "mT", "T", "moveaxis"}
+_THE_SAME_AGAIN = {*COPIES, *RESHAPES, *PERMUTATIONS, "double", "add", "sub", "mul", "div", "neg", "exp", "sum", "mean"}
+"""Give the same floats of the same operands"""
 
 
 def is_plain(key: tuple[Any, ...]) -> bool:
