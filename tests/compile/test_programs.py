@@ -9,7 +9,6 @@ through the backend of torch.compile, and through thunder where thunder's traces
 
 import inspect
 import itertools
-import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -186,6 +185,7 @@ PROGRAMS = {
     "over a root": (IN_FORWARD, lambda h, s, m: (s * m).sum() * (1 / h.shape[1]) + s.mean() / h.shape[1] ** 0.5),
     "picked twice": (FUSED, lambda x, a: (x[[0, 0, 1]].exp() * a[:3]).sum()),
     "by einsum": (IN_FORWARD, lambda x, m: -torch.einsum("bt,bt->", x, m)),
+    "a sum times itself": (IN_FORWARD, lambda s, m: (total := (s * m).sum()) * total),
     # Its derivative depends on which are NaN.
     "without NaNs": ("nansum in line", lambda s, m: torch.nansum(s * m)),
     "stacked with zeros": (IN_FORWARD, lambda x, m: (torch.stack([torch.zeros_like(x), x], -1).sum(-1) * m).mean()),
@@ -1311,57 +1311,6 @@ def test_regions_share_a_cast_of_autocast():
     for found, right in zip(run(compiled, given), run(program, given), strict=True):
         torch.testing.assert_close(found, right, rtol=0.02, atol=0.002)
     assert [each.plan.strategy for each in decisions(compiled)] == ["loss_only", "gradients_in_forward"]
-
-
-def random_sum(seed: int) -> Callable:
-    """Sums, with weights and without, of numbers that are computed token by token, some of them logged."""
-    draw = random.Random(seed)
-    names = [draw.choice(("detach", "mask", "exp", "add", "mul", "min", "sub", "in place")) for _ in range(4)]
-    of_tokens = [(draw.randrange(8), draw.randrange(8), name) for name in names]
-    of_scalars = [(draw.randrange(8), draw.randrange(8), draw.randrange(6)) for _ in range(draw.randrange(1, 5))]
-    first, last, kinds = draw.randrange(4), draw.randrange(12), [draw.randrange(4) for _ in of_scalars]
-
-    def program(h, w, y, a, m):
-        logits = F.linear(h, w)
-        x = logits.log_softmax(-1)
-        tokens = [x.gather(-1, y[..., None]).squeeze(-1), -(x.exp() * x).sum(-1), logits.logsumexp(-1)]
-        tokens.append(F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none").view(B, -1))
-        tokens = tokens[first:]
-        for one, two, name in of_tokens:
-            t, u = tokens[one % len(tokens)], tokens[two % len(tokens)]
-            made = {
-                "detach": t.detach, "mask": lambda t=t: t * m, "exp": lambda t=t: (t * 0.1).exp(),
-                "add": lambda t=t, u=u: t + u, "mul": lambda t=t, u=u: t * u, "sub": lambda t=t: t - a,
-                "min": lambda t=t: torch.min(t * a, a), "in place": lambda t=t: t.clone().mul_(2),
-            }  # fmt: skip
-            tokens.append(made[name]())
-        loss = tokens[-1].mean()
-        scalar = F.cross_entropy(logits.flatten(0, 1), y.flatten())
-        for (one, two, kind), sign in zip(of_scalars, kinds, strict=True):
-            t, u = tokens[one % len(tokens)], tokens[two % len(tokens)]
-            sums = (
-                lambda t=t: (t * m).sum() / m.sum(),
-                lambda t=t, u=u: torch.cat([t, u]).sum(),
-                lambda t=t, u=u: torch.stack([t, u.detach()]).mean(),
-                lambda t=t: ((t * m).cumsum(-1) * 2).sum(),
-                lambda t=t: (t * m).sum(-1).sin().sum(),
-                lambda scalar=scalar: scalar,
-            )
-            scalar = sums[kind]()
-            loss = (loss + scalar, loss - 0.1 * scalar, scalar + loss, loss + scalar.detach())[sign]
-        loss = (loss, loss * 0.5, loss + h.square().mean())[last % 3]
-        return loss, *((), (tokens[-1].detach(),), (scalar.detach(),), (tokens[0].detach(), loss.detach()))[last // 3]
-
-    return program
-
-
-@pytest.mark.parametrize("seed", range(24))
-@pytest.mark.filterwarnings("ignore")
-def test_random_sums(seed):
-    # All of them have one code, and Dynamo gives that up after a few compilations.
-    torch._dynamo.reset()
-    program = random_sum(seed)
-    check(program, ANY, by_dynamo(program), (6,))
 
 
 @pytest.mark.parametrize("of_logits", [
