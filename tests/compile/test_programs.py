@@ -1349,6 +1349,30 @@ def test_by_thunder(program, outcome):
     check(program, outcome, thunder_flce.jit(program), (6,))
 
 
+PICKED = (1, 2, 1)
+BY_THUNDERFX = {
+    # Derivatives that thunder lacks: they are the weights of a region's tokens, and thunder asks for their gradient.
+    "ends": (
+        FUSED, lambda s: (s.flatten().cumsum(0)[at := torch.tensor(PICKED)] / at).sum() + s.flip(1)[0, :2].sum(),
+    ),
+    "picked": (FUSED, lambda s: s[:, torch.tensor(PICKED)].mean()),
+    "selected": (FUSED, lambda s: s.index_select(1, torch.tensor(PICKED)).sum()),
+    "of pairs": (FUSED, lambda s: (s[at := torch.tensor(PICKED), at] * at).sum()),
+    # Tensors by keyword: thunder cannot differentiate these.
+    "narrow": (NONE, lambda h: torch.narrow(input=h, dim=0, start=1, length=1).sum()),
+    "entr": (NONE, lambda h: torch.special.entr(input=h.abs()).sum()),
+    "nansum": (NONE, lambda h: torch.nansum(input=h, dim=-1).sum()),
+    "xlogy": (NONE, lambda h: torch.xlogy(h.abs(), other=h.abs()).sum()),
+    "kl_div": (NONE, lambda h: F.kl_div(input=h, target=h.detach().softmax(-1), reduction="sum")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("outcome", "program"), BY_THUNDERFX.values(), ids=BY_THUNDERFX)
+def test_by_thunderfx(outcome, program):
+    program = with_arguments(program)
+    check(program, outcome, thunder_flce.thunderfx(program), (6,))
+
+
 @pytest.mark.parametrize("name", LOOKALIKES)
 @pytest.mark.filterwarnings("ignore")
 def test_what_looks_like_a_number_of_a_row(name):

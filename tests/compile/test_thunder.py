@@ -231,22 +231,6 @@ def test_sums_of_sequences(of_sequences):
 # thunderfx.
 
 
-@pytest.mark.parametrize("of_tokens", [
-    lambda x, at: (x.flatten().cumsum(0)[at] / at).sum() + x.flip(1)[0, :2].sum(), lambda x, at: x[:, at].mean(),
-    lambda x, at: x.index_select(1, at).sum(), lambda x, at: (x[at, at] * at).sum(),
-], ids=["ends", "picked", "selected", "of pairs"])  # fmt: skip
-def test_derivatives_that_thunder_lacks(of_tokens):
-    """They are the weights of a region's tokens, and thunder asks for a gradient of them."""
-
-    def program(h, w, y):
-        return of_tokens(F.cross_entropy(F.linear(h, w).transpose(1, 2), y, reduction="none"), torch.tensor([1, 2, 1]))
-
-    h, w = torch.randn(4, 6, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
-    compiled, y = thunder_flce.thunderfx(program), torch.randint(V, (4, 6))
-    torch.testing.assert_close(run(compiled, [h, w, y]), run(program, [h, w, y]), **CLOSE)
-    assert_fused(compiled)
-
-
 SHAPES = [(3, 8), (2, 9), (4, 5), (3, 8)]
 
 
@@ -304,20 +288,6 @@ def test_recipe_with_plugin(interpreter):
     assert_agrees(model, lambda: model(*arguments), lambda: compiled(*arguments), **CLOSE)
     (fusion,) = [t for t in recipe.transforms if isinstance(t, FuseLinearCrossEntropy)]
     assert [d.fused for c in fusion.compilations for d in c.decisions] == [True]
-
-
-@pytest.mark.parametrize("operation", [
-    lambda x: torch.narrow(input=x, dim=0, start=1, length=1),
-    lambda x: torch.special.entr(input=x.abs()),
-    lambda x: torch.nansum(input=x, dim=-1),
-    lambda x: torch.xlogy(x.abs(), other=x.abs()),
-    lambda x: F.kl_div(input=x, target=x.detach().softmax(-1), reduction="sum"),
-], ids=["narrow", "entr", "nansum", "xlogy", "kl_div"])  # fmt: skip
-def test_tensors_by_keyword(operation):
-    """thunder cannot differentiate them."""
-    x = torch.randn(3, 5, requires_grad=True)
-    program = lambda x: operation(x).sum()  # noqa: E731
-    torch.testing.assert_close(run(thunder_flce.thunderfx(program), [x]), run(program, [x]), **CLOSE)
 
 
 # Losses without a linear, and what a loss is made of, through our executor: the numbers of float64.
