@@ -369,22 +369,6 @@ def test_compiled_in_a_checkpoint():
     assert_fused(compiled, times=1)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("name", ["cross_entropy", "nll_loss"])
-def test_an_exported_module(name, reduction):
-    """Its graph has ATen's losses, whose reductions are numbers."""
-
-    def loss(logits, labels):
-        rows = logits.flatten(0, -2) if name == "cross_entropy" else logits.flatten(0, -2).log_softmax(-1)
-        return getattr(F, name)(rows, labels.flatten(), ignore_index=-100, reduction=reduction)
-
-    arguments = batch()
-    exported = torch.export.export(Model(loss), arguments).module()
-    compiled = compiled_with(exported)
-    assert_agrees(exported, lambda: exported(*arguments), lambda: compiled(*arguments), **CLOSE)
-    assert_fused(compiled, times=1)
-
-
 @pytest.mark.parametrize(("options", "message"), [
     ({"chunk_row": 8}, "no option 'chunk_row'; did you mean 'chunk_rows'"),
     ({1: 4}, "the names of options must be strings, but got 1"),

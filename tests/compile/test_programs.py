@@ -29,7 +29,7 @@ from thunder_flce.matching.decisions import Reason
 B, H, V = 4, 16, 53
 IN_FORWARD, FUSED, NONE, ANY = "gradients in the forward", "fused", "nothing to fuse", "whatever is fused"
 TRANSFORMED, PRODUCT = Reason.TRANSFORMED_LOGITS, Reason.ANOTHER_PRODUCT
-LOG_SOFTMAX = nn.LogSoftmax()
+LOG_SOFTMAX, ATEN = nn.LogSoftmax(), torch.ops.aten
 BY_DYNAMO: list[tuple[Callable, Any]] = []
 BY_THUNDER: list[tuple[Callable, Any]] = []
 
@@ -318,7 +318,13 @@ PROGRAMS = {
     ),
     "names of other modules": (
         FUSED, lambda z, y: of_rows(23 * torch.special.expit(z / 7.5) + 3, y)
-        + torch.ops.aten.nll_loss(z.flatten(0, 1).log_softmax(-1), y.flatten(), None, 2, 5),
+        + ATEN.nll_loss(z.flatten(0, 1).log_softmax(-1), y.flatten(), None, 2, 5),
+    ),
+    # As in the graph of a module that was exported: reductions are numbers.
+    "names of ATen": (
+        FUSED, lambda h, w, y: ATEN.cross_entropy_loss.default(
+            u := ATEN.flatten.using_ints(ATEN.linear.default(h, w), 0, 1), v := ATEN.flatten.using_ints(y), None, 2
+        ) + ATEN.nll_loss_nd.default(ATEN.log_softmax.int(u, -1), v),
     ),
     "permuted by name": (
         FUSED, lambda z, y: F.cross_entropy(torch.transpose(input=z, dim0=1, dim1=2), y)
