@@ -63,14 +63,6 @@ def test_programs_of_the_user(function, line, capsys):
     assert line in capsys.readouterr().out
 
 
-def unknown_arguments(hidden, gain):
-    return hidden * gain
-
-
-def model_alone():
-    return Model()
-
-
 def number_and_arguments():
     return 1, batch(2, 12)
 
@@ -80,9 +72,9 @@ def number_and_arguments():
     (":loss", "an example must be one of litgpt"),
     ("no_such_module:loss", "No module named 'no_such_module'"),
     (f"{__name__}:missing", "has no attribute 'missing'"),
-    (f"{__name__}:unknown_arguments", r"has arguments ['gain'], but only those named"),
+    ("torch.nn.functional:rms_norm", "has arguments ['eps', 'input', 'normalized_shape'], but only those named"),
     (f"{__name__}:SMALL", "is no function, but a "),
-    (f"{__name__}:model_alone", "must return a function or module and a tuple"),
+    ("threading:active_count", "must return a function or module and a tuple"),
     (f"{__name__}:number_and_arguments", "must return a function or module and a tuple"),
     ("litgpt --vocab 0", "--batch, --sequence, --hidden, --vocab must be positive"),
 ])  # fmt: skip
