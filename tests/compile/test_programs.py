@@ -9,10 +9,12 @@ through the backend of torch.compile, and through thunder where thunder's traces
 
 import inspect
 import itertools
+import operator
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -684,6 +686,33 @@ def labels_written_between_losses(z, y):
         written[0, 0] = (y[0, 0] + 1) % V
         behind = F.cross_entropy(z, written)
     return F.cross_entropy(z, y), before, behind
+
+
+@expect(ANY)
+def labels_written_by_numpy_and_by_a_method(z, y):
+    """By functions that return nothing, what they write to, or a view, and by one that only reads."""
+    written, found = y.clone(), []
+    changes = [
+        lambda of: of.__setitem__(0, 1), lambda of: of.fill(2), lambda of: np.abs(of),
+        lambda of: np.minimum(of, 1, of), lambda of: operator.iadd(of.T[0], 3),
+    ]  # fmt: skip
+    for change in changes:
+        found.append(of_rows(z.detach(), written))
+        change(written.numpy())
+    found.append(of_rows(z.detach(), written))
+    written.__imul__(2)
+    return (of_labels(z, y), of_rows(z.detach(), written), *found)
+
+
+@expect(ANY)
+@torch.no_grad()
+def labels_that_get_the_memory_of_others(z, y):
+    """After they were changed through a view of what they had."""
+    labels = y.clone()
+    view, before = labels.view(-1), of_rows(z, labels)
+    view.fill_(3)
+    behind = of_rows(z, labels)
+    return before, behind, labels.set_(y + 1)
 
 
 @expect(Reason.OPERAND_MODIFIED)

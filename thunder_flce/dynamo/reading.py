@@ -227,7 +227,8 @@ def _name_anew(gm: GraphModule) -> None:
             if name is not operand:
                 node.replace_input_with(operand, name)
         written = list(written_by(node))
-        if isinstance(value_of(node), torch.Tensor) and written and written == list(node.args[:1]):
+        is_same = isinstance(value_of(node), torch.Tensor) and not _is_of_numpy(node)
+        if is_same and written and written == list(node.args[:1]):
             latest[written[0]] = node
 
 
@@ -270,8 +271,8 @@ def written_by(node: Node) -> Iterator[Node]:
     yield from (each for each in tree_flatten(out)[0] if isinstance(each, Node))
     if isinstance(target, torch._ops.OpOverloadPacket) and len(target.overloads()) == 1:
         target = getattr(target, *target.overloads())
-    if name_of(node) == "triton_kernel_wrapper_mutation":
-        yield from node.all_input_nodes  # The user's kernel may write to any of its arguments.
+    if name_of(node) == "triton_kernel_wrapper_mutation" or _is_of_numpy(node):
+        yield from node.all_input_nodes  # The user's kernel may write to any of its arguments, and so may NumPy.
     elif isinstance(target, torch._ops.OpOverload):
         schema = target._schema.arguments
         given = {**dict(zip([each.name for each in schema], node.args, strict=False)), **node.kwargs}
@@ -281,9 +282,16 @@ def written_by(node: Node) -> Iterator[Node]:
         name = name_of(node)
         # Python's operators with such a name, such as and_, only avoid a keyword.
         is_by_name = name.endswith("_") and not name.endswith("__") and target not in vars(operator).values()
-        if is_by_name or target in _WRITING_OPERATORS or name == "__setitem__" or _is_inplace(node):
+        # With underscores, they are methods, such as __iadd__.
+        is_operator = not _WRITING_OPERATORS.isdisjoint((target, vars(operator).get(name.strip("_"))))
+        if is_by_name or is_operator or _is_inplace(node):
             # Of lists, as torch._fused_adamw_ has them, more than the first may be.
             yield from [node.args[0]] if isinstance(node.args[0], Node) else node.all_input_nodes
+
+
+def _is_of_numpy(node: Node) -> bool:
+    """Whether it is what Dynamo has for a function of NumPy's."""
+    return getattr(node.target, "__module__", "") == "torch._dynamo.utils"
 
 
 def _is_inplace(node: Node) -> bool:
