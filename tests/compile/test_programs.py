@@ -1065,6 +1065,12 @@ def _of_rows_changed(z, y):
     return x[rows, y] + x[others, y] + backwards.view(-1)
 
 
+def _of_cast_rows_changed(z, y):
+    rows = torch.arange(6, dtype=torch.int32).long()
+    rows[0] = 3
+    return z.log_softmax(-1)[rows, y]
+
+
 def _with_labels_returned(z, y):
     """And broadcast labels that something else reads, as a whole, and by a maximum that is a pair of tensors."""
     labels, x = torch.broadcast_tensors(y[:, None], z.log_softmax(-1))
@@ -1115,6 +1121,7 @@ LOOKALIKES = {
     "divided after the maximum": lambda z, y: of_labels(_less_maximum(z) / 0.7, y),
     "expectation less the maximum": lambda z, y: z.logsumexp(-1) - (z.softmax(-1) * _less_maximum(z)).sum(-1),
     "row numbers that are changed": _of_rows_changed,
+    "row numbers that are changed after a cast": _of_cast_rows_changed,
     "labels that are read twice": _with_labels_returned,
     "labels under an empty index": lambda z, y: z.log_softmax(-1).gather(-1, y[:, None][()]),
     "clamps": _clamped,

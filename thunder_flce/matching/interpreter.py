@@ -340,10 +340,8 @@ class Interpreter:
         sizes = [1] * (len(shape) - part.ndim) + list(part.shape)
         if not all(at == dim or same(size, 1) for at, size in enumerate(sizes)):
             return False
-        while part.op is not None and part.op.operands and keeps_elements(part.op):
-            part = part.op.operands[0]
-        op = part.op
-        if op is None or op.name != "arange" or self.program.may_have_changed(part):
+        op = self.program.origin(part)
+        if op is None or op.name != "arange":
             return False
         given = dict(zip(("start", "end", "step"), op.args, strict=False)) | op.kwargs
         start, end = given.get("start", 0), given.get("end")

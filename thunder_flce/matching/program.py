@@ -182,6 +182,15 @@ class Program:
         """Whether an operation in place may have written to it, or to what it is a view of."""
         return tensor in self._changed
 
+    def origin(self, tensor: Tensor) -> Op | None:
+        """What computes its elements, before reshapes and copies; None where any of these may be changed in place."""
+        while not self.may_have_changed(tensor):
+            op = tensor.op
+            if op is None or not op.operands or not keeps_elements(op):
+                return op
+            tensor = op.operands[0]
+        return None
+
     def _number(self, op: Op) -> None:
         """Numbers the results of an operation; of a tensor that it changes in place, and of its views, anew."""
         for tensor in op.writes:

@@ -880,12 +880,11 @@ def _at_labels(known: "Interpreter", op: Op, of: Class, index: Tensor, *, wraps:
 
 def _fills(known: "Interpreter", index: Tensor) -> tuple[tuple[int, int], int | None] | None:
     """`Labels.fills`, as of `labels.clamp(min=0)` or `where(labels != -100, labels, 0)`."""
-    while (op := index.op) is not None and op.operands and keeps_elements(op):
-        index = op.operands[0]
+    op = known.program.origin(index)
     if op is None or op.name not in ("clamp", "clamp_min", "masked_fill", "where"):
         return None
     args, number_at = [*op.args, *op.kwargs.values()], known.program.number_at
-    if op.writes or known.program.may_have_changed(index) or len(args) < 2 or "max" in op.kwargs:
+    if op.writes or len(args) < 2 or "max" in op.kwargs:
         return None
     if len(args) == 2:
         return (number_at(op.operands[0], op), None) if args[1] == 0 else None
