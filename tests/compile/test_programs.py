@@ -705,6 +705,24 @@ def labels_written_by_numpy_and_by_a_method(z, y):
 
 
 @expect(ANY)
+def temperatures_written_by_functions(h, z, y):
+    """Of PyTorch's, whose names do not say so."""
+    mean, var = h.new_zeros(H), h.new_ones(H)
+    vectors, negative = h.new_full((V, 2), 3), h.new_full((1,), -2)
+    changes = [
+        lambda: F.batch_norm(h.detach().flatten(0, 1), mean, var, training=True),
+        lambda: F.instance_norm(h.detach().mT, mean, var),
+        lambda: F.embedding(y, vectors, max_norm=1.0),
+        lambda: F.relu(input=negative, inplace=True),
+    ]
+    found = []
+    for change in changes:
+        change()
+        found.append(of_rows(z.detach() / (3 + var.mean() + mean[0] + vectors.mean() + negative), y))
+    return (of_rows(z, y), *found)
+
+
+@expect(ANY)
 @torch.no_grad()
 def labels_that_get_the_memory_of_others(z, y):
     """After they were changed through a view of what they had."""

@@ -278,15 +278,17 @@ def written_by(node: Node) -> Iterator[Node]:
         given = {**dict(zip([each.name for each in schema], node.args, strict=False)), **node.kwargs}
         written = [given.get(each.name) for each in schema if each.alias_info is not None and each.alias_info.is_write]
         yield from (each for each in tree_flatten(written)[0] if isinstance(each, Node))
-    elif node.args and isinstance(node.args[0], Node | list | tuple):
+    elif isinstance(first := node.args[0] if node.args else node.kwargs.get("input"), Node | list | tuple):
         name = name_of(node)
         # Python's operators with such a name, such as and_, only avoid a keyword.
         is_by_name = name.endswith("_") and not name.endswith("__") and target not in vars(operator).values()
         # With underscores, they are methods, such as __iadd__.
         is_operator = not _WRITING_OPERATORS.isdisjoint((target, vars(operator).get(name.strip("_"))))
-        if is_by_name or is_operator or _is_inplace(node):
+        if is_by_name or is_operator:
             # Of lists, as torch._fused_adamw_ has them, more than the first may be.
-            yield from [node.args[0]] if isinstance(node.args[0], Node) else node.all_input_nodes
+            yield from [first] if isinstance(first, Node) else node.all_input_nodes
+        elif getattr(target, "__module__", "") == F.__name__:
+            yield from (each for each in _written_by_functional(node) if isinstance(each, Node))
 
 
 def _is_of_numpy(node: Node) -> bool:
@@ -294,9 +296,14 @@ def _is_of_numpy(node: Node) -> bool:
     return getattr(node.target, "__module__", "") == "torch._dynamo.utils"
 
 
-def _is_inplace(node: Node) -> bool:
-    """Whether a function of torch.nn.functional has inplace=True."""
-    if getattr(node.target, "__module__", "") != F.__name__:
-        return False
-    names = list(inspect.signature(node.target).parameters)  # type: ignore[arg-type]
-    return bool({**dict(zip(names, node.args, strict=False)), **node.kwargs}.get("inplace"))
+def _written_by_functional(node: Node) -> Iterator[Any]:
+    """What a function of torch.nn.functional changes: its input, statistics of batches, or an embedding's vectors."""
+    bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]
+    bound.apply_defaults()
+    given = bound.arguments
+    if given.get("inplace"):
+        yield given["input"]
+    if given.get("training") or given.get("use_input_stats"):
+        yield from (given.get("running_mean"), given.get("running_var"))
+    if given.get("max_norm") is not None:
+        yield given["weight"]
