@@ -150,6 +150,8 @@ class _Reader:
             for tensor, out in zip(tensors_in(output), outs, strict=True):
                 tensor.needs_grad = out.requires_grad and _has_grad_fn(out)
         writes = tuple(dict.fromkeys(self._values[each] for each in written))
+        for tensor in writes if name == "set" else ():
+            tensor.storage = None  # Dynamo says which it has afterwards.
         self.ops.append(
             Op(
                 NAMES.get(name, name),

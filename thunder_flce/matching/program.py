@@ -195,7 +195,7 @@ class Program:
         """Numbers the results of an operation; of a tensor that it changes in place, and of its views, anew."""
         for tensor in op.writes:
             for known in self._number_of:
-                if known.dtype == tensor.dtype or may_share(tensor, known):
+                if may_share(tensor, known):
                     self._number_of[known] = next(self._count)
                     self._changed.add(known)
         outs = op.outs
@@ -313,7 +313,10 @@ COPIES = {
 """Return the same elements, in another dtype or place."""
 RESHAPES = {"view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze", "ravel"}
 PERMUTATIONS = {"permute", "transpose", "movedim", "t", "swapaxes", "swapdims", "mT", "T", "moveaxis"}
-_THE_SAME_AGAIN = {*COPIES, *RESHAPES, *PERMUTATIONS, "double", "add", "sub", "mul", "div", "neg", "exp", "sum", "mean"}
+_THE_SAME_AGAIN = {
+    *COPIES, *RESHAPES, *PERMUTATIONS, "double", "add", "sub", "mul", "div", "neg", "exp", "sum", "mean", "getitem",
+    "select", "expand", "clamp", "clamp_min", "pow", "sqrt", "reciprocal",
+}  # fmt: skip
 """Give the same floats of the same operands"""
 
 
