@@ -183,6 +183,8 @@ WITH_WEIGHTS = "class weights"
 PROGRAMS = {
     "by axis": (IN_FORWARD, lambda x, a, m: (((x - a).exp() * m).sum(axis=-1) / m.sum(axis=-1)).mean()),
     "the last token": (IN_FORWARD, lambda x: -x[0, -1] * 2),
+    # No logits are returned.
+    "a maximum that is returned": (Reason.LOGITS_USED, lambda z, y: (of_rows(z, y), z.amax(-1))),
     # Lengths are symbols, and what is made of them is a number.
     "over a root": (IN_FORWARD, lambda h, s, m: (s * m).sum() * (1 / h.shape[1]) + s.mean() / h.shape[1] ** 0.5),
     "picked twice": (FUSED, lambda x, a: (x[[0, 0, 1]].exp() * a[:3]).sum()),

@@ -75,11 +75,12 @@ class Escape:
     @property
     def problem(self) -> NotFused:
         """Why the logits are not fused."""
-        if self.user is None:
+        if self.user is None and isinstance(self.value, Class):
             return NotFused(Reason.LOGITS_RETURNED)
-        if self.user.writes or self.user.name == CHANGED:
+        if self.user is not None and (self.user.writes or self.user.name == CHANGED):
             return NotFused(Reason.OPERAND_MODIFIED, f"by {self.user}")
-        return NotFused(Reason.LOGITS_USED, f"by {self.user}")
+        # Such as by a maximum that is returned.
+        return NotFused(Reason.LOGITS_USED, f"by {self.user or self.tensor.op}")
 
 
 @dataclass(frozen=True)
