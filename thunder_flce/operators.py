@@ -377,6 +377,6 @@ def is_watched() -> bool:
 
 
 def is_traced(tensor: Any) -> bool:
-    """Whether a tensor is of a program that is compiled or exported, or has no values; not so of what is no tensor."""
+    """Whether a tensor is of a program that is compiled, traced or exported, or has no values. False for no tensor."""
     is_of_program = torch.compiler.is_compiling() or torch._C._is_tracing()
     return isinstance(tensor, Tensor) and (is_of_program or tensor.is_meta or is_fake(tensor))

@@ -96,6 +96,7 @@ class Op:
     writes: tuple[Tensor, ...] = ()
     """The operands that it changes in place."""
     is_random: bool = False
+    """Whether another run may give other results: a draw, or what is not PyTorch's own"""
     grad_mode: bool = True
     """Whether gradients are recorded where it is"""
     handle: Any = None
@@ -169,7 +170,7 @@ class Program:
         return sum(any(may_share(a, b) for a in op.writes for b in tensors) for op in writers)
 
     def value_number(self, tensor: Tensor) -> int:
-        """The same for tensors that are computed by the same operations, and for a tensor of labels in any shape."""
+        """The same for tensors that are known to be equal, and for a tensor of labels in any shape."""
         if tensor not in self._number_of:
             self._number_of[tensor] = next(self._count)
         return self._number_of[tensor]
@@ -239,7 +240,7 @@ def live(
 
 
 def may_share(written: Tensor, other: Tensor) -> bool:
-    """Whether one tensor may be a view of the other, or both of a third: views have the same dtype."""
+    """Whether tensors may share memory: by their storages or, where these are not known, by their dtypes."""
     if written.storage is not None and other.storage is not None:
         return bool(written.storage == other.storage)
     return written.dtype == other.dtype
