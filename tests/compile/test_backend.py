@@ -20,7 +20,7 @@ from torch._inductor.utils import fresh_cache
 from torch.utils.checkpoint import checkpoint
 
 import thunder_flce
-from front_ends import CLOSE, H, Model, V, assert_agrees, assert_fused, batch, run
+from front_ends import CLOSE, H, Model, V, assert_agrees, assert_fused, batch, flattened_loss, run
 from test_patterns import _arguments, patterns
 from thunder_flce import NotFusedError
 from thunder_flce.backend import compile_graph
@@ -142,6 +142,19 @@ def test_a_setting_that_changes(name, values, times, monkeypatch):
         given = tokens, labels.masked_fill(labels == -100, value) if name == "ignore_index" else labels, value
         torch.testing.assert_close(compiled(*given), step(*given))
     assert_fused(compiled, times)
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("scaled", [lambda z, t: z.div_(t), lambda z, t: t * z])
+def test_a_temperature_that_changes(scaled):
+    """Dynamo has a number for it at first, then a symbol; so have those who multiply the loss by it."""
+    step = lambda model, x, y, t: flattened_loss(scaled(model.logits(x), t), y) * t**2  # noqa: E731
+    model, compiled = Model(), compiled_with(step, options={"strict": True})
+    for t in (0.7, 1.3, 0.0625):
+        given = batch()
+        got, expected = (partial(each, model, *given, t=t) for each in (compiled, step))
+        assert_agrees(model, expected, got)
+    assert_fused(compiled, times=2)
 
 
 @pytest.mark.gpu

@@ -493,9 +493,10 @@ def _number(given: Any) -> Fraction:
     if isinstance(given, Tensor):
         if given.needs_grad:
             raise Unknown("with a tensor that requires a gradient")
-        raise Unknown("with a tensor in place of a number" if same(given.numel, 1) else "")
+        if not same(given.numel, 1):
+            raise Unknown
     if not is_number(given):
-        raise Unknown("with something that is not a number known when the program is compiled")
+        raise Unknown("with a number that is not known when the program is compiled")
     return Fraction(given)
 
 
