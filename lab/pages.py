@@ -233,11 +233,9 @@ def steps() -> str:
     lines = []
     for case, got in cases.items():
         cells = [f"{r['time_ms']:.2f} / {r['memory_gb']:.2f}" if (r := got.get(method)) else "–" for method in methods]
-        commits = dict.fromkeys(row["commit"] for row in got.values())
-        lines.append((case, *cells, ", ".join(commits)))
+        lines.append((case, *cells))
     header = ("model", "tokens", "torch.compile", "backend thunder_flce", "torch.compile, graphs", "backend, graphs")
-    source = "`traces/h100/models.jsonl`: one NVIDIA H100, four layers of each model, torch 2.11.0, bfloat16."
-    return f"{table((*header, 'at'), lines)}\n\n{source}"
+    return f"{table(header, lines)}\n\n{source(found, DATA / 'models.jsonl')}"
 
 
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
