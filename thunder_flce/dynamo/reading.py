@@ -118,7 +118,6 @@ class _Reader:
                 self._values[node].handle = node
             return
         self._write_sizes(node, inside)
-        self._write_factors(node, inside)
         name = name_of(node)
         is_in_place = bool(written) and name.endswith("_") and not name.endswith("__")
         name = name.removesuffix("_") if is_in_place else name
@@ -194,25 +193,6 @@ class _Reader:
             node.kwargs = of_known | {name: each for name, each in node.kwargs.items() if each is not None}
         node.op = "call_function" if is_filled else "call_method"
         node.target, node.args = getattr(torch, filled) if is_filled else str(like), tuple(args)
-
-    def _write_factors(self, node: Node, inside: Node | None) -> None:
-        """Writes a tensor in place of a factor that is a number of the program's arguments, such as a temperature."""
-        values = [value_of(each) for each in node.all_input_nodes]
-        of = next((each for each in values if type(each) is FakeTensor and each.dtype.is_floating_point), None)
-        name = name_of(node).removesuffix("_")
-        if NAMES.get(name, name) not in ("mul", "div") or of is None or not of.ndim:
-            return
-        settings: dict[str, Any] = {"dtype": torch.promote_types(of.dtype, torch.float32), "device": of.device}
-        for factor, number in zip(node.all_input_nodes, values, strict=True):
-            if isinstance(number, torch.SymFloat) and number.node.has_hint():
-                with node.graph.inserting_before(node), of.fake_mode:
-                    # Of a symbol, `full` would be compiled for the number that it is now.
-                    one = node.graph.call_function(torch.ones, ((),), settings)
-                    tensor = node.graph.call_function(torch.mul, (one, factor))
-                    one.meta = tensor.meta = {**node.meta, "example_value": torch.ones((), **settings)}
-                node.replace_input_with(factor, tensor)
-                self._add(one, inside)
-                self._add(tensor, inside)
 
     def _write_casts(self, node: Node, dtype: torch.dtype, inside: Node | None) -> None:
         """Writes what autocast casts to the dtype of the result: nothing else has one of another dtype."""

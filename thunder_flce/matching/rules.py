@@ -517,15 +517,20 @@ def _mul(known: "Interpreter", op: Op, input: Any, other: Any) -> Value:
 def _with_factor(known: "Interpreter", op: Op, of: Class | Row, factor: Any) -> Class | None:
     """Logits times a tensor of one number for each row, or for all, or over it, such as the temperatures of sequences.
 
-    It is a factor of the rows of hidden states, which it rounds: a bias would not have it.
+    It is a factor of the rows of hidden states, which it rounds: a bias would not have it. So is a number of which
+    Dynamo has a symbol, as it is an argument of the program.
     """
+    logits = of.logits
+    if not isinstance(of, Class) or not of.is_logits or logits.bias is not None or logits.softcap is not None:
+        return None
+    if isinstance(factor, torch.SymFloat) and factor.node.has_hint():
+        step = RowStep(op.name, (factor.node.expr,), given=(factor,))
+        return replace(of, logits=_with_step(of, step, of.rows_shape))
     is_factor = isinstance(factor, Tensor) and factor.dtype.is_floating_point and not factor.needs_grad
-    if not is_factor or not isinstance(of, Class) or not of.is_logits or factor.ndim > len(of.shape):
+    if not is_factor or factor.ndim > len(of.shape) or known.hangs_on(factor, logits):
         return None
     shape = (*(1,) * (len(of.shape) - factor.ndim), *factor.shape)
-    is_of_rows = all(same(size, 1) or same(size, row) for size, row in zip(shape, of.kept_shape, strict=True))
-    logits = of.logits
-    if not is_of_rows or logits.bias is not None or logits.softcap is not None or known.hangs_on(factor, logits):
+    if not all(same(size, 1) or same(size, row) for size, row in zip(shape, of.kept_shape, strict=True)):
         return None
     step = RowStep(
         op.name, (known.program.number_at(factor, op),), given=(factor,),

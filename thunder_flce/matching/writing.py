@@ -192,7 +192,9 @@ class _Writing:
         if step.kind == "take":
             return self._call(operator.getitem, hidden, step.given)
         if step.given:
-            factor = self._call(torch.reshape, *step.given, step.factor_shape)
+            (factor,) = step.given
+            if isinstance(factor, Tensor):
+                factor = self._call(torch.reshape, factor, step.factor_shape)
             product = self._call(getattr(torch, step.kind), hidden, factor)
             return product if product.dtype == hidden.dtype else self._call(torch.Tensor.to, product, hidden.dtype)
         return self._call(operator.getitem, hidden, step.argument)
