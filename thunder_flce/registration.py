@@ -10,7 +10,7 @@ imported, and gone afterwards: another library may ask PyTorch what it has.
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -28,18 +28,6 @@ def register_with_thunder() -> None:
     when_imported("thunder", _register, within=_importable)
 
 
-@contextmanager
-def _importable() -> Iterator[None]:
-    if "thunder.core" in sys.modules:
-        # What it registered is still there, so that it would fail for another reason now.
-        raise ImportError(
-            "an earlier import of thunder has failed in this process. If its error names an attribute that "
-            f"torch {torch.__version__} lacks, import thunder_flce before thunder"
-        )
-    with names_for_thunder():
-        yield
-
-
 def _register() -> None:
     try:
         import thunder_flce.graph.plugin  # noqa: F401
@@ -52,30 +40,28 @@ def _register() -> None:
 
 
 # torch 2.13 has no named tensors; thunder lists their methods among the operations that it hands on to PyTorch.
-REMOVED_METHODS = ("align_as", "align_to", "has_names", "refine_names", "rename")
+_REMOVED_METHODS = ("align_as", "align_to", "has_names", "refine_names", "rename")
 
 
 @contextmanager
-def names_for_thunder() -> Iterator[None]:
+def _importable() -> Iterator[None]:
     """PyTorch has the names that the import of thunder looks up."""
+    if "thunder.core" in sys.modules:
+        # What it registered is still there, so that it would fail for another reason now.
+        raise ImportError(
+            "an earlier import of thunder has failed in this process. If its error names an attribute that "
+            f"torch {torch.__version__} lacks, import thunder_flce before thunder"
+        )
     with ExitStack() as names:
-        for name in REMOVED_METHODS:
+        for name in _REMOVED_METHODS:
             if not hasattr(torch.Tensor, name):
-                names.enter_context(mock.patch.object(torch.Tensor, name, _removed(name), create=True))
+                # One for each name, since thunder tells operations apart by their functions.
+                method = mock.Mock(__name__=name)
+                names.enter_context(mock.patch.object(torch.Tensor, name, method, create=True))
         # Since torch 2.14, `Function.apply` is a builtin; thunder registers a rule for the function behind the method.
         if not hasattr(Function.apply, "__func__"):
             names.enter_context(mock.patch.object(Function, "apply", _apply_of(vars(Function)["apply"])))
         yield
-
-
-def _removed(name: str) -> Callable:
-    """A function for each name, since thunder tells operations apart by their functions."""
-
-    def method(*_: Any, **__: Any) -> None:
-        raise NotImplementedError(f"torch {torch.__version__} has no torch.Tensor.{name}")
-
-    method.__name__ = name
-    return method
 
 
 def _apply_of(builtin: Any) -> classmethod:
