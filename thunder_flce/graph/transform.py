@@ -89,7 +89,6 @@ class FuseLinearCrossEntropy(Transform):
             if not regions and not any(map(symbols.is_region, trace.bound_symbols)):
                 return computation_trace, in_order(refused)
             trace, decisions = write_regions(trace, regions, known, options=self.options)
-        trace = dce(trace)
         trace.set_provenance(TraceProvenance("Fuse linear and cross-entropy"))
         return trace, in_order([*decisions, *refused])
 
@@ -156,7 +155,6 @@ def _opened(trace: TraceCtx) -> TraceCtx:
 
     for bsym in trace.bound_symbols:
         add(bsym)
-    opened.set_provenance(TraceProvenance("Open checkpoints"))
     return opened
 
 

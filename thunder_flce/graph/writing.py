@@ -134,7 +134,7 @@ class _Writer:
                 env.update(zip((out.name for out in op.outs), outs, strict=True))
             return env[result.name]
 
-        # The derivative of something linear is the same at 0. Where it has nothing but shapes, dce drops the zeros.
+        # The derivative of something linear is the same at 0. Where it has nothing but shapes, thunder drops the zeros.
         rows = [ltorch.zeros(proxy.shape, device=proxy.device, dtype=_wide(proxy.dtype)) for proxy in starts]
         like = starts[0]
         one = ltorch.full((), 1.0, device=like.device, dtype=_wide(result.handle.dtype))
