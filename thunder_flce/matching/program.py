@@ -300,22 +300,14 @@ def is_number(value: Any) -> bool:
 
 
 COPIES = {
-    "to",
-    "float",
-    "type",
-    "type_as",
-    "clone",
-    "contiguous",
-    "convert_element_type",
-    "shallow_copy",
-    "half",
-    "bfloat16",
-}
+    "to", "float", "double", "half", "bfloat16", "type", "type_as", "convert_element_type", "clone", "contiguous",
+    "shallow_copy", "alias",
+}  # fmt: skip
 """Return the same elements, in another dtype or place."""
 RESHAPES = {"view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze", "ravel"}
 PERMUTATIONS = {"permute", "transpose", "movedim", "t", "swapaxes", "swapdims", "mT", "T", "moveaxis"}
 _THE_SAME_AGAIN = {
-    *COPIES, *RESHAPES, *PERMUTATIONS, "double", "add", "sub", "mul", "div", "neg", "exp", "sum", "mean", "getitem",
+    *COPIES, *RESHAPES, *PERMUTATIONS, "add", "sub", "mul", "div", "neg", "exp", "sum", "mean", "getitem",
     "select", "expand", "clamp", "clamp_min", "pow", "sqrt", "reciprocal",
 }  # fmt: skip
 """Give the same floats of the same operands"""

@@ -214,7 +214,7 @@ def _einsum(known: "Interpreter", op: Op, equation: str, *operands: Any) -> Clas
 # Shapes.
 
 
-@rule(*COPIES, "alias", "double")
+@rule(*COPIES)
 def _copied(known: "Interpreter", op: Op, input: Value, *args: Any, **kwargs: Any) -> Value:
     tensor, after = op.operands[0], op.output.dtype
     # Others would round the logits once more, or need a wider loss.
@@ -542,7 +542,7 @@ def _with_factor(known: "Interpreter", op: Op, of: Class | Row, factor: Any) -> 
 def _at_one_hot(known: "Interpreter", of: Class, one_hot: Any) -> Class | None:
     """The product with the one-hot vectors of labels."""
     made = [one_hot] if isinstance(one_hot, Tensor) else []
-    while made and (before := made[-1].op) is not None and before.name in (*COPIES, "double"):
+    while made and (before := made[-1].op) is not None and before.name in COPIES:
         made.append(before.operands[0])
     op = made[-1].op if made and not any(map(known.program.may_have_changed, made)) else None
     if op is None or op.name != "one_hot" or of.form == "p" or not same_shape(one_hot.shape, of.shape):

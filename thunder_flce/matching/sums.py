@@ -49,7 +49,7 @@ from thunder_flce.operation.pointwise import (
     uses,
 )
 
-CASTS = {*COPIES, "double", "bool", "int", "long"}
+CASTS = {*COPIES, "bool", "int", "long"}
 """Operations that change the dtype at most."""
 
 
@@ -434,7 +434,7 @@ def recording(recorder: Recorder) -> Callable[..., Handle]:
 
 # Linear in their first operand, whatever else they are given, if none of that depends on the tokens.
 _LINEAR_IN_FIRST = {
-    *RESHAPES, *PERMUTATIONS, *COPIES, "double", "sum", "mean", "neg", "getitem", "select", "narrow", "split", "chunk",
+    *RESHAPES, *PERMUTATIONS, *COPIES, "sum", "mean", "neg", "getitem", "select", "narrow", "split", "chunk",
     "tensor_split", "unbind", "index_select", "flip", "roll", "expand", "expand_as", "repeat", "repeat_interleave",
     "cumsum", "diagonal", "masked_select", "gather", "take_along_dim", "broadcast_to", "sum_to_size", "tile",
     "atleast_1d", "atleast_2d", "tril", "triu", "take",

@@ -536,7 +536,7 @@ def factors_after(loss: Tensor) -> list[tuple[Tensor | float, bool]]:
             factors.append((others[0], is_divided))
         elif user.name == "neg" or (user.name == "sub" and is_second):
             factors.append((-1.0, False))
-        elif user.name not in ("add", "sub", "double", *COPIES, *RESHAPES):
+        elif user.name not in ("add", "sub", *COPIES, *RESHAPES):
             break
         tensor = user.outs[0]
     return factors
