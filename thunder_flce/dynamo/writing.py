@@ -261,9 +261,12 @@ class _Graph:
             if node in needed and not isinstance(node.meta.get("val"), torch.SymInt):
                 needed.update(node.all_input_nodes)
         with self._graph.inserting_before(self._end):
+            # thunder asks for the gradient of all that may have one, and does not know each of these.
+            self._graph.call_function(torch._C._set_grad_enabled, (False,))
             for node in traced.graph.nodes:
                 if node in needed and node not in inlined:
                     inlined[node] = self._inlined(node, inlined, traced)
+            self._graph.call_function(torch._C._set_grad_enabled, (True,))
             return [self._made(inlined[each], each.meta["val"]) for each in output.args[0]]
 
     def _inlined(self, node: Node, inlined: dict[Node, Any], traced: GraphModule) -> Any:
@@ -343,13 +346,6 @@ def _padded(grad: torch.Tensor, dim: int, before: Any, behind: Any) -> torch.Ten
     return F.pad(grad, [*(0, 0) * (grad.ndim - dim % grad.ndim - 1), before, behind])
 
 
-def _flip(given: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
-    for dim in dims:
-        backwards = given.shape[dim] - 1 - torch.arange(given.shape[dim], device=given.device)
-        given = given.index_select(dim, backwards)
-    return given
-
-
 def _index_put(given: torch.Tensor, indices: Sequence[Any], values: torch.Tensor, accumulate: bool = False) -> Any:
     if not accumulate:
         return NotImplemented
@@ -359,15 +355,11 @@ def _index_put(given: torch.Tensor, indices: Sequence[Any], values: torch.Tensor
     return given.reshape(-1).scatter_add(0, numbers.reshape(-1), values).view(given.shape)
 
 
-def _index_add(given: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: Any = 1) -> Any:
-    return _index_put(given, (*(None,) * (dim % given.ndim), index), source * alpha, accumulate=True)
-
-
 _AS_OTHERS: dict[Any, Callable] = {
-    torch.ops.aten.flip.default: _flip, torch.ops.aten.index_put.default: _index_put,
-    torch.ops.aten.index_add.default: _index_add,
-    torch.ops.aten.slice_backward.default: _slice_backward, torch.ops.aten.select_backward.default: _select_backward,
-}  # fmt: skip
+    torch.ops.aten.index_put.default: _index_put,
+    torch.ops.aten.slice_backward.default: _slice_backward,
+    torch.ops.aten.select_backward.default: _select_backward,
+}
 """Derivatives that thunder does not have, by an operation that it has"""
 
 
