@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from thunder_flce.matching.algebra import Class
 from thunder_flce.matching.interpreter import Interpreter, Result
 from thunder_flce.matching.parts import Part, TokenInput
 from thunder_flce.matching.program import (
@@ -319,7 +318,7 @@ class _Search:
         for other in op.operands:
             # Zeros that a loss was added to in place have its gradient, as far as Dynamo says.
             if other not in operands and other not in (others or ()) and not self._is_zero(other, op):
-                self._check_known(other, op)
+                _check_factor(other, op)
         self._check_writes(op)
         return True
 
@@ -351,7 +350,8 @@ class _Search:
 
     def _input(self, tensor: Tensor, op: Op, part: Part, has_grad: bool) -> Handle:
         """What a tensor is in the recorder that does not depend on the sources."""
-        self._check_known(tensor, op, has_grad=has_grad)
+        if has_grad:
+            _check_factor(tensor, op)
         shape, slices = op.output.shape, self._slices[op.output]
         for handle, known in part.inputs.items():
             is_same = self._program.value_number(known.tensor) == self._program.value_number(tensor)
@@ -362,14 +362,6 @@ class _Search:
         handle = part.recorder.add_input(tensor.dtype)
         part.inputs[handle] = TokenInput(tensor, shape, op.position, slices=slices)
         return handle
-
-    def _check_known(self, tensor: Tensor, op: Op, *, has_grad: bool = True) -> None:
-        """Raises for a factor that is not known when the region runs, or needs a gradient itself."""
-        if has_grad and tensor.needs_grad:
-            raise NotASum(f"{_name(tensor)} in {op} needs a gradient, too")
-        # What other regions give is there before this one, or else the two are in a circle, which `regions` finds.
-        if tensor in self._dependent or isinstance(self._known.get(tensor), Class):
-            raise NotASum(f"{_name(tensor)} in {op} depends on the logits")
 
     def _check_writes(self, op: Op) -> None:
         """Raises for a change in place that somebody else sees: then it is not the same as a new tensor."""
@@ -478,6 +470,12 @@ def _is_linear(op: Op, operands: Sequence[Tensor], is_zero: Callable[[Any, Op], 
         filled, _, value = (*args, *op.kwargs.values())
         return len(operands) == 1 and filled is operands[0] and is_zero(value, op)
     return False
+
+
+def _check_factor(tensor: Tensor, op: Op) -> None:
+    """Raises for a factor that needs a gradient itself."""
+    if tensor.needs_grad:
+        raise NotASum(f"{_name(tensor)} in {op} needs a gradient, too")
 
 
 def _name(tensor: Tensor) -> str:
