@@ -46,11 +46,6 @@ class Result:
         return self.tensor.op
 
     @property
-    def kind(self) -> str:
-        """What a user would call it."""
-        return self.value.kind if isinstance(self.value, Row) else "argmax"
-
-    @property
     def row(self) -> Row:
         """What is known of it where it is no argmax."""
         assert isinstance(self.value, Row)
@@ -107,7 +102,6 @@ class Interpreter:
         self._lost: dict[Tensor, _Lost] = {}
         self.followed: list[Op] = []
         """The changes in place that are described"""
-        self._written = [each for op in program.ops for each in op.writes]
         for op in program.ops:
             self._interpret(op)
         for tensor in dict.fromkeys(program.results):
@@ -169,13 +163,13 @@ class Interpreter:
 
     def _is_written_out_of_place(self, op: Op) -> bool:
         """Whether a change in place of logits means the same as a new tensor, for all that share the memory."""
-        written = op.operands[0] if op.operands else None
+        written = op.operands[0]
         if op.name not in ("mul", "div", "neg", "add", "sub") or len(op.writes) != 1 or op.writes[0] is not written:
             return False
         others = [self.get(each) for each in (*op.args[1:], *op.kwargs.values()) if isinstance(each, Tensor)]
         is_given = op.name in ("mul", "div", "add") and not any(others)  # A factor, or a bias.
         is_known = isinstance(self.get(written), Class) and (is_given or all(isinstance(of, Row) for of in others))
-        if not is_known or op.leaves_gradient or written is None or written.storage is None:
+        if not is_known or op.leaves_gradient or written.storage is None:
             return False
         # An alias that was detached, or one that was not, would get another gradient.
         return all(each.needs_grad == written.needs_grad for each in self.values if each.shares_memory(written))
@@ -200,7 +194,7 @@ class Interpreter:
 
     def _is_view_of_written(self, op: Op) -> bool:
         """Whether the result shares memory with a number of each row, and one of them is changed in place."""
-        return any(each.shares_memory(op.output) for each in op.operands) and self.is_written(op.output)
+        return any(each.shares_memory(op.output) for each in op.operands) and self.program.may_have_changed(op.output)
 
     def _forget(self, op: Op) -> None:
         """After a change in place that is not described, a number of each row is no longer what it was."""
@@ -280,10 +274,6 @@ class Interpreter:
             return NotFused(Reason.ANOTHER_PRODUCT, f"by {op}")
         return NotFused(Reason.NO_LINEAR)
 
-    def is_written(self, tensor: Tensor) -> bool:
-        """Whether an operation changes it in place, or what shares its memory."""
-        return any(each.shares_memory(tensor) for each in self._written)
-
     # What rules ask.
 
     def is_row_of(self, row: Row, of: Class) -> bool:
@@ -306,10 +296,6 @@ class Interpreter:
         """Whether logits begin with a tensor, as a linear returns it."""
         found = self.get(tensor)
         return isinstance(found, Class) and tensor in found.logits.linears
-
-    def hangs_on_results(self, tensor: Tensor) -> bool:
-        """Whether a tensor is computed from logits of which regions may give something."""
-        return self.hangs_on(tensor, *(each.value.logits for each in self.results.values()))
 
     def hangs_on(self, tensor: Tensor, *logits: Logits) -> bool:
         """Whether a tensor is computed from some logits."""

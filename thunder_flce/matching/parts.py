@@ -60,7 +60,7 @@ class Part:
     @property
     def kind(self) -> str:
         """What a user would call it."""
-        kinds = {result.kind for result in self.rows}
+        kinds = {result.row.kind for result in self.rows}
         return next(kind for kind in PLURALS if kind in kinds)
 
     @property
@@ -82,7 +82,7 @@ class Part:
     @property
     def first(self) -> Op:
         """The first operation of its cross-entropies, or of all results where it has none."""
-        ops = [result.op for result in self.rows if result.kind == "cross-entropy"]
+        ops = [result.op for result in self.rows if result.row.kind == "cross-entropy"]
         return min(ops or [result.op for result in self.rows], key=lambda op: op.position)
 
 

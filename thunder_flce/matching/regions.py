@@ -46,7 +46,8 @@ class Region:
     def loss(self) -> Result | None:
         """The cross-entropy, where it is all that the rows give."""
         results = [result for part in self.parts for result in part.rows]
-        return results[0] if len(results) == 1 and results[0].kind == "cross-entropy" and results[0].as_loss else None
+        is_loss = len(results) == 1 and results[0].row.ignore_index is not None and results[0].as_loss is not None
+        return results[0] if is_loss else None
 
     @property
     def has_grad(self) -> bool:

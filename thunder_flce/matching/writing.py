@@ -460,7 +460,7 @@ class _Writing:
         if found.dtype != program.dtype:
             found = self._call(torch.Tensor.to, found, program.dtype)
         # Others may be given the same tensor, and the operator's backward may read it.
-        return self._call(torch.clone, found) if self._known.is_written(program) else found
+        return self._call(torch.clone, found) if self._known.program.may_have_changed(program) else found
 
     # The upstream gradient.
 
@@ -475,10 +475,11 @@ class _Writing:
             return 1.0 if total is not None and total.as_losses is None else None
         number: float = given or 1.0
         tensor: Tensor | None = None
+        of_results = [each.value.logits for each in self._known.results.values()]
         for factor, divides in factors_after(result) if result is not None else ():
             if not isinstance(factor, Tensor):
                 number = number / factor if divides else number * factor
-            elif not self._known.hangs_on_results(factor) and (
+            elif not self._known.hangs_on(factor, *of_results) and (
                 factor.op is None or factor.op.position <= self._region.place.position
             ):
                 factor = self._call(torch.detach, factor)
