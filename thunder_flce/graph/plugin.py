@@ -4,7 +4,7 @@ To import this module registers all rules.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -54,16 +54,9 @@ def jit(
     Raises:
         TypeError: for a field of `Options` among them, which thunder would ignore.
     """
-    check_thunder_options(thunder_options)
     _warn_of_transformers(fn)
     fusion = FuseLinearCrossEntropy(options, strict=strict)
-    return thunder.jit(fn, **with_fusion(fusion, executors, transforms), **thunder_options)
-
-
-def check_thunder_options(thunder_options: Iterable[str]) -> None:
-    """Refuses our own options there: thunder takes any name, and says nothing of those that it does not know."""
-    if ours := [name for name in thunder_options if name in OPTIONS]:
-        raise TypeError(f"{ours[0]} is no argument but a field of Options: options=thunder_flce.Options({ours[0]}=…)")
+    return thunder.jit(fn, **with_fusion(fusion, executors, transforms, **thunder_options))
 
 
 def _warn_of_transformers(fn: Callable) -> None:
@@ -84,10 +77,16 @@ def with_fusion(
     fusion: FuseLinearCrossEntropy,
     executors: Sequence[Executor | str] | None,
     transforms: Sequence[Transform] | None,
+    **others: Any,
 ) -> dict[str, Any]:
-    """thunder's arguments `executors` and `transforms`; None means thunder's defaults."""
+    """thunder's arguments, with ours among the `executors` and `transforms`, of which None means thunder's defaults.
+
+    thunder takes any name, and says nothing of those that it does not know, as of our options.
+    """
+    if ours := [name for name in others if name in OPTIONS]:
+        raise TypeError(f"{ours[0]} is no argument but a field of Options: options=thunder_flce.Options({ours[0]}=…)")
     executors = thunder.get_default_executors() if executors is None else executors
-    return {"executors": [executor, *executors], "transforms": [fusion, *(transforms or ())]}
+    return {"executors": [executor, *executors], "transforms": [fusion, *(transforms or ())], **others}
 
 
 class FlcePlugin(thunder.Plugin):

@@ -13,7 +13,7 @@ from thunder.torch import _torch_to_thunder_function_map as torch_to_thunder_fun
 
 from thunder_flce.backend import raising
 from thunder_flce.dynamo.fusion import fuse
-from thunder_flce.graph.plugin import check_thunder_options, with_fusion
+from thunder_flce.graph.plugin import with_fusion
 from thunder_flce.graph.transform import FuseLinearCrossEntropy
 from thunder_flce.matching.decisions import Decision, NotFusedError
 from thunder_flce.matching.interpreter import Interpreter
@@ -49,13 +49,12 @@ def thunderfx(
     Raises:
         TypeError: for a field of `Options` among them, which thunder would ignore.
     """
-    check_thunder_options(compile_options)
     # Not by thunder's `get_torch_compile_kwargs`, which takes away what lightning has wrapped around torch.compile.
     of_torch = inspect.signature(torch.compile).parameters
     torch_options = {name: value for name, value in compile_options.items() if name in of_torch}
     thunder_options = {name: value for name, value in compile_options.items() if name not in torch_options}
     fusion = _PlanRegions(options, strict=strict)
-    backend = _Compiler(options, strict=strict, **with_fusion(fusion, executors, transforms), **thunder_options)
+    backend = _Compiler(options, strict=strict, **with_fusion(fusion, executors, transforms, **thunder_options))
     return ThunderFXCompiledObject(backend, torch.compile(fn, backend=backend, **torch_options))
 
 
