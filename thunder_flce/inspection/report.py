@@ -57,9 +57,6 @@ class Compilation:
     saved: list[SavedTensor] | None = field(default=None, repr=False)
     """What the forward saves for the backward; nothing where there is none, None where nobody knows"""
 
-    traces: list[Any] = field(default_factory=list, repr=False)
-    """thunder's traces of the forward, in the order of its passes; print one to read it"""
-
     @staticmethod
     def plans(decision: Decision) -> list[PredictedPlan]:
         """The plan of a fused loss, and its alternatives; nothing where it was not fused."""

@@ -47,7 +47,7 @@ def compilations(compiled: Any) -> list[Compilation] | None:
     for forward, backward in _passes(compiled):
         known = next((decided[id(trace)] for trace in forward if id(trace) in decided), [])
         saved = (saved_tensors(forward[-1]) if is_static(*forward[-1].args) else None) if backward else []
-        reports.append(Compilation(decisions=known, compiled_by="thunder", saved=saved, traces=forward))
+        reports.append(Compilation(decisions=known, compiled_by="thunder", saved=saved))
     return reports
 
 
