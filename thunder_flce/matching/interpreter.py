@@ -136,8 +136,7 @@ class Interpreter:
         if found is None:
             self._ask_for_operands(op, detail)
             return
-        several = found if isinstance(found, tuple) and not hasattr(found, "_fields") else (found,)
-        for out, each in zip(op.outs, several, strict=True):
+        for out, each in zip(op.outs, found if isinstance(found, tuple) else (found,), strict=True):
             if each is not None:
                 self.values[out] = each if out.needs_grad else each.detached()
         row = self.get(op.output)

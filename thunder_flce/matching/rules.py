@@ -214,7 +214,7 @@ def _einsum(known: "Interpreter", op: Op, equation: str, *operands: Any) -> Clas
 # Shapes.
 
 
-@rule(*COPIES)
+@rule(*COPIES, "detach")
 def _copied(known: "Interpreter", op: Op, input: Value, *args: Any, **kwargs: Any) -> Value:
     tensor, after = op.operands[0], op.output.dtype
     # Others would round the logits once more, or need a wider loss.
@@ -223,11 +223,6 @@ def _copied(known: "Interpreter", op: Op, input: Value, *args: Any, **kwargs: An
     if not is_number or op.output.device != tensor.device:
         raise Unknown
     return input
-
-
-@rule("detach")
-def _detach(known: "Interpreter", op: Op, input: Value) -> Value:
-    return input.detached()
 
 
 @rule(*RESHAPES, "expand", "expand_as", "broadcast_in_dim", "atleast_1d")
