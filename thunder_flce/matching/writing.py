@@ -116,10 +116,14 @@ class _Writing:
         return self._results(found), decision
 
     def _call(self, function: Callable, *args: Any, **kwargs: Any) -> Tensor:
-        """See `Writer`; what has no gradient need not be detached."""
-        if function is torch.detach and not args[0].needs_grad:
-            return args[0]
-        return self._writer.call(function, *args, **kwargs)
+        """See `Writer`; what would change nothing is not written."""
+        tensor, *others = args
+        is_same = (
+            (function is torch.detach and not tensor.needs_grad)
+            or (function is torch.reshape and same_shape(tensor.shape, *others))
+            or (function is torch.Tensor.to and [tensor.dtype] == others)
+        )
+        return tensor if is_same else self._writer.call(function, *args, **kwargs)
 
     # Operands.
 
@@ -196,23 +200,21 @@ class _Writing:
             if isinstance(factor, Tensor):
                 factor = self._call(torch.reshape, factor, step.factor_shape)
             product = self._call(getattr(torch, step.kind), hidden, factor)
-            return product if product.dtype == hidden.dtype else self._call(torch.Tensor.to, product, hidden.dtype)
+            return self._call(torch.Tensor.to, product, hidden.dtype)
         return self._call(operator.getitem, hidden, step.argument)
 
     def _weight(self, term: Term) -> Tensor:
         weight = term.weight
         if self._logits.has_grad and not term.has_grad:
             weight = self._call(torch.detach, weight)
-        if weight.ndim > 2:
-            weight = self._call(torch.reshape, weight, tuple(weight.shape[dim] for dim in sorted(term.weight_dims)))
+        weight = self._call(torch.reshape, weight, tuple(weight.shape[dim] for dim in sorted(term.weight_dims)))
         return weight if term.weight_dims[0] < term.weight_dims[1] else self._call(torch.transpose, weight, 0, 1)
 
     def _bias(self) -> Tensor | None:
         bias, logits = self._logits.bias, self._logits
         if bias is not None and logits.has_grad and not logits.bias_has_grad:
             bias = self._call(torch.detach, bias)
-        if bias is not None and bias.ndim > 1:
-            bias = self._call(torch.flatten, bias)
+        bias = None if bias is None else self._flat(bias)
         if not logits.shift:
             return bias
         size, number = (logits.terms[0].columns,), float(logits.shift / logits.scale)
@@ -365,16 +367,11 @@ class _Writing:
         """A weight of each token, where it may be one number for all."""
         if weight.ndim == 0:
             weight = self._call(torch.Tensor.expand, weight, part.logits.rows_shape)
-        return self._in_rows(self._in_rows_dtype(weight))
-
-    def _in_rows_dtype(self, tensor: Tensor) -> Tensor:
-        return tensor if tensor.dtype == self._rows_dtype else self._call(torch.Tensor.to, tensor, self._rows_dtype)
+        return self._in_rows(self._call(torch.Tensor.to, weight, self._rows_dtype))
 
     def _in_rows(self, tensor: Tensor) -> Tensor:
         """One number of each token in the shape of the input's rows; in one dimension where parts are joined."""
-        if self._is_joined:
-            return self._flat(tensor)
-        return tensor if same_shape(tensor.shape, self._rows) else self._call(torch.reshape, tensor, self._rows)
+        return self._flat(tensor) if self._is_joined else self._call(torch.reshape, tensor, self._rows)
 
     # What becomes of its results.
 
@@ -432,11 +429,9 @@ class _Writing:
             return found["loss"]
         of_rows, reduction = self._row(result, found), result.row.reduction
         if result.row.ignore_index is None:
-            return of_rows if reduction == "none" else self._call(_REDUCTIONS[reduction], of_rows)
+            return of_rows if reduction == "none" else self._call(getattr(torch, reduction), of_rows)
         is_valid = self._is_valid(part)
-        if not same_shape(of_rows.shape, is_valid.shape):
-            of_rows = self._call(torch.reshape, of_rows, is_valid.shape)
-        of_rows = self._call(torch.where, is_valid, of_rows, 0.0)
+        of_rows = self._call(torch.where, is_valid, self._call(torch.reshape, of_rows, is_valid.shape), 0.0)
         if reduction == "none":
             return of_rows
         total = self._call(torch.sum, of_rows)
@@ -455,10 +450,7 @@ class _Writing:
         """In the shape and the dtype that the program's tensor has, and without a gradient where that has none."""
         if not program.needs_grad:
             found = self._call(torch.detach, found)
-        if not same_shape(found.shape, program.shape):
-            found = self._call(torch.reshape, found, program.shape)
-        if found.dtype != program.dtype:
-            found = self._call(torch.Tensor.to, found, program.dtype)
+        found = self._call(torch.Tensor.to, self._call(torch.reshape, found, program.shape), program.dtype)
         # Others may be given the same tensor, and the operator's backward may read it.
         return self._call(torch.clone, found) if self._known.program.may_have_changed(program) else found
 
@@ -482,9 +474,8 @@ class _Writing:
             elif not self._known.hangs_on(factor, *of_results) and (
                 factor.op is None or factor.op.position <= self._region.place.position
             ):
-                factor = self._call(torch.detach, factor)
-                factor = factor if factor.ndim == 0 else self._call(torch.reshape, factor, ())
-                factor = self._in_rows_dtype(factor)
+                factor = self._call(torch.reshape, self._call(torch.detach, factor), ())
+                factor = self._call(torch.Tensor.to, factor, self._rows_dtype)
                 factor = self._call(torch.div, 1.0, factor) if divides else factor
                 tensor = factor if tensor is None else self._call(torch.mul, tensor, factor)
         if tensor is not None:
@@ -497,9 +488,6 @@ class _Writing:
             return None
         # A loss in 16 bits rounds its upstream gradient.
         return number if result is None or result.dtype.itemsize >= 4 else _rounded(number, result.dtype)
-
-
-_REDUCTIONS = {"sum": torch.sum, "mean": torch.mean}
 
 
 def _before_reshapes(labels: Tensor, rows: Sequence[Any], known: Interpreter) -> Tensor:
