@@ -19,13 +19,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_map
 
+from thunder_flce.matching.interpreter import LOSSES, NORMALISERS
 from thunder_flce.matching.program import NAMES, Op, Program, Source, Tensor, tensors_in
 from thunder_flce.matching.rules import LINEARS
 
 _OF_NUMPY = {"axis": "dim", "keepdims": "keepdim", "x": "input", "x1": "input", "x2": "other"}
 _OF_ATEN = {"cross_entropy_loss": "cross_entropy", "nll_loss_nd": "nll_loss", "nll_loss": "nll_loss"}
 """ATen's losses, as in the graph of an exported module: they have a number as reduction."""
-_CAST_BY_AUTOCAST = (*LINEARS, "cross_entropy", "nll_loss", "log_softmax", "softmax", "logsumexp")
+_CAST_BY_AUTOCAST = (*LINEARS, *LOSSES, *NORMALISERS, "softmax")
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OF_TORCH = ("torch", "_operator", "builtins", "aten", "prims", "")
 """Where the operations are that have PyTorch's names"""
