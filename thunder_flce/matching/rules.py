@@ -475,13 +475,9 @@ def _scaled(of: _Scaled, factor: Fraction) -> _Scaled:
     if not is_u_alone or (factor < 0 and (of.rest or of.logits.softcap is not None)):
         return replace(of, sum=added((factor, of.sum)))
     constant = value(of.rest).get("1", 0)
-    return replace(of, logits=_scaled_logits(of.logits, factor), sum=added((1, of.sum), ((factor - 1) * constant, ONE)))
-
-
-def _scaled_logits(logits: Logits, factor: Fraction) -> Logits:
-    if logits.softcap is None:
-        return replace(logits, scale=logits.scale * factor)
-    return replace(logits, softcap=logits.softcap * factor)
+    name = "scale" if of.logits.softcap is None else "softcap"
+    logits = replace(of.logits, **{name: getattr(of.logits, name) * factor})
+    return replace(of, logits=logits, sum=added((1, of.sum), ((factor - 1) * constant, ONE)))
 
 
 def _number(given: Any) -> Fraction:

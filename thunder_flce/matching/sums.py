@@ -41,7 +41,6 @@ from thunder_flce.operation.pointwise import (
     VARIABLES,
     Handle,
     NotOfTokens,
-    Recorder,
     evaluate,
     input_name,
     numbered,
@@ -301,7 +300,7 @@ class _Search:
         if others is not None and op.name in ("add", "sub") and len(operands) == len(added) == 1 and tensor.ndim == 0:
             # Its factor is its derivative.
             is_linear = len(op.args) == 2 and added[0].dtype.is_floating_point
-            others.update(dict.fromkeys(added if is_linear else ()))
+            others.update(dict.fromkeys(added))
         if not is_linear:
             if any(each not in self._tokens and each not in self._with_grad for each in operands):
                 raise NotASum(f"{op} mixes tokens")
@@ -339,7 +338,7 @@ class _Search:
             # Of further operands, such an operation takes only the shape or the dtype.
             handle = self._tokens[first][1]
             if op.output.dtype != first.dtype:
-                handle = recorder.cast(handle, op.output.dtype)
+                handle = recorder.write("to", (handle, op.output.dtype), {})
         else:
             self._check_writes(op)
             handle = recorder.write(
@@ -376,7 +375,7 @@ class _Search:
         """Whether a tensor of before an operation, which shares the memory that it changes, is needed after it."""
         needed = [each for later in self._program.ops[op.position + 1 :] for each in later.operands]
         return any(
-            each.shares_memory(written) and each not in op.outs and (each.op is None or each.op.position < op.position)
+            each.shares_memory(written) and (each.op is None or each.op.position < op.position)
             for each in (*needed, *self._program.results)
         )
 
@@ -403,7 +402,10 @@ def _text(slices: Sequence[Op]) -> str:
 def _recorded(result: Result, part: Part) -> Handle:
     """A source in the recorder. Which rows a mean or a sum is of, its weights say."""
     row, recorder = result.row, part.recorder
-    call = recording(recorder)
+
+    def call(function: Callable, *args: Any) -> Handle:
+        return recorder.write(function.__name__, args, {})
+
     if row.variables:
         number = row.made_of({name: Handle(name) for name in VARIABLES}, call)
     else:  # All has cancelled, as in the ratio of a probability to itself.
@@ -413,15 +415,6 @@ def _recorded(result: Result, part: Part) -> Handle:
         part.inputs[valid] = TokenInput(row.labels.tensors[0], row.shape, row.labels.read_at, row.ignore_index)
         number = call(torch.where, valid, number, 0.0)
     return number if result.tensor.needs_grad else recorder.detached(number)
-
-
-def recording(recorder: Recorder) -> Callable[..., Handle]:
-    """Calls functions of PyTorch's on what a recorder knows."""
-
-    def call(function: Callable, *args: Any) -> Handle:
-        return recorder.detached(*args) if function is torch.detach else recorder.write(function.__name__, args, {})
-
-    return call
 
 
 # Linear in their first operand, whatever else they are given, if none of that depends on the tokens.

@@ -235,10 +235,6 @@ class Recorder(TorchDispatchMode):
             raise NotOfTokens(f"{name} with such arguments") from error
         return handle
 
-    def cast(self, handle: Handle, dtype: torch.dtype) -> Handle:
-        """A tensor in another dtype."""
-        return self.write("to", (handle, dtype), {})
-
     def detached(self, handle: Handle) -> Handle:
         """A tensor through which no gradient flows."""
         return self.write("detach", (handle,), {})
