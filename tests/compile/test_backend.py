@@ -307,6 +307,22 @@ def test_inductor():
 
 @pytest.mark.inductor
 @fresh_cache()
+def test_programs_on_the_disk():
+    """They are told apart by constants of a derivative, too: here by the tokens of a list."""
+    for tokens in ([0, 3], [1, 3]):
+        torch._dynamo.reset()
+        arguments = operands(6)
+
+        def program(hidden, weight, labels, tokens=tokens):
+            return _log_probs(hidden, weight, labels)[tokens].sum()
+
+        compiled = compiled_with(program)
+        torch.testing.assert_close(run(compiled, arguments), run(program, arguments), **CLOSE)
+        assert_fused(compiled, times=1)
+
+
+@pytest.mark.inductor
+@fresh_cache()
 def test_frames_of_inductors_programs(monkeypatch):
     """Each is larger than a chunk of Python's stack, compiled or found on the disk: see `dynamo.frames`."""
     monkeypatch.setattr(frames, "_LARGE", 1)

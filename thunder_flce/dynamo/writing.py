@@ -17,7 +17,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import tracing
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
-from torch.fx import GraphModule, Node, Proxy
+from torch.fx import Graph, GraphModule, Node, Proxy
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_flatten, tree_map
@@ -46,7 +46,7 @@ _EXAMPLE_TOKENS = 2048
 def write_regions(gm: GraphModule, regions: Sequence[Region], known: Interpreter, options: Options) -> list[Decision]:
     """Puts regions into a graph; returns what was decided about each."""
     order = ordered(regions, known)
-    graph, has_grad = _Graph(gm, options), any(region.has_grad for region in regions)
+    graph, has_grad = _Graph(gm.graph, options), any(region.has_grad for region in regions)
     decisions = []
     for item in order:
         if isinstance(item, Op):
@@ -65,9 +65,8 @@ def write_regions(gm: GraphModule, regions: Sequence[Region], known: Interpreter
 class _Graph:
     """The `Writer` of a graph."""
 
-    def __init__(self, gm: GraphModule, options: Options):
-        graph = gm.graph
-        self._gm, self._graph, self._options = gm, graph, options
+    def __init__(self, graph: Graph, options: Options):
+        self._graph, self._options = graph, options
         nodes = self._nodes = list(graph.nodes)
         self._positions = {node: position for position, node in enumerate(nodes)}
         self._modes_after = _modes_after_each(nodes)
@@ -277,12 +276,12 @@ class _Graph:
         if node.op == "placeholder":
             # Rows: the derivative of something linear is the same at 0.
             return self.call(torch.zeros, tuple(value.shape), dtype=value.dtype, device=value.device).handle
+        if node.op == "get_attr":
+            # A constant of the derivative's own. PyTorch finds graphs on the disk by what they call, not by attributes.
+            constant = getattr(traced, str(node.target))
+            return self.call(torch.tensor, constant.tolist(), dtype=constant.dtype, device=constant.device).handle
         copy = self._graph.node_copy(node, inlined.__getitem__)
         copy.meta = {"example_value": value}
-        if node.op == "get_attr":
-            # A constant of the derivative's own.
-            copy.target = f"weights_{copy.name}"
-            setattr(self._gm, copy.target, getattr(traced, str(node.target)))
         return copy
 
     def region(self, call: Call, group: Any) -> tuple[list[Tensor], PlannedRegion]:
