@@ -185,6 +185,10 @@ def of_a_global(log_prob, entropy):
     return (lambda tensor: helper(tensor))(log_prob)
 
 
+def of_the_default_dtype(log_prob, entropy):
+    return log_prob * torch.tensor(0.1)
+
+
 def closing_over(factor, *, default=0.0):
     return lambda log_prob, entropy, default=default: log_prob * factor[0] + default
 
@@ -206,6 +210,12 @@ def test_what_a_function_reads_may_change():
     assert [*map(factor_of, functions)] == [5.0] * 4
     constant.data.fill_(7)  # Has no version, as an array of NumPy's that shares the memory.
     assert factor_of(functions[3]) == 7.0
+    try:
+        for dtype in (torch.float32, torch.float64):
+            torch.set_default_dtype(dtype)
+            assert factor_of(of_the_default_dtype) == torch.tensor(0.1).item()
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 # In Dynamo.

@@ -92,13 +92,14 @@ def written(function: Callable[..., Any], input_dtypes: Sequence[torch.dtype]) -
     """The text of a function of (log_prob, entropy, *inputs), and of log_sum_exp and mean_logit if these are arguments.
 
     It is kept while what the function reads is the same: numbers, tensors and functions, in globals, closures and
-    defaults. A function that reads other objects, such as a method's `self`, runs anew at each call.
+    defaults, and PyTorch's default dtype. A function that reads other objects, such as a method's `self`, runs anew at
+    each call.
 
     Raises:
         TypeError: where it takes other arguments, or does what is no operation on single tokens.
     """
     try:
-        key = (*input_dtypes, _state(function, ()))
+        key = (*input_dtypes, torch.get_default_dtype(), _state(function, ()))
     except (ValueError, RuntimeError):
         key = None
     if key in _TEXTS:
