@@ -321,6 +321,26 @@ def test_programs_on_the_disk():
         assert_fused(compiled, times=1)
 
 
+def test_what_is_computed_again_is_in_the_code():
+    """By which PyTorch finds programs on the disk: these differ in nothing else."""
+
+    def backend(gm, inputs):
+        fusion.fuse(gm, thunder_flce.Options(), strict=True)
+        codes.append(gm.code)
+        return gm
+
+    def small(h, w, y):
+        return F.cross_entropy(checkpoint(lambda h: F.linear(h.sin(), w), h.cos(), use_reentrant=False), y)
+
+    def large(h, w, y):
+        return F.cross_entropy(checkpoint(lambda h: F.linear(h.cos().sin(), w), h, use_reentrant=False), y)
+
+    codes: list[str] = []
+    for program in (small, large):
+        torch.compile(program, backend=backend, fullgraph=True)(*operands(6))
+    assert "checkpoint" not in codes[0] and codes[0] != codes[1]
+
+
 @pytest.mark.inductor
 @fresh_cache()
 def test_frames_of_inductors_programs(monkeypatch):

@@ -88,6 +88,8 @@ def _open(gm: GraphModule, checkpoint: Any) -> None:
     for node in body.graph.nodes:
         if node.op.startswith("call_"):
             node.meta |= {"ac_graph_id": graph_id, "recompute": CheckpointPolicy.PREFER_RECOMPUTE}
+            # PyTorch finds graphs on the disk by their code, in which names are, and not by this.
+            node._rename(f"recomputed_{node.name}")
     inner: dict[Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
     for node in body.graph.find_nodes(op="get_attr"):
         # In the body's own names, these would be those of the outer graph.
