@@ -145,12 +145,14 @@ def test_a_setting_that_changes(name, values, times, monkeypatch):
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("scaled", [lambda z, t: z.div_(t), lambda z, t: t * z])
-def test_a_temperature_that_changes(scaled):
+@pytest.mark.parametrize(("scaled", "values"), [
+    (lambda z, t: z.div_(t), (0.7, 1.3, 0.0625)), (lambda z, t: t * z, (2, 3, 5)),
+])  # fmt: skip
+def test_a_temperature_that_changes(scaled, values):
     """Dynamo has a number for it at first, then a symbol; so have those who multiply the loss by it."""
     step = lambda model, x, y, t: flattened_loss(scaled(model.logits(x), t), y) * t**2  # noqa: E731
     model, compiled = Model(), compiled_with(step, options={"strict": True})
-    for t in (0.7, 1.3, 0.0625):
+    for t in values:
         given = batch()
         got, expected = (partial(each, model, *given, t=t) for each in (compiled, step))
         assert_agrees(model, expected, got)

@@ -514,7 +514,7 @@ def _with_factor(known: "Interpreter", op: Op, of: Class | Row, factor: Any) -> 
     logits = of.logits
     if not isinstance(of, Class) or not of.is_logits or logits.bias is not None or logits.softcap is not None:
         return None
-    if isinstance(factor, torch.SymFloat) and factor.node.has_hint():
+    if isinstance(factor, torch.SymFloat | torch.SymInt) and factor.node.has_hint():
         step = RowStep(op.name, (factor.node.expr,), given=(factor,))
         return replace(of, logits=_with_step(of, step, of.rows_shape))
     is_factor = isinstance(factor, Tensor) and factor.dtype.is_floating_point and not factor.needs_grad
