@@ -202,6 +202,18 @@ PROGRAMS = {
         lambda x, a, m: (torch.cat([x.new_zeros(len(x), 1), x * a[:, :1].expand_as(x)], 1)[:, 1:].flatten()
         * m.view(-1).view_as(x.flatten()).type_as(x)).sum(),
     ),
+    # What is logged stands behind the region, which reads what has its shape.
+    "zeros in the shape of what is logged": (
+        IN_FORWARD, lambda x, a: (
+            (torch.where((ratio := (x - a).exp()) > 0.8, ratio, torch.zeros_like(ratio)) * a).sum(), (ratio > 1).sum(),
+        ),
+    ),
+    "in the shape of what is logged": (
+        IN_FORWARD, lambda x, a, m: (
+            ((ratio := (x - a).exp()) * torch.ones(ratio.shape, dtype=m.dtype) * m.reshape(ratio.tanh().size())).sum(),
+            (ratio > 1).sum(), x.detach(),
+        ),
+    ),
     # Of more tokens than sequences: PyTorch's derivative has ones beside the diagonal.
     "trace": ("trace in line", lambda s: s.t().trace()),
     "in other shapes": (

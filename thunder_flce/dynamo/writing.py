@@ -85,6 +85,7 @@ class _Graph:
         """Leaves the node of an operation where it is, or moves it behind what it reads."""
         node = _node_of(op)
         if self._positions[node] < self._at:
+            self._read_sizes_elsewhere(node)
             with self._modes(*self._modes_after[node]):
                 for each in [node, *_readers_of_parts(node)]:
                     assert self._last is not None
@@ -141,15 +142,25 @@ class _Graph:
             sizes = [each for each in _readers_of_parts(tensor.handle) if name_of(each) != "item"]
             tensor.handle.replace_all_uses_with(self._node(new), lambda user, sizes=sizes: user not in sizes)
 
+    def _read_sizes_elsewhere(self, node: Node) -> None:
+        """Has sizes that are read of a node read of others, since the node is not there any more, or not yet."""
+        others: dict[Node, Any] = {}
+        for user in _readers_of_parts(node)[::-1]:
+            size: Any = value_of(user)
+            with self._graph.inserting_before(user):
+                if isinstance(size, tuple):
+                    others[user] = tuple(map(self._argument, size))
+                elif isinstance(size, torch.SymInt) and user.users:
+                    others[user] = self._size(size)  # It may be the one that says the size.
+        for reader in {reader for user in others for reader in user.users}:
+            given: Any = map_arg((reader.args, reader.kwargs), lambda each: others.get(each, each))
+            reader.args, reader.kwargs = given
+
     def erase(self, nodes: Sequence[Node]) -> None:
-        """Erases what nothing needs any more; sizes that are read of it are read elsewhere."""
+        """Erases what nothing needs any more."""
         for node in reversed(nodes):
+            self._read_sizes_elsewhere(node)
             for user in _readers_of_parts(node)[::-1]:
-                if isinstance(value_of(user), torch.SymInt) and user.users:
-                    with self._graph.inserting_before(user):
-                        size = self._size(value_of(user))
-                        if size is not user:  # It may be the one that says the size.
-                            user.replace_all_uses_with(size)
                 if not user.users:
                     self._graph.erase_node(user)
             if not node.users:
