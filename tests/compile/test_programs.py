@@ -202,6 +202,13 @@ PROGRAMS = {
         lambda x, a, m: (torch.cat([x.new_zeros(len(x), 1), x * a[:, :1].expand_as(x)], 1)[:, 1:].flatten()
         * m.view(-1).view_as(x.flatten()).type_as(x)).sum(),
     ),
+    # Dynamo writes a shape of products of lengths as torch.Size.
+    "packed, in the shape of logits": (
+        IN_FORWARD, lambda h, w, y, a: (
+            z := F.linear(h.flatten(0, 1), w),
+            (F.cross_entropy(z, y.flatten(), reduction="none").view(z.shape[:-1]) * a.flatten()).sum(),
+        )[1],
+    ),
     # What is logged stands behind the region, which reads what has its shape.
     "zeros in the shape of what is logged": (
         IN_FORWARD, lambda x, a: (

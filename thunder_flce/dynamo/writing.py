@@ -383,7 +383,8 @@ def _note_value(node: Node) -> None:
 
 def _run(node: Node, values: dict[Node, Any]) -> None:
     """Runs one node on values, unless its own is there, with what takes its results apart or reads their sizes."""
-    for each in (node, *_readers_of_parts(node)):
+    shapes = [each for each in node.all_input_nodes if each.target is torch.Size]
+    for each in (*shapes, node, *_readers_of_parts(node)):
         if each in values:
             continue
         args, kwargs = map_arg((each.args, each.kwargs), lambda given: values.get(given, value_of(given)))
