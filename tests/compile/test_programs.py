@@ -1366,6 +1366,17 @@ def test_a_head_that_waits_is_one_region():
     assert sorted(each.plan.strategy for each in found) == ["gradients_in_forward", "recompute_logits"]
 
 
+def test_a_metric_of_other_rows_has_no_gradient():
+    """Nobody needs it: it is detached last."""
+
+    @with_arguments
+    def program(z, y, e):
+        return of_rows(z[:, :-1], y[:, 1:]), (e.mean() * 2).detach()
+
+    found = check(program, IN_FORWARD, by_dynamo(program), (6,))
+    assert sorted(each.plan.strategy for each in found) == ["gradients_in_forward", "loss_only"]
+
+
 def test_regions_share_a_cast_of_autocast():
     """The first of them has no gradient, and the second has one through the cast of the weight."""
 

@@ -85,7 +85,7 @@ class _Writer:
     def _planned(self, op: Op) -> tuple[dict[Tensor, Tensor], Decision]:
         settings, (tensors,) = settings_of(op.handle.kwargs), op.args
         call = settings.call(tensors)
-        if op.outs[0].needs_grad:
+        if any(out.needs_grad for out in op.outs):
             needs_grad = tuple(name for name in operand_names(settings.names) if call.tensors[name].needs_grad)
             call = replace(call, needs_grad=needs_grad)
         if call.needs_grad and (expected := self._options.expected_gradient) is not None:

@@ -120,6 +120,13 @@ class Op:
         """Whether it changes a tensor in place that keeps its gradient, as gradients are not recorded."""
         return not self.grad_mode and any(each.needs_grad for each in self.writes)
 
+    def may_pass_gradient(self, logged: Container[Tensor]) -> bool:
+        """Whether a gradient may come back through it: not through `detach` or a comparison, or from what is logged."""
+        has_none = not self.grad_mode or self.name == "detach"
+        outs = (out for out in self.outs if out not in logged)
+        may_have = any(out.needs_grad or (out.dtype.is_floating_point and not has_none) for out in outs)
+        return may_have or not self.outs or bool(self.writes)
+
     @property
     def where(self) -> str:
         """Such as " in line 12", where that is known."""
@@ -159,6 +166,13 @@ class Program:
         self._changed: set[Tensor] = set()
         for op in self.ops:
             self._number(op)
+        needed, logged = {*self.results}, set[Tensor]()
+        for out in (out for op in reversed(self.ops) if not op.writes for out in op.outs):
+            is_needed = out in needed or any(user.may_pass_gradient(logged) for user in out.users)
+            if out.needs_grad and not is_needed and not self.may_have_changed(out):
+                # As under `torch.no_grad`: no region computes a gradient of it.
+                out.needs_grad = False
+                logged.add(out)
 
     def writers(self, first: int, last: int) -> Iterator[Op]:
         """The operations in a range of positions that change a tensor in place."""
