@@ -308,7 +308,7 @@ class _Search:
                 raise NotASum(f"{op} adds another loss before all terms of this one: add that last")
             if op.name == "mean" and any(depends_on_values(each.numel) for each in operands):
                 raise NotASum(f"how many tokens {op} is of depends on values")
-            raise self._problems.get(tensor) or NotASum(f"{op} is neither linear nor of single tokens")
+            raise self._problems.get(tensor) or NotASum(f"{op} is neither linear nor of single tokens in their order")
         if tensor not in self._with_grad:
             raise NotASum(f"{op} mixes tokens")
         if any(depends_on_values(size) for out in op.outs for size in out.shape):
