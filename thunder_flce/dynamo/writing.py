@@ -189,9 +189,9 @@ class _Graph:
         if isinstance(given, torch.SymInt):
             return self._size(given)
         if isinstance(given, torch.SymFloat):
-            values = ((node, value_of(node)) for node in self._graph.nodes)
-            numbers = ((node, value) for node, value in values if isinstance(value, torch.SymFloat))
-            return self._number(next(node for node, value in numbers if value.node.expr == given.node.expr))
+            # What the program multiplies or divides by, before it has the region's results.
+            numbers = {node: each for node in self._nodes if isinstance(each := value_of(node), torch.SymFloat)}
+            return next(node for node, each in numbers.items() if each.node.expr == given.node.expr)
         if isinstance(given, slice):
             return slice(*map(self._argument, (given.start, given.stop, given.step)))
         return given
@@ -209,14 +209,6 @@ class _Graph:
         value: Any = sympy_interp(PythonReferenceAnalysis, symbols, size.node.expr)
         _note_value(value.node)
         return value.node
-
-    def _number(self, node: Node) -> Any:
-        """A symbolic number once more, where the graph's cursor is."""
-        value = value_of(node)
-        if isinstance(value, torch.SymInt):
-            return self._size(value)
-        is_made = isinstance(value, torch.SymFloat) and node.op != "placeholder"
-        return self._graph.node_copy(node, self._number) if is_made else node
 
     def _size_of_tensor(self, symbol: sympy.Expr) -> Node:
         """A node for a size, which is an argument, or that of a tensor, such as of `hidden[mask]`."""
