@@ -221,6 +221,11 @@ PROGRAMS = {
             (ratio > 1).sum(), x.detach(),
         ),
     ),
+    # A number that is rounded, such as a part of the length, is no sum of products of lengths.
+    "a part of the length": (
+        IN_FORWARD,
+        lambda z, y, s, a: of_rows(z[:, : (n := int(0.5 * z.shape[1]))], y[:, :n]) + (s[:, :n] * a[:, :n]).sum(),
+    ),
     # Of more tokens than sequences: PyTorch's derivative has ones beside the diagonal.
     "trace": ("trace in line", lambda s: s.t().trace()),
     "in other shapes": (

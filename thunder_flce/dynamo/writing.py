@@ -39,6 +39,7 @@ from thunder_flce.operators import plan_for
 from thunder_flce.options import Options
 
 _SOURCE_META = ("stack_trace", "nn_module_stack", "source_fn_stack")
+_SYMBOLIC = (torch.SymInt, torch.SymFloat)
 # A number of tokens to report a plan of, where the call's own depends on values.
 _EXAMPLE_TOKENS = 2048
 
@@ -186,12 +187,8 @@ class _Graph:
     def _argument(self, given: Any) -> Any:
         if isinstance(given, Tensor):
             return self._node(given)
-        if isinstance(given, torch.SymInt):
+        if isinstance(given, _SYMBOLIC):
             return self._size(given)
-        if isinstance(given, torch.SymFloat):
-            # What the program multiplies or divides by, before it has the region's results.
-            numbers = {node: each for node in self._nodes if isinstance(each := value_of(node), torch.SymFloat)}
-            return next(node for node, each in numbers.items() if each.node.expr == given.node.expr)
         if isinstance(given, slice):
             return slice(*map(self._argument, (given.start, given.stop, given.step)))
         return given
@@ -199,22 +196,35 @@ class _Graph:
     def _node(self, tensor: Tensor) -> Node:
         return self._replaced.get(tensor, tensor).handle
 
-    def _size(self, size: torch.SymInt) -> Any:
-        """A symbolic size as a node, which is added where the graph's cursor is; a number where it is one."""
-        if size.node.expr.is_Integer:
-            return int(size.node.expr)
-        symbols = {symbol: Proxy(self._size_of_tensor(symbol)) for symbol in size.node.expr.free_symbols}
-        if size.node.expr in symbols:
-            return symbols[size.node.expr].node
-        value: Any = sympy_interp(PythonReferenceAnalysis, symbols, size.node.expr)
+    def _size(self, size: torch.SymInt | torch.SymFloat) -> Any:
+        """A symbolic number as a node, which is added where the graph's cursor is; a number where it is one."""
+        expression = size.node.expr
+        if expression.is_number:
+            return (int if isinstance(size, torch.SymInt) else float)(expression)
+        made: dict[sympy.Expr, Node] = {}
+        for node in self._graph.nodes:
+            numbers = [value_of(each) for each in (node, *node.all_input_nodes)]
+            if len(numbers) > 1 and all(isinstance(each, _SYMBOLIC) for each in numbers):
+                made.setdefault(numbers[0].node.expr, node)
+        known: dict[sympy.Expr, Proxy] = {}
+        # Made as the program makes them: a proxy has no operation that rounds, as for `int(0.5 * length)`.
+        for each, node in [*made.items()][::-1]:
+            if not each.is_Atom and expression.has(each):
+                symbol = sympy.Dummy(integer=each.is_integer)
+                known[symbol] = Proxy(self._graph.node_copy(node, lambda given: self._size(value_of(given))))
+                expression = expression.xreplace({each: symbol})
+        known |= {symbol: Proxy(self._node_of_symbol(symbol)) for symbol in expression.free_symbols.difference(known)}
+        if expression in known:
+            return known[expression].node
+        value: Any = sympy_interp(PythonReferenceAnalysis, known, expression)
         _note_value(value.node)
         return value.node
 
-    def _size_of_tensor(self, symbol: sympy.Expr) -> Node:
-        """A node for a size, which is an argument, or that of a tensor, such as of `hidden[mask]`."""
+    def _node_of_symbol(self, symbol: sympy.Expr) -> Node:
+        """A node for an argument, or for a size of a tensor, such as of `hidden[mask]`."""
         for node in self._graph.nodes:
             value = value_of(node)
-            if isinstance(value, torch.SymInt) and value.node.expr == symbol:
+            if isinstance(value, _SYMBOLIC) and value.node.expr == symbol:
                 return node
             for at, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
                 if isinstance(size, torch.SymInt) and size.node.expr == symbol:
