@@ -508,8 +508,8 @@ def _mul(known: "Interpreter", op: Op, input: Any, other: Any) -> Value:
 def _with_factor(known: "Interpreter", op: Op, of: Class | Row, factor: Any) -> Class | None:
     """Logits times a tensor of one number for each row, or for all, or over it, such as the temperatures of sequences.
 
-    It is a factor of the rows of hidden states, which it rounds: a bias would not have it. So is a number of which
-    Dynamo has a symbol, as it is an argument of the program.
+    It is a factor of the rows of hidden states, which it rounds: a bias would not have it. So is a number that Dynamo
+    has a symbol for, such as an argument that changes, or a length.
     """
     logits = of.logits
     if not isinstance(of, Class) or not of.is_logits or logits.bias is not None or logits.softcap is not None:
