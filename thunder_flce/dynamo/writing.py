@@ -203,9 +203,9 @@ class _Graph:
             return (int if isinstance(size, torch.SymInt) else float)(expression)
         made: dict[sympy.Expr, Node] = {}
         for node in self._graph.nodes:
-            numbers = [value_of(each) for each in (node, *node.all_input_nodes)]
-            if len(numbers) > 1 and all(isinstance(each, _SYMBOLIC) for each in numbers):
-                made.setdefault(numbers[0].node.expr, node)
+            number, given = value_of(node), [*map(value_of, node.all_input_nodes)]
+            if isinstance(number, _SYMBOLIC) and given and all(isinstance(each, _SYMBOLIC) for each in given):
+                made.setdefault(number.node.expr, node)
         known: dict[sympy.Expr, Proxy] = {}
         # Made as the program makes them: a proxy has no operation that rounds, as for `int(0.5 * length)`.
         for each, node in [*made.items()][::-1]:
