@@ -276,6 +276,12 @@ PROGRAMS = {
     "all ignored": (
         IN_FORWARD, lambda h, w, y, m: (losses(h, w, y.where(m < 0, -100)).exp() * (m < 0)).sum() / (m < 0).sum(),
     ),
+    "all ignored, divided by their number": (
+        IN_FORWARD, lambda h, w, y, m: (losses(h, w, y.where(m < 0, -100)) * m).sum() / (m < 0).sum(),
+    ),
+    "squares of ignored losses": (
+        IN_FORWARD, lambda h, w, y, m: (losses(h, w, y.where(m < 0, -100)).square() / (m < 0).sum()).sum(),
+    ),
     "sum plus a factor": (
         "another loss is added to it and multiplied with it",
         lambda x, e, a, m: ((x * a).sum() + (factor := m.mean())) * factor - e.mean(),
@@ -682,6 +688,40 @@ def means_of_packed_sequences(s, y, a, m):
     others = torch.zeros(3, dtype=s.dtype).index_add(0, of_sequence, s, alpha=2)
     ends = F.pad(s.cumsum(0), (1, 0))
     return (sums / counts.clamp(min=1)).mean() + (others * a[0, :3]).sum() + (ends[3:] - ends[:-3]).mean() / 3
+
+
+PICKS: list[Callable] = [
+    lambda x: x.transpose(0, 1), lambda x: x.T, lambda x: x[None].permute(2, 0, 1),
+    lambda x: x.roll(1, -1), lambda x: x.narrow(1, 1, 2), lambda x: x.select(0, -1), lambda x: x.unbind()[2],
+    lambda x: x.flatten().split([3, 4, x.numel() - 7])[1], lambda x: torch.chunk(x, 2, dim=-1)[1],
+    lambda x: x.tensor_split((1, 2))[1], lambda x: x[:, 1:].split(2)[0].t().roll(1, 0),
+]  # fmt: skip
+# thunder has no derivative of these.
+OTHER_PICKS = [lambda x: x.mT, lambda x: torch.movedim(x, 0, 1), lambda x: x.flip(0, 1)]
+
+for name, picks in (("tokens in other orders", PICKS), ("tokens in more orders", OTHER_PICKS)):
+
+    @expect(IN_FORWARD, thunder=picks is PICKS, name=name)
+    def tokens_in_other_orders(x, a, m, picks=picks):
+        """As Megatron-LM has them, or by the lengths of packed sequences; some are masks."""
+
+        def loss(picked):
+            ratio = (picked(x) - picked(a)).exp()
+            return (torch.where(picked(x > -4), ratio.clamp(max=1.2), 2.0) * picked(m)).sum() / picked(m).sum()
+
+        return sum(loss(picked) for picked in picks)
+
+
+@expect(IN_FORWARD)
+def sequences_one_by_one(x, a, m):
+    """Of split tokens, all results have a loss, each of which is divided by its own number."""
+    of_sequences = [x.split(1), (a * m).split(1), m.unbind()]
+    return sum(((x - a).exp() * m).sum() / m.sum() for x, a, m in zip(*of_sequences, strict=True)) / len(x)
+
+
+@expect("reads several tokens at once")
+def tokens_beside_their_neighbours(x, a):
+    return (x.exp() * x.roll(1, 1).exp() * a).sum()
 
 
 @expect(IN_FORWARD, thunder=True)

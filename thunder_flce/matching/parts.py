@@ -23,7 +23,7 @@ class TokenInput:
     """The position of the operation that reads it"""
     ignored: int | None = None
     """Where it is labels: the loss reads whether they are not this one"""
-    slices: tuple[Op, ...] = ()
+    picks: tuple[Tensor, ...] = ()
     """Where it is for some tokens alone: what has picked these"""
     is_mask: bool = False
     """Whether it is no tensor of the program, but says which tokens these are"""

@@ -320,6 +320,7 @@ COPIES = {
 """Return the same elements, in another dtype or place."""
 RESHAPES = {"view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze", "ravel"}
 PERMUTATIONS = {"permute", "transpose", "movedim", "t", "swapaxes", "swapdims", "mT", "T", "moveaxis"}
+SPLITS = ("split", "chunk", "tensor_split", "unbind")
 _THE_SAME_AGAIN = {
     *COPIES, *RESHAPES, *PERMUTATIONS, "add", "sub", "mul", "div", "neg", "exp", "sum", "mean", "getitem",
     "select", "expand", "clamp", "clamp_min", "pow", "sqrt", "reciprocal",
@@ -341,6 +342,42 @@ def is_plain(key: tuple[Any, ...]) -> bool:
 def is_slice(op: Op) -> bool:
     """Whether it is such an index."""
     return op.name == "getitem" and is_plain(op.args[1] if isinstance(op.args[1], tuple) else (op.args[1],))
+
+
+def is_pick(op: Op) -> bool:
+    """Whether each of its results has elements of its operand, in any order, and none twice."""
+    if op.writes or len(op.operands) != 1:
+        return False
+    if op.name in SPLITS:
+        return split_indices(op) is not None
+    return is_slice(op) or op.name in (*PERMUTATIONS, "narrow", "select", "flip", "roll")
+
+
+def order_of(op: Op) -> tuple[int, ...]:
+    """The order of the dimensions that an operation of `PERMUTATIONS` makes."""
+    # Of sizes that are all different.
+    like = torch.empty(tuple(range(op.operands[0].ndim)), device="meta")
+    given = [each for each in op.args if not isinstance(each, Tensor)]
+    named = {name: each for name, each in op.kwargs.items() if not isinstance(each, Tensor)}
+    # thunder's primitive has the order as its only argument.
+    name = "permute" if op.name == "transpose" and len(given) + len(named) == 1 else op.name
+    permuted = getattr(like, name)
+    return tuple((permuted(*given, **named) if callable(permuted) else permuted).shape)
+
+
+def split_indices(op: Op) -> list[tuple[Any, ...]] | None:
+    """The index into the operand that each result of one of `SPLITS` has; None where indices are not in order."""
+    split, given = op.operands[0], [each for each in op.args if not isinstance(each, Tensor)]
+    at = 0 if op.name == "unbind" else 1
+    dim = (given[at] if len(given) > at else op.kwargs.get("dim", 0)) % split.ndim
+    found, start = [], 0
+    for number, out in enumerate(op.outs):
+        part: Any = number
+        if op.name != "unbind":
+            part = slice(start, start + out.shape[dim])
+            start = part.stop
+        found.append((*[slice(None)] * dim, part, *[slice(None)] * (split.ndim - dim - 1)))
+    return found if op.name != "tensor_split" or same(start, split.shape[dim]) else None
 
 
 def keeps_elements(op: Op) -> bool:

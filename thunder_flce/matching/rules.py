@@ -42,6 +42,7 @@ from thunder_flce.matching.program import (
     COPIES,
     PERMUTATIONS,
     RESHAPES,
+    SPLITS,
     Op,
     Tensor,
     agree,
@@ -50,8 +51,10 @@ from thunder_flce.matching.program import (
     is_number,
     is_plain,
     keeps_elements,
+    order_of,
     same,
     same_shape,
+    split_indices,
     tensors_in,
 )
 
@@ -100,7 +103,7 @@ def _product(
             break
         if before.name in PERMUTATIONS:
             # Square, or permuted to what it was: only the order of the dimensions tells.
-            by_dim = dict(zip(_order(before), of_weight, strict=True))
+            by_dim = dict(zip(order_of(before), of_weight, strict=True))
             of_weight = "".join(by_dim[dim] for dim in range(source.ndim))
         else:
             of_weight = of_weight[weight.ndim - source.ndim :]
@@ -242,18 +245,6 @@ def _in_shape(of: Class, shape: tuple[Any, ...]) -> Class:
     raise Unknown
 
 
-def _order(op: Op) -> tuple[int, ...]:
-    """The order of the dimensions that an operation of `PERMUTATIONS` makes."""
-    # Of sizes that are all different.
-    like = torch.empty(tuple(range(op.operands[0].ndim)), device="meta")
-    given = [each for each in op.args if not isinstance(each, Tensor)]
-    named = {name: each for name, each in op.kwargs.items() if not isinstance(each, Tensor)}
-    # thunder's primitive has the order as its only argument.
-    name = "permute" if op.name == "transpose" and len(given) + len(named) == 1 else op.name
-    permuted = getattr(like, name)
-    return tuple((permuted(*given, **named) if callable(permuted) else permuted).shape)
-
-
 def _with_step(of: Class, step: RowStep, rows_shape: tuple[Any, ...]) -> Logits:
     """The logits after one more operation on the rows, which come in the shape of `of`."""
     logits, steps = of.logits, [replace(step, shape=rows_shape)]
@@ -264,7 +255,7 @@ def _with_step(of: Class, step: RowStep, rows_shape: tuple[Any, ...]) -> Logits:
 
 @rule(*PERMUTATIONS)
 def _permute(known: "Interpreter", op: Op, input: Class, *args: Any, **kwargs: Any) -> Class:
-    order, shape = _order(op), op.output.shape
+    order, shape = order_of(op), op.output.shape
     rows, dim = tuple(d - (d > input.dim) for d in order if d != input.dim), order.index(input.dim)
     logits = input.logits
     if rows != tuple(range(len(rows))):
@@ -380,22 +371,14 @@ def _at(of: Class | Row | Argmax, dim: int, part: Any) -> tuple[Any, ...]:
     return tuple(key)
 
 
-@rule("split", "chunk", "tensor_split", "unbind")
+@rule(*SPLITS)
 def _split(known: "Interpreter", op: Op, input: Class, *args: Any, **kwargs: Any) -> tuple[Class, ...]:
-    at = 0 if op.name == "unbind" else 1
-    dim = (args[at] if len(args) > at else kwargs.get("dim", 0)) % len(input.shape)
-    if dim == input.dim:
-        raise Unknown("along the vocabulary")
-    parts, start = [], 0
-    for number, out in enumerate(op.output):
-        part: Any = number
-        if op.name != "unbind":
-            part = slice(start, start + out.shape[dim])
-            start = part.stop
-        parts.append(_pick(input, _at(input, dim, part), out.shape))
-    if op.name == "tensor_split" and not same(start, input.shape[dim]):
+    indices = split_indices(op)
+    if indices is None:
         raise Unknown("at indices that are not in order")
-    return tuple(parts)
+    if any(index[input.dim] != slice(None) for index in indices):
+        raise Unknown("along the vocabulary")
+    return tuple(_pick(input, index, out.shape) for index, out in zip(indices, op.outs, strict=True))
 
 
 @rule("stack", "cat")

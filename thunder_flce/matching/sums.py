@@ -30,7 +30,7 @@ from thunder_flce.matching.program import (
     depends_on_values,
     has_elements,
     is_number,
-    is_slice,
+    is_pick,
     keeps_elements,
     live,
     same,
@@ -67,8 +67,8 @@ class Summand:
     """Its token loss"""
     inputs: list[TokenInput]
     """What that reads"""
-    slices: tuple[Op, ...] = ()
-    """Where it is of some tokens alone: what has picked these"""
+    picks: tuple[Tensor, ...] = ()
+    """Where it is of some tokens alone, or in another order: the results of what has picked them, in order"""
 
 
 @dataclass(eq=False)
@@ -152,10 +152,10 @@ class _Search:
         self._sources = {each.tensor: part for part in parts for each in part.rows}
         self._tokens: dict[Tensor, tuple[Part, Handle]] = {}
         """What is computed token by token: of which rows, and what it is in their recorder"""
-        self._slices: dict[Tensor, tuple[Op, ...]] = {}
-        """The slices of tokens, one after another, that it is computed for, where not for all"""
+        self._picks: dict[Tensor, tuple[Tensor, ...]] = {}
+        """What has picked the tokens that it is computed for, one after another, where these are not all in order"""
         self._whole: dict[tuple[Part, Handle], Handle] = {}
-        """What is nothing but a slice of it"""
+        """What is nothing but tokens picked of it"""
         self._problems: dict[Tensor, NotASum] = {}
         """Why other tensors are not"""
         self._dependent = set(self._sources)
@@ -183,7 +183,7 @@ class _Search:
         self._dependent.update(outs)
         if any(each in self._with_grad for each in operands):
             self._with_grad.update(out for out in outs if out.needs_grad)
-        if len(outs) != 1 or outs[0] in self._sources:
+        if not outs or not self._sources.keys().isdisjoint(outs):
             return
         if not all(each in self._tokens for each in operands):
             for each in operands:
@@ -192,19 +192,22 @@ class _Search:
                     self._problems[outs[0]] = self._problems[each]
             return
         part, *others = {self._tokens[each][0] for each in operands}
-        of_slices = {_text(slices): slices for slices in (self._slices.get(each, ()) for each in operands)}
-        slices, *other_slices = of_slices.values()
-        if others or other_slices:
+        of_picks = {_text(picks): picks for picks in (self._picks.get(each, ()) for each in operands)}
+        picks, *other_picks = of_picks.values()
+        if others or other_picks:
             self._problems[outs[0]] = NotASum(f"{op} reads several tokens at once")
             return
-        if is_slice(op) and not keeps_elements(op) and not any(map(depends_on_values, outs[0].shape)):
-            self._slices[outs[0]] = (*slices, op)
-            self._tokens[outs[0]] = part, self._picked(op, part)
+        if is_pick(op) and not keeps_elements(op) and not any(depends_on_values(out.numel) for out in outs):
+            for out in outs:
+                self._picks[out] = (*picks, out)
+                self._tokens[out] = part, self._picked(out, part)
+            return
+        if len(outs) != 1 or op.name in ("sum", "mean"):
             return
         # Of sizes that are symbols, PyTorch may not know that a reshape keeps their product.
-        if op.name in ("sum", "mean") or not (keeps_elements(op) or same(outs[0].numel, operands[0].numel)):
+        if not (keeps_elements(op) or same(outs[0].numel, operands[0].numel)):
             return
-        self._slices[outs[0]] = slices
+        self._picks[outs[0]] = picks
         try:
             # Not only one that comes back to the sources: one of another head's must not be lost.
             self._tokens[outs[0]] = part, self._written(op, part, outs[0].needs_grad)
@@ -213,23 +216,25 @@ class _Search:
         except NotASum as problem:
             self._problems[outs[0]] = problem
 
-    def _picked(self, op: Op, part: Part) -> Handle:
-        """The result of a slice: other tokens are 0, and whatever is made of them, their gradients are, too."""
-        handle, slices, recorder = self._tokens[op.operands[0]][1], self._slices[op.output], part.recorder
-        known = (each for each, of in part.inputs.items() if of.is_mask and _text(of.slices) == _text(slices))
+    def _picked(self, out: Tensor, part: Part) -> Handle:
+        """Tokens that are picked: others are 0, and whatever is made of them, their gradients are, too."""
+        op, picks, recorder = out.op, self._picks[out], part.recorder
+        assert op is not None
+        handle = self._tokens[op.operands[0]][1]
+        known = (each for each, of in part.inputs.items() if of.is_mask and _text(of.picks) == _text(picks))
         if (mask := next(known, None)) is None:
             mask = recorder.add_input(torch.bool)
             tensor = part.logits.terms[0].input
-            part.inputs[mask] = TokenInput(tensor, op.output.shape, op.position, slices=slices, is_mask=True)
-        handle = handle if op.output.needs_grad else recorder.detached(handle)
-        picked = recorder.write("where", (mask, handle, 0.0), {})
+            part.inputs[mask] = TokenInput(tensor, out.shape, op.position, picks=picks, is_mask=True)
+        handle = handle if out.needs_grad else recorder.detached(handle)
+        picked = recorder.write("where", (mask, handle, 0.0 if out.dtype.is_floating_point else False), {})
         self._whole[part, picked] = self._whole.get((part, handle), handle)
         return picked
 
     def scalars(self) -> Iterator[Tensor]:
         """The scalars through which alone gradients come to the sources, in order."""
         for out in (out for op in self._program.ops if len(op.outs) == 1 for out in op.outs):
-            is_of_all = out in self._tokens and not self._slices.get(out)
+            is_of_all = out in self._tokens and not self._picks.get(out)
             if out.ndim == 0 and out in self._with_grad and not is_of_all and self.leak(out) is None:
                 yield out
 
@@ -284,7 +289,7 @@ class _Search:
         except NotOfTokens:
             raise NotASum(f"{_name(tensor)} is the same whatever the logits are") from None
         inputs = [*part.inputs.values()]
-        return Summand(part, handle, tensor, text, [inputs[number] for number in read], self._slices.get(tensor, ()))
+        return Summand(part, handle, tensor, text, [inputs[number] for number in read], self._picks.get(tensor, ()))
 
     def _is_linear_step(self, tensor: Tensor, op: Op, others: dict[Tensor, None] | None) -> bool:
         """Whether a tensor is taken for a linear combination of others, in place of numbers of tokens that are added.
@@ -351,15 +356,15 @@ class _Search:
         """What a tensor is in the recorder that does not depend on the sources."""
         if has_grad:
             _check_factor(tensor, op)
-        shape, slices = op.output.shape, self._slices[op.output]
+        shape, picks = op.output.shape, self._picks[op.output]
         for handle, known in part.inputs.items():
             is_same = self._program.value_number(known.tensor) == self._program.value_number(tensor)
             is_same = is_same and same_shape(known.tensor.shape, tensor.shape) and same_shape(known.shape, shape)
-            is_same = is_same and _text(known.slices) == _text(slices)
+            is_same = is_same and _text(known.picks) == _text(picks)
             if known.ignored is None and not known.is_mask and is_same:
                 return handle
         handle = part.recorder.add_input(tensor.dtype)
-        part.inputs[handle] = TokenInput(tensor, shape, op.position, slices=slices)
+        part.inputs[handle] = TokenInput(tensor, shape, op.position, picks=picks)
         return handle
 
     def _check_writes(self, op: Op) -> None:
@@ -394,9 +399,10 @@ class _Search:
         return op.name in ("zeros", "zeros_like", "new_zeros") or (bool(numbers) and not any(numbers))
 
 
-def _text(slices: Sequence[Op]) -> str:
-    """The same for slices that pick the same tokens."""
-    return repr([(op.operands[0].shape, op.args[1:]) for op in slices])
+def _text(picks: Sequence[Tensor]) -> str:
+    """The same where the same tokens are picked."""
+    ops = [(each.op, each.op.outs.index(each)) for each in picks if each.op]
+    return repr([(op.operands[0].shape, op.name, op.args[1:], op.kwargs, at) for op, at in ops])
 
 
 def _recorded(result: Result, part: Part) -> Handle:

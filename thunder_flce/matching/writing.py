@@ -19,13 +19,17 @@ from thunder_flce.matching.interpreter import Interpreter, Result
 from thunder_flce.matching.parts import Part
 from thunder_flce.matching.program import (
     COPIES,
+    PERMUTATIONS,
     RESHAPES,
+    SPLITS,
     Op,
     Tensor,
     is_number,
     keeps_elements,
+    order_of,
     same,
     same_shape,
+    split_indices,
 )
 from thunder_flce.matching.regions import Region, is_compared_with_labels
 from thunder_flce.matching.sums import Summand
@@ -72,8 +76,8 @@ class _Writing:
         self._has_several = is_plain and bool(others) and all(part.logits == first.logits for part in others)
         """Whether the parts are labels of the same rows, so that each row has several"""
         self._is_joined = bool(others) and not self._has_several
-        self._reciprocals: list[Tensor] = []
-        """Of the number of valid labels of each mean that is in the sum"""
+        self._of_ignored: list[Tensor] = []
+        """What rows of ignored labels, whose loss is 0, are multiplied with, which may be infinite or NaN"""
         self._others: list[tuple[Tensor, Tensor]] = []
         """The other losses that are added between the terms of the sum, and their factors"""
 
@@ -243,6 +247,8 @@ class _Writing:
         count = len(total.summands)
         found, self._others = found[:count], list(zip(total.others, found[count:], strict=True))
         weights = [self._of_rows_of(summand, weight) for summand, weight in zip(total.summands, found, strict=True)]
+        if not self._keeps_ignored and region.parts[0].ignore_index != NOTHING_IGNORED:
+            self._of_ignored += [self._call(torch.sum, each) for each in weights]
         ignore_index = NOTHING_IGNORED if self._keeps_ignored else region.parts[0].ignore_index
         settings: dict[str, Any] = {"reduction": "sum", "ignore_index": ignore_index}
         if self._losses is not None:
@@ -300,7 +306,7 @@ class _Writing:
             if factor is not token_weights:
                 inputs.append(factor)
                 factor_handle: Any = recorder.add_input(torch.float32)
-                if summand.slices:
+                if summand.picks:
                     # The others may be infinite.
                     handle = recorder.write("where", (recorder.write("ne", (factor_handle, 0.0), {}), handle, 0.0), {})
                 handle = recorder.write("mul", (handle, factor_handle), {})
@@ -321,25 +327,32 @@ class _Writing:
             tensor = self._call(torch.detach, tensor)
         if not same_shape(tensor.shape, given.shape):
             tensor = self._call(torch.Tensor.expand, tensor, given.shape)
-        return self._in_rows(self._of_all_tokens(tensor, given.slices))
+        return self._in_rows(self._of_all_tokens(tensor, given.picks))
 
-    def _of_all_tokens(self, tensor: Tensor, slices: Sequence[Op]) -> Tensor:
-        """One number of each token: slices have picked those that a tensor is for, and all others have 0."""
-        if not slices:
+    def _of_all_tokens(self, tensor: Tensor, picks: Sequence[Tensor]) -> Tensor:
+        """One number of each token in order, from those of the tokens that were picked; all others have 0."""
+        ops = [each.op for each in picks if each.op]
+        if not ops:
             return tensor
-        count = slices[0].operands[0].numel
+        count = ops[0].operands[0].numel
         numbers = self._call(torch.arange, count, device=tensor.device)
-        for op in slices:
+        for op, picked in zip(ops, picks, strict=True):
             numbers = self._call(torch.reshape, numbers, op.operands[0].shape)
-            numbers = self._call(operator.getitem, numbers, op.args[1])
+            if op.name in PERMUTATIONS:
+                numbers = self._call(torch.permute, numbers, order_of(op))
+            elif op.name in SPLITS:
+                numbers = self._call(operator.getitem, numbers, (split_indices(op) or ())[op.outs.index(picked)])
+            else:
+                function = operator.getitem if op.name == "getitem" else getattr(torch.Tensor, op.name)
+                numbers = self._call(function, numbers, *op.args[1:], **op.kwargs)
         found = self._call(torch.zeros, (count,), dtype=tensor.dtype, device=tensor.device)
         return self._call(torch.scatter, found, 0, *(self._call(torch.flatten, each) for each in (numbers, tensor)))
 
     def _of_rows_of(self, summand: Summand, weight: Tensor) -> Tensor:
         """The weights of the tokens of a summand, from its own."""
         part, result = summand.part, self._known.results.get(summand.tensor)
-        if summand.slices:
-            return self._of_all_tokens(weight, summand.slices)
+        if summand.picks:
+            return self._of_all_tokens(weight, summand.picks)
         if result is None or result.row.reduction == "none":
             return weight
         if result.row.ignore_index is None:
@@ -347,9 +360,9 @@ class _Writing:
         is_valid = self._is_valid(part)
         if result.row.reduction == "mean":
             count = self._call(torch.Tensor.to, self._call(torch.sum, is_valid), self._rows_dtype)
-            self._reciprocals.append(self._call(torch.reciprocal, count))
+            self._of_ignored.append(self._call(torch.reciprocal, count))
             # Ignored rows have a gradient of 0, also where all are ignored.
-            of_tokens = self._call(torch.where, is_valid, self._reciprocals[-1], 0.0)
+            of_tokens = self._call(torch.where, is_valid, self._of_ignored[-1], 0.0)
         else:
             of_tokens = self._call(torch.Tensor.to, is_valid, self._rows_dtype)
         return self._call(torch.mul, of_tokens, weight)
@@ -400,9 +413,9 @@ class _Writing:
         results: dict[Tensor, Tensor] = {}
         if total is not None:
             loss = found["loss"]
-            for reciprocal in self._reciprocals:
-                # NaN where there is no valid label, as the mean is.
-                loss = self._call(torch.add, loss, self._call(torch.mul, reciprocal, 0.0))
+            for factor in self._of_ignored:
+                # Such as NaN where all labels are ignored, and the sum is divided by their number.
+                loss = self._call(torch.add, loss, self._call(torch.mul, factor, 0.0))
             for other, factor in self._others:
                 loss = self._call(torch.add, loss, self._call(torch.mul, other, factor))
             results[total.place] = self._like(total.place, loss)
