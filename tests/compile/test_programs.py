@@ -719,6 +719,11 @@ def sequences_one_by_one(x, a, m):
     return sum(((x - a).exp() * m).sum() / m.sum() for x, a, m in zip(*of_sequences, strict=True)) / len(x)
 
 
+@expect("operations on tokens, and 250 are the most")
+def many_sequences(x, a):
+    return sum((x.flatten()[at : at + 2] - a.flatten()[at]).exp().sin().tanh().sum() for at in range(22))
+
+
 @expect("reads several tokens at once")
 def tokens_beside_their_neighbours(x, a):
     return (x.exp() * x.roll(1, 1).exp() * a).sum()

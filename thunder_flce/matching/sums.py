@@ -50,6 +50,10 @@ from thunder_flce.operation.pointwise import (
 CASTS = {*COPIES, "bool", "int", "long"}
 """Operations that change the dtype at most."""
 
+# A region runs the operations on tokens one by one for each chunk, which takes the host about 7 µs each, where a
+# compiler would fuse them. So many may be those of a dozen sequences, each of which has a loss of its own.
+MOST_OPERATIONS = 250
+
 
 class NotASum(Exception):
     """Raised where gradients have to wait; says why."""
@@ -279,7 +283,11 @@ class _Search:
         needed = set(self._program.results)
         live(self._program.ops, needed, given={place, *self._sources}, dropped=self._writes)
         kept = needed.intersection(self._sources) - {place}
-        return TokenSum(place, summands, order, self._parts, kept, self._writes, list(others or ()))
+        total = TokenSum(place, summands, order, self._parts, kept, self._writes, list(others or ()))
+        operations = sum(each.text.count(" = ") for each in summands)
+        if operations > MOST_OPERATIONS and total.as_losses is None:
+            raise NotASum(f"the loss takes {operations} operations on tokens, and {MOST_OPERATIONS} are the most")
+        return total
 
     def _summand(self, tensor: Tensor) -> Summand:
         part, handle = self._tokens.get(tensor) or (self._sources[tensor], self._sources[tensor].own[tensor])
