@@ -50,8 +50,9 @@ from thunder_flce.operation.pointwise import (
 CASTS = {*COPIES, "bool", "int", "long"}
 """Operations that change the dtype at most."""
 
-# A region runs the operations on tokens one by one for each chunk, which takes the host about 7 µs each, where a
-# compiler would fuse them. So many may be those of a dozen sequences, each of which has a loss of its own.
+# A region runs the operations on tokens one by one for each chunk, where a compiler would fuse them. PPO with a penalty
+# for 1, 4, 8, 16 and 32 sequences, each of which is cut out and has a loss of its own, are 37, 148, 296, 592 and 1184:
+# 8192 × 151936 × 896 takes 10.7, 12.1, 12.5, 20.2 and 28.0 ms, and 12.8 to 13.0 where gradients wait (H100).
 MOST_OPERATIONS = 250
 
 
