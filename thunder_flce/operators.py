@@ -22,10 +22,8 @@ from thunder_flce.device import TILE_ROWS, Device
 from thunder_flce.engine import engine
 from thunder_flce.engine.choose import choose
 from thunder_flce.engine.collectives import gathered
-from thunder_flce.engine.engine import Saved
 from thunder_flce.engine.plan import RECOMPUTE_LOGITS, Plan
 from thunder_flce.engine.primitives import Primitives, Region
-from thunder_flce.engine.row_loss import UpstreamGradients
 from thunder_flce.engine.rows import remember
 from thunder_flce.importing import when_imported
 from thunder_flce.operation.call import Call, gradient_name, result_names, result_specs
@@ -198,8 +196,7 @@ def backward(
         known["dX"] = known["dX"].reshape(ops.call.tensors["input"].shape)
     elif "logits" in known and not may_overwrite and known["logits"].dtype == ops.call.dtype:
         known["logits"] = known["logits"].clone()
-    of_results = UpstreamGradients(**dict(zip(settings.upstream_names, upstream, strict=True)))
-    found = engine.backward(ops, Saved(**known), of_results)
+    found = engine.backward(ops, known, dict(zip(settings.upstream_names, upstream, strict=True)))
     return [
         found[name].view(tensors[at].shape)
         for name, at in zip(settings.needs_grad, settings.grad_positions, strict=True)

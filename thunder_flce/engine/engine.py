@@ -11,8 +11,8 @@ one otherwise; the backward calls it with what the forward has saved. Legend: T 
 a chunk, H hidden size, V vocabulary.
 """
 
+from collections.abc import Mapping
 from copy import copy
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,29 +22,10 @@ from thunder_flce.engine.kernels.interface import RowStatistics
 from thunder_flce.engine.kernels.scaling import usable
 from thunder_flce.engine.plan import LOSS_ONLY, RECOMPUTE_LOGITS, SAVE_LOGITS
 from thunder_flce.engine.primitives import Primitives
-from thunder_flce.engine.row_loss import Coefficients, RowResults, UpstreamGradients
+from thunder_flce.engine.row_loss import Coefficients, RowResults
 from thunder_flce.engine.rows import Rows
 from thunder_flce.engine.sums import GradientSums
 from thunder_flce.operation.call import gradient_name
-
-
-class Saved(NamedTuple):
-    """What a forward returned, and a backward goes on with."""
-
-    valid_count: Tensor
-    """() int64"""
-    row_max: Tensor | None = None
-    """(T,) 0 in ignored rows"""
-    row_log_sum: Tensor | None = None
-    """(T,) log Σ exp(logit - row_max); 0 in ignored rows"""
-    computed_rows: Tensor | None = None
-    """() int64 how many rows the forward has computed; on the CPU, unless the operator has returned it"""
-    entropy: Tensor | None = None
-    """The output, where a gradient comes back to it"""
-    logits: Tensor | None = None
-    """(S, row stride) the logits of the first S rows that were computed"""
-    dX: Tensor | None = None
-    """(T, H) for an upstream gradient of 1 at each row, where the forward has computed that"""
 
 
 def forward(ops: Primitives) -> dict[str, Tensor]:
@@ -61,41 +42,47 @@ def forward(ops: Primitives) -> dict[str, Tensor]:
         ones = torch.ones(rows.count, dtype=call.row_dtype, device=rows.target.device)
         units = copy(rows)
         units.at_target, units.s = None, ones
-        coefficients = Coefficients(ops, units, UpstreamGradients(ones))
+        coefficients = Coefficients(ops, units, {"loss": ones})
     elif plan.finishes_in_forward:
         expected = call.tensors.get("expected_gradient")
         upstream = None if expected is None else usable(expected)
         rows = ops.prepare(upstream, meanwhile=logits.start)
-        coefficients = Coefficients(ops, rows, UpstreamGradients(upstream))
+        coefficients = Coefficients(ops, rows, {"loss": upstream})
     else:
         rows, coefficients = ops.prepare(None, meanwhile=logits.start), None
     found, gradients = run(ops, rows, coefficients, logits=logits)
     return _results(ops, rows, row_loss.joined(ops, rows, found), gradients, logits.kept)
 
 
-def backward(ops: Primitives, saved: Saved, upstream: UpstreamGradients) -> dict[str, Tensor]:
+def backward(ops: Primitives, saved: Mapping[str, Tensor], upstream: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     """The gradients by the names of their operands, for the plans that finish them in the backward.
 
-    Saved logits are overwritten.
+    Args:
+        ops: of the region.
+        saved: by name, what the forward returned after its outputs, and the entropy where a gradient comes back to it.
+            Logits are overwritten.
+        upstream: by name, the gradients of the loss and of outputs: () or one number for each of the caller's tokens,
+            None where there is none.
     """
     call = ops.call
-    if upstream.loss is None:
-        upstream = upstream._replace(loss=torch.zeros((), dtype=call.row_dtype, device=call.device))
+    of_loss = upstream["loss"]
+    if of_loss is None:
+        of_loss = torch.zeros((), dtype=call.row_dtype, device=call.device)
+        upstream = {**upstream, "loss": of_loss}
     if ops.plan.finishes_in_forward:
-        assert saved.dX is not None
-        rows = ops.prepare_again(upstream.loss, call.tokens)
+        rows = ops.prepare_again(of_loss, call.tokens)
         rows.target_weights = None
         factors = Coefficients(ops, rows, upstream).factors
-        return {"input": ops.scaled_rows(saved.dX, rows.returned(factors))}
-    assert saved.computed_rows is not None
-    rows = ops.prepare_again(upstream.loss, ops.count_of(saved.computed_rows))
-    entropy = None if saved.entropy is None else rows.received(saved.entropy.reshape(-1))
+        return {"input": ops.scaled_rows(saved["dX"], rows.returned(factors))}
+    rows = ops.prepare_again(of_loss, ops.count_of(saved["computed_rows"]))
+    entropy = rows.received(saved["entropy"].reshape(-1)) if "entropy" in saved else None
     coefficients = Coefficients(ops, rows, upstream, entropy=entropy)
     return run(ops, rows, coefficients, logits=_Logits(ops, saved), known=saved)[1]
 
 
 def run(
-    ops: Primitives, rows: Rows, coefficients: Coefficients | None, *, logits: "_Logits", known: Saved | None = None
+    ops: Primitives, rows: Rows, coefficients: Coefficients | None, *, logits: "_Logits",
+    known: Mapping[str, Tensor] | None = None,
 ) -> tuple[list[RowResults], dict[str, Tensor]]:  # fmt: skip
     """One run over the chunks of the rows.
 
@@ -109,8 +96,8 @@ def run(
         known: what the forward has saved, in a backward.
     """
     statistics = None
-    if known is not None and known.row_max is not None and known.row_log_sum is not None:
-        statistics = RowStatistics(rows.gather(known.row_max), rows.gather(known.row_log_sum))
+    if known is not None and "row_max" in known:
+        statistics = RowStatistics(rows.gather(known["row_max"]), rows.gather(known["row_log_sum"]))
     sums = None if coefficients is None else GradientSums(ops, rows, weights=coefficients.at_target)
     found: list[RowResults] = []
     for chunk in ops.chunks(rows, ops.plan.rows_saved(rows.count)):
@@ -139,7 +126,7 @@ def run(
 class _Logits:
     """The logits of one chunk after the other: in memory that chunks share, or where they are kept for the backward."""
 
-    def __init__(self, ops: Primitives, known: Saved | None = None):
+    def __init__(self, ops: Primitives, known: Mapping[str, Tensor] | None = None):
         self._ops, self._known = ops, known
         self._keeps_first = ops.plan.rows_saved(ops.call.tokens) > 0
         self._buffer: Tensor | None = None
@@ -159,8 +146,7 @@ class _Logits:
         """(C, V) those of a chunk, computed from its xs, (C, H) each, unless they are there."""
         ops, count, started = self._ops, chunk.stop - chunk.start, 0 if chunk.start else self._started
         if self._known is not None and self._keeps_first and not chunk.start:
-            assert self._known.logits is not None
-            return self._known.logits[:count, : ops.call.vocab]
+            return self._known["logits"][:count, : ops.call.vocab]
         memory = self._memory(chunk.start, count)
         z = memory if memory.shape[0] == count else memory[:count]
         if started < count:

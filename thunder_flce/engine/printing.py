@@ -19,13 +19,12 @@ import torch
 from torch import Tensor
 
 from thunder_flce.engine import engine, row_loss, rows
-from thunder_flce.engine.engine import Saved
 from thunder_flce.engine.kernels import scaling
 from thunder_flce.engine.kernels.interface import RowStatistics
 from thunder_flce.engine.matmul import matmul
 from thunder_flce.engine.plan import LOSS_ONLY, Plan
 from thunder_flce.engine.primitives import Primitives, Region
-from thunder_flce.engine.row_loss import RowResults, UpstreamGradients
+from thunder_flce.engine.row_loss import RowResults
 from thunder_flce.engine.rows import Rows
 from thunder_flce.operation.call import TOKEN, Call, Linear, Spec, argument, gradient_name
 from thunder_flce.operation.loss import RowCoefficients
@@ -90,11 +89,8 @@ def _run_backward(ops: "_Writer", results: dict[str, Tensor]) -> None:
     call, loss = ops.call, ops.call.loss
     # As if all ranks' tokens were here.
     shape = (call.tokens,) if loss.reduction == "none" else ()
-    upstream = UpstreamGradients(
-        ops.empty(shape, call.row_dtype),
-        **{name: ops.empty((call.tokens,), call.row_dtype) for name in loss.differentiable_outputs},
-    )
-    engine.backward(ops, Saved(**{name: results[name] for name in Saved._fields if name in results}), upstream)
+    upstream = {name: ops.empty((call.tokens,), call.row_dtype) for name in loss.differentiable_outputs}
+    engine.backward(ops, results, {"loss": ops.empty(shape, call.row_dtype), **upstream})
 
 
 def scaling_lines(names: Sequence[str], spec: Spec, *, has_expected: bool) -> tuple[str, ...]:

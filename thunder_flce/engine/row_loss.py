@@ -3,7 +3,7 @@
 Legend: T tokens, N rows computed, C rows in a chunk, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,17 +16,6 @@ from thunder_flce.operation.pointwise import VARIABLES, evaluate, input_name, us
 
 if TYPE_CHECKING:
     from thunder_flce.engine.primitives import Primitives
-
-
-class UpstreamGradients(NamedTuple):
-    """The upstream gradients of the region's results; None for a result that has none."""
-
-    loss: Tensor | None
-    """() or one number for each of the caller's tokens"""
-    log_prob: Tensor | None = None
-    entropy: Tensor | None = None
-    log_sum_exp: Tensor | None = None
-    mean_logit: Tensor | None = None
 
 
 class RowResults(NamedTuple):
@@ -53,12 +42,12 @@ class Coefficients:
     Args:
         ops: of the region.
         rows: those that are computed.
-        upstream: the gradients of the region's results.
+        upstream: by name, the gradients of the loss, None for 1, and of outputs, None where there is none.
         entropy: (N,) the entropies, where their upstream gradient is not None.
     """
 
     def __init__(
-        self, ops: "Primitives", rows: Rows, upstream: UpstreamGradients, *, entropy: Tensor | None = None
+        self, ops: "Primitives", rows: Rows, upstream: Mapping[str, Tensor | None], *, entropy: Tensor | None = None
     ):  # fmt: skip
         call, loss = ops.call, ops.call.loss
         self._ops, self._rows, self._entropy = ops, rows, entropy
@@ -70,28 +59,27 @@ class Coefficients:
         # With `Loss.target_rest`, A and B are known when the chunk's logits are.
         of_targets = None if loss.target_rest else rows.target_weights
         found = row_coefficients(loss, s, ops.row_weights(rows), call.whole_vocab, target_weights=of_targets)
-        if upstream.log_prob is not None:
-            g_p = self._of_rows(upstream.log_prob)
-            found = found._replace(probability=found.probability - g_p, one_hot=found.one_hot - g_p)
-        if upstream.log_sum_exp is not None:
-            found = found._replace(probability=found.probability + self._of_rows(upstream.log_sum_exp))
-        if upstream.entropy is not None:
-            found = found._replace(entropy=self._of_rows(upstream.entropy))
-        if upstream.mean_logit is not None:
-            uniform = self._of_rows(upstream.mean_logit) / -call.whole_vocab
-            found = found._replace(uniform=uniform if found.uniform is None else found.uniform + uniform)
+        for name, grad in upstream.items():
+            if name == "loss" or grad is None:
+                continue
+            of_rows = rows.masked(rows.received(grad.reshape(-1).to(call.row_dtype))).contiguous()
+            if name == "log_prob":
+                found = found._replace(probability=found.probability - of_rows, one_hot=found.one_hot - of_rows)
+            elif name == "log_sum_exp":
+                found = found._replace(probability=found.probability + of_rows)
+            elif name == "entropy":
+                found = found._replace(entropy=of_rows)
+            else:
+                uniform = of_rows / -call.whole_vocab
+                found = found._replace(uniform=uniform if found.uniform is None else found.uniform + uniform)
         self._of_all, self._of_z = found, None
         if loss.z_loss:
             of_z = rows.s
             if rows.at_target is not None:
                 # Class weights divide the cross-entropies by another sum.
-                grad = torch.ones((), device=s.device) if upstream.loss is None else upstream.loss
+                grad = torch.ones((), device=s.device) if upstream["loss"] is None else upstream["loss"]
                 of_z = rows.of_z_terms(grad.to(call.row_dtype))
             self._of_z = 2 * loss.z_loss * of_z
-
-    def _of_rows(self, grad: Tensor) -> Tensor:
-        """(N,) an upstream gradient of an output, 0 in ignored rows."""
-        return self._rows.masked(self._rows.received(grad.reshape(-1).to(self._ops.call.row_dtype))).contiguous()
 
     def upstream(self, chunk: slice) -> Tensor:
         """(C,) the upstream gradient of each row's loss."""

@@ -16,7 +16,7 @@ from thunder_flce.device import ALIGNED_BYTES
 from thunder_flce.engine.kernels.interface import RowStatistics
 from thunder_flce.engine.plan import LOSS_ONLY, Plan
 from thunder_flce.engine.primitives import Primitives
-from thunder_flce.engine.row_loss import Coefficients, RowResults, UpstreamGradients
+from thunder_flce.engine.row_loss import Coefficients, RowResults
 from thunder_flce.graph.reading import loss_dtype
 from thunder_flce.graph.symbols import FORWARD_TAGS, executor
 from thunder_flce.operation.call import Call
@@ -50,7 +50,7 @@ def _backward_impl(
     rows = ops.prepare_again(grad, logits.shape[0])
     z = ops.logits_buffer(logits.shape[0]).copy_(logits)
     found = RowResults(RowStatistics(row_max, row_log_sum), None)
-    coefficients = Coefficients(ops, rows, UpstreamGradients(grad))
+    coefficients = Coefficients(ops, rows, {"loss": grad})
     return ops.gradient_(z, found, coefficients.of(slice(0, rows.count), found), rows.target)[0]
 
 
