@@ -294,8 +294,8 @@ class Primitives:
 
     @cached_property
     def class_weight(self) -> Tensor | None:
-        """(V,) of the columns that are computed here, in the row dtype."""
-        if "weight" not in self.call.tensors:
+        """(V,) of the columns that are computed here, in the row dtype; None where smoothing asks for none of them."""
+        if "weight" not in self.call.tensors or not self.call.loss.label_smoothing:
             return None
         shard, found = self.call.shard, self._all_class_weights
         return found if shard is None else found[shard.start : shard.start + shard.columns]
@@ -451,13 +451,11 @@ class Primitives:
         out = self.dlogits_buffer(z)
         if not call.vocab:
             return out, self.empty((0,), call.row_dtype) if call.bias_grad else None
-        # Of smoothing; the mean logit has the same derivative for each class.
-        of_class = self.class_weight if call.loss.label_smoothing else None
         if target.ndim > 1:
             return out, self._gradient_of_several_(out, z, found, coefficients, target)
         column, is_here = self.columns_here(target)
         sums = self.region.kernels.gradient_(
-            z, found.statistics, coefficients, class_weight=of_class, out=out, column_sums=call.bias_grad,
+            z, found.statistics, coefficients, class_weight=self.class_weight, out=out, column_sums=call.bias_grad,
             target=column if is_here is None else torch.where(is_here, column, -1),
         )  # fmt: skip
         return out, sums

@@ -18,9 +18,6 @@ class Moment:
     """(u - m, p, w) to what is summed: `+`, `-`, `*` and numbers only, so that Triton can compile it. A logit of -inf
     comes as the lowest finite number instead, so that 0 · (u - m) is 0, unless `keeps_infinity`."""
 
-    is_weighted: bool = False
-    """Whether the term reads w."""
-
     keeps_infinity: bool = False
     """Whether u - m is -inf where the logit is."""
 
@@ -45,7 +42,7 @@ MOMENTS = {
     # Σ p (u - m): the row's entropy is its log Σ exp(u - m) less this.
     "expected": Moment(_expected),
     # Σ w (u - m), for label smoothing.
-    "weighted_sum": Moment(_weighted_sum, is_weighted=True, keeps_infinity=True),
+    "weighted_sum": Moment(_weighted_sum, keeps_infinity=True),
     # Σ (u - m): the mean of the logits is m plus this by the number of columns.
     "shifted_sum": Moment(_shifted_sum, keeps_infinity=True),
     # Σ p²

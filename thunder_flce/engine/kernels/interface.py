@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from thunder_flce.operation.loss import LogitMap, RowCoefficients
-from thunder_flce.operation.moments import MOMENTS
 
 
 class RowStatistics(NamedTuple):
@@ -131,14 +130,9 @@ def finite(shifted: Tensor) -> Tensor:
     return shifted.clamp(min=torch.finfo(shifted.dtype).min)
 
 
-def padded_weight(class_weight: Tensor | None, stride: int, *, is_read: bool) -> Tensor | None:
-    """Class weights (V,) as a row of logits lies in memory: (stride,), contiguous; None where they are not read."""
-    if class_weight is None or not is_read:
+def padded_weight(class_weight: Tensor | None, stride: int) -> Tensor | None:
+    """Class weights (V,) as a row of logits lies in memory: (stride,), contiguous."""
+    if class_weight is None:
         return None
     padding = stride - class_weight.shape[0]
     return (torch.nn.functional.pad(class_weight, (0, padding)) if padding else class_weight).contiguous()
-
-
-def reads_class_weight(names: tuple[str, ...]) -> bool:
-    """Whether some of `operation.moments.MOMENTS` need the class weights."""
-    return any(MOMENTS[name].is_weighted for name in names)

@@ -27,7 +27,6 @@ from thunder_flce.engine.kernels.interface import (
     RowStatistics,
     at_columns,
     padded_weight,
-    reads_class_weight,
     target_gradient,
     write_at_targets_,
 )
@@ -286,7 +285,7 @@ class NvFuserRowKernels:
     def moments(
         self, z: Tensor, statistics: RowStatistics, class_weight: Tensor | None, names: tuple[str, ...]
     ) -> dict[str, Tensor]:
-        weight = padded_weight(class_weight, z.stride(0), is_read=reads_class_weight(names))
+        weight = padded_weight(class_weight, z.stride(0))
         fusion = Fusion("moments", *_kind(z), () if weight is None else ("class_weight",), names)
         sums = self._run(fusion, _inputs(fusion, z, statistics, {"class_weight": weight}))
         return dict(zip(names, sums, strict=True))
@@ -295,7 +294,7 @@ class NvFuserRowKernels:
         self, z: Tensor, statistics: RowStatistics, coefficients: RowCoefficients, *,
         class_weight: Tensor | None = None, out: Tensor, target: Tensor | None = None, column_sums: bool = False,
     ) -> Tensor | None:  # fmt: skip
-        weight = padded_weight(class_weight, z.stride(0), is_read=coefficients.uniform is not None)
+        weight = padded_weight(class_weight, z.stride(0))
         vectors, in_place = coefficients._replace(one_hot=None)._asdict() | {"class_weight": weight}, out is z
         names = tuple(name for name, vector in vectors.items() if vector is not None)
         name = "gradient_with_column_sums" if column_sums else "gradient"

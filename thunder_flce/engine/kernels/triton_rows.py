@@ -21,7 +21,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from thunder_flce.device import PADDED_ROW_MULTIPLE, ROW_MULTIPLE, Device
-from thunder_flce.engine.kernels.interface import RowStatistics, padded_weight, reads_class_weight
+from thunder_flce.engine.kernels.interface import RowStatistics, padded_weight
 from thunder_flce.engine.kernels.launch import contiguous, kernel, launch
 from thunder_flce.operation.loss import LogitMap, RowCoefficients
 from thunder_flce.operation.moments import MOMENTS
@@ -444,7 +444,7 @@ class TritonRowKernels:
         if settings is None:
             settings = self._remember(key, _MOMENTS_BLOCK, STRIDE=stride, VOCAB=vocab, **_terms(names))
         sums = torch.empty(len(names), rows, dtype=torch.float32, device=z.device)
-        weight = padded_weight(class_weight, stride, is_read=reads_class_weight(names))
+        weight = padded_weight(class_weight, stride)
         launch(_moments_kernel, rows, [z, weight, *contiguous(*statistics), sums], settings)
         return dict(zip(names, sums, strict=True))
 
@@ -462,7 +462,7 @@ class TritonRowKernels:
         if column_sums:
             rows_each = max(_ceil(rows * programs, _SUMS_PROGRAMS * _SUMS_ROWS) * _SUMS_ROWS, _SUMS_FEWEST_ROWS)
             sums = torch.empty(_ceil(rows, rows_each), vocab, dtype=torch.float32, device=z.device)
-        weight = padded_weight(class_weight, stride, is_read=coefficients.uniform is not None)
+        weight = padded_weight(class_weight, stride)
         one_hot = None if target is None else coefficients.one_hot
         vectors = contiguous(*statistics, *coefficients._replace(one_hot=one_hot), target)
         launched = _ceil(rows, rows_each) * programs
