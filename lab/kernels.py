@@ -122,7 +122,7 @@ def _kernel_steps(kernels: RowKernels, z: Tensor) -> dict[str, Step]:
     """A step for each of `KERNELS`."""
     rows, vocab = z.shape
     row = z.new_full((rows,), 1 / rows, dtype=torch.float32)
-    statistics = kernels.statistics(z)
+    statistics, _ = kernels.statistics(z)
     plain, everything = RowCoefficients(row, row), RowCoefficients(row, row, row, row)
     target, class_weight = torch.zeros_like(row, dtype=torch.long), row.new_ones(vocab)
 

@@ -418,17 +418,15 @@ class Primitives:
         largest = torch.argmax if loss.logit_scale > 0 else torch.argmin
         if shard is None:
             argmax = largest(z, 1) if loss.needs_argmax else None
-            if target.ndim > 1:
-                return RowResults(self.region.kernels.statistics(z), z.gather(1, target), {}, argmax)
-            z_y = self.empty((z.shape[0],), z.dtype)
-            return RowResults(self.region.kernels.statistics(z, target, z_y), z_y, {}, argmax)
+            statistics, z_y = self.region.kernels.statistics(z, target if target.ndim == 1 else None)
+            return RowResults(statistics, z.gather(1, target) if z_y is None else z_y, {}, argmax)
         if not self.call.vocab:
             part = collectives.part_without_columns(target, self.call.row_dtype, has_argmax=loss.needs_argmax)
         else:
             column, is_here = self.columns_here(target)
             z_y = z.gather(1, column if target.ndim > 1 else column[:, None]).reshape(target.shape)
             part = collectives.PartOfRows(
-                *self.region.kernels.statistics(z),
+                *self.region.kernels.statistics(z)[0],
                 torch.where(is_here, z_y.to(self.call.row_dtype), 0),  # type: ignore[arg-type]
             )
             if loss.needs_argmax:

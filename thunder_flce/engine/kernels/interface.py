@@ -57,10 +57,10 @@ class RowKernels(Protocol):
 
     logit_map: LogitMap
 
-    def statistics(self, z: Tensor, target: Tensor | None = None, z_y: Tensor | None = None) -> RowStatistics:
+    def statistics(self, z: Tensor, target: Tensor | None = None) -> tuple[RowStatistics, Tensor | None]:
         """The maximum of each row, and the log of the sum of exponentials relative to it.
 
-        With a `target` (C,) int64, each row's column, z there is written to `z_y` (C,), in z's dtype.
+        With a `target` (C,) int64, each row's column, also z there, (C,) in z's dtype.
         """
 
     def moments(
@@ -117,12 +117,9 @@ def write_at_targets_(out: Tensor, target: Tensor, entry: Tensor) -> None:
     out.scatter_(1, at, torch.where(target[:, None] < 0, out.gather(1, at), entry[:, None].to(out.dtype)))
 
 
-def at_columns(z: Tensor, column: Tensor, out: Tensor | None = None) -> Tensor:
-    """(C,) z (C, V) at a column of each row, in `out` if it is given."""
-    if out is None:
-        return z.gather(1, column[:, None]).squeeze(1)
-    torch.gather(z, 1, column[:, None], out=out[:, None])
-    return out
+def at_columns(z: Tensor, column: Tensor) -> Tensor:
+    """(C,) z (C, V) at a column of each row."""
+    return z.gather(1, column[:, None]).squeeze(1)
 
 
 def finite(shifted: Tensor) -> Tensor:

@@ -270,10 +270,9 @@ class NvFuserRowKernels:
                 self._fused[key] = _fuse(fusion, self.logit_map, key[1])
             return self._fused[key].execute(inputs, _enable_options=["fast_math"] if is_fast else [])
 
-    def statistics(self, z: Tensor, target: Tensor | None = None, z_y: Tensor | None = None) -> RowStatistics:
-        if target is not None:
-            at_columns(z, target, z_y)
-        return RowStatistics(*self._run(Fusion("merge_parts", *_kind(z)), self._of_parts(z)))
+    def statistics(self, z: Tensor, target: Tensor | None = None) -> tuple[RowStatistics, Tensor | None]:
+        found = RowStatistics(*self._run(Fusion("merge_parts", *_kind(z)), self._of_parts(z)))
+        return found, None if target is None else at_columns(z, target)
 
     def _of_parts(self, z: Tensor) -> list[Tensor]:
         kind = dtype, stride, vocab = _kind(z)

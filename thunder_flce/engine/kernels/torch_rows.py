@@ -64,9 +64,7 @@ class TorchRowKernels:
     def __init__(self, logit_map: LogitMap = LogitMap()):  # noqa: B008
         self.logit_map = logit_map
 
-    def statistics(self, z: Tensor, target: Tensor | None = None, z_y: Tensor | None = None) -> RowStatistics:
-        if target is not None:
-            at_columns(z, target, z_y)
+    def statistics(self, z: Tensor, target: Tensor | None = None) -> tuple[RowStatistics, Tensor | None]:
         row_max = torch.empty(z.shape[0], dtype=torch.promote_types(z.dtype, torch.float32), device=z.device)
         others = torch.empty_like(row_max)
         for rows in row_blocks(z):
@@ -76,7 +74,7 @@ class TorchRowKernels:
             # The maximum's own is 1, beside which a small sum of the others would lose its digits; or it is NaN.
             at = column[:, None]
             others[rows] = sums_of_rows(exponential.scatter_(1, at, exponential.gather(1, at) - 1))
-        return RowStatistics(row_max, others.log1p_())
+        return RowStatistics(row_max, others.log1p_()), None if target is None else at_columns(z, target)
 
     def moments(
         self, z: Tensor, statistics: RowStatistics, class_weight: Tensor | None, names: tuple[str, ...]

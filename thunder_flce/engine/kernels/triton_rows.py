@@ -427,14 +427,15 @@ class TritonRowKernels:
         # Settings of launches, by the operation and what they depend on, so that a launch takes the host no more.
         self._known: dict[tuple[Any, ...], Any] = {}
 
-    def statistics(self, z: Tensor, target: Tensor | None = None, z_y: Tensor | None = None) -> RowStatistics:
+    def statistics(self, z: Tensor, target: Tensor | None = None) -> tuple[RowStatistics, Tensor | None]:
         (rows, vocab), stride = z.shape, z.stride(0)
         settings = self._known.get(key := ("statistics", vocab, stride))
         if settings is None:
             settings = self._remember(key, _block_for(vocab, _STATISTICS_BLOCKS), STRIDE=stride, VOCAB=vocab)
         found = RowStatistics(*torch.empty(2, rows, dtype=torch.float32, device=z.device).unbind())
+        z_y = None if target is None else torch.empty(rows, dtype=z.dtype, device=z.device)
         launch(_statistics_kernel, rows, [z, *contiguous(target), *found, z_y], settings)
-        return found
+        return found, z_y
 
     def moments(
         self, z: Tensor, statistics: RowStatistics, class_weight: Tensor | None, names: tuple[str, ...]
