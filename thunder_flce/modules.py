@@ -216,7 +216,7 @@ class LinearCrossEntropyLoss(nn.Module):
 
     def extra_repr(self) -> str:
         """What is not as it is by default, beside the linear."""
-        settings = Loss(**self._settings()).non_defaults("reduction", "ignore_index")
+        settings = Loss(**self._settings()).non_defaults()
         for name in ("token_loss", "vocab_parallel", "options"):
             if getattr(self, name) is not None:
                 settings[name] = getattr(self, name)

@@ -30,7 +30,7 @@ from thunder_flce.operation.call import Call, gradient_name, result_names, resul
 from thunder_flce.operation.divergence import Divergence
 from thunder_flce.operation.loss import Loss
 from thunder_flce.operation.shard import Shard
-from thunder_flce.options import Options
+from thunder_flce.options import Options, PlainValues
 from thunder_flce.vocab_parallel import VocabParallel, agreed_call
 
 _SCHEMA = 6
@@ -42,7 +42,7 @@ _MOST_REGIONS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(PlainValues):
     """Everything about a call that is no tensor: plain values that the operators take as one string."""
 
     names: tuple[str, ...]
@@ -60,20 +60,11 @@ class Settings:
     """What is known of such calls, by the tokens they are planned for (0: any) and the shape of the weight"""
 
     def __str__(self) -> str:
-        return _written(self)
+        return self._text
 
-    @property
-    def values(self) -> dict[str, Any]:
-        """The fields that matter, as plain values."""
-        found = {
-            "names": self.names,
-            "loss": self.loss.non_defaults("reduction", "ignore_index"),
-            "needs_grad": self.needs_grad,
-        }
-        for name in ("plan", "options", "shard"):
-            if (value := getattr(self, name)) is not None:
-                found[name] = value.non_defaults()
-        return found if self.vocab_parallel is None else {**found, "vocab_parallel": self.vocab_parallel}
+    @cached_property
+    def _text(self) -> str:
+        return repr({"schema": _SCHEMA, **self.non_defaults()})
 
     @staticmethod
     def of(values: Mapping[str, Any]) -> "Settings":
@@ -131,11 +122,6 @@ class Settings:
     def logits_position(self) -> int | None:
         """Where the logits are among what the backward reads."""
         return self.saved_names.index("logits") if "logits" in self.saved_names else None
-
-
-@lru_cache(maxsize=1024)
-def _written(settings: Settings) -> str:
-    return repr({"schema": _SCHEMA, **settings.values})
 
 
 def forward(settings: Settings, tensors: Sequence[Tensor]) -> list[Tensor]:

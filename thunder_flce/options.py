@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
-from typing import Any, TypeGuard, cast
+from typing import Any, ClassVar, TypeGuard, cast
 
 import torch
 
@@ -41,13 +41,16 @@ def plain(number: Any) -> Any:
 class PlainValues:
     """A dataclass of what a graph carries as plain values, such as `Options`, `Loss` and `Plan`."""
 
-    def non_defaults(self, *always: str) -> dict[str, Any]:
-        """The fields that differ from their defaults, by name, which is what a trace carries; and some `always`."""
-        found = {f.name: (getattr(self, f.name), f.default) for f in fields(cast(Any, self))}
+    written_always: ClassVar[tuple[str, ...]] = ()
+    """Fields that a trace shows even where they are as by default."""
+
+    def non_defaults(self) -> dict[str, Any]:
+        """The fields that differ from their defaults, by name, which is what a trace carries."""
+        found = {f.name: (getattr(self, f.name), f.default) for f in fields(cast(Any, self)) if f.compare}
         return {
             name: value.non_defaults() if isinstance(value, PlainValues) else value
             for name, (value, default) in found.items()
-            if value != default or name in always
+            if value != default or name in self.written_always
         }
 
 

@@ -11,7 +11,7 @@ flce_scale_gradients           its backward, for plans that computed the gradien
 
 The last three belong to the executor `flce` and are primitives: opaque to every pass, and tagged so that no pass
 computes a forward again in the backward. `operators` runs them, whether or not the executor is listed. But for the
-last, all take what the operators take: tensors, or numbers in their place, and `Settings.values`.
+last, all take what the operators take: tensors, or numbers in their place, and `Settings.non_defaults`.
 """
 
 import inspect
@@ -137,7 +137,7 @@ def flce_linear_cross_entropy(tensors: Sequence[TensorProxy], **settings: Any) -
     known = settings_of(settings)
     of_gradients: dict[str, Any] = {"saved_rows": None, "float32_accumulator": False, "float32_rows": 0}
     plan = replace(known.plan, strategy=LOSS_ONLY, **of_gradients)
-    return linear_cross_entropy_fwd(tensors, **replace(known, needs_grad=(), plan=plan).values)
+    return linear_cross_entropy_fwd(tensors, **replace(known, needs_grad=(), plan=plan).non_defaults())
 
 
 def _region_grad(tensors: Sequence[TensorProxy], **settings: Any) -> tuple[TensorProxy, ...]:
@@ -148,7 +148,7 @@ def _region_grad(tensors: Sequence[TensorProxy], **settings: Any) -> tuple[Tenso
         # Only the transform knows which operands need a gradient. Without it, arguments of the program say so.
         needs_grad = tuple(name for name in operand_names(call.tensors) if may_need_grad(call.tensors[name]))
         known = _with_plan(replace(call, needs_grad=needs_grad), known.vocab_parallel)
-    results = dict(zip(known.result_names, linear_cross_entropy_fwd(tensors, **known.values), strict=True))
+    results = dict(zip(known.result_names, linear_cross_entropy_fwd(tensors, **known.non_defaults()), strict=True))
     if known.needs_grad:
         grad, saved = get_grad(results["loss"]), tuple(results[name] for name in known.saved_names)
         if known.finishes_in_forward:
@@ -156,7 +156,7 @@ def _region_grad(tensors: Sequence[TensorProxy], **settings: Any) -> tuple[Tenso
             gradients = scale_gradients(grad, *saved, **expected)
         else:
             upstream = (grad, *(get_grad(results[name]) for name in known.loss.differentiable_outputs))
-            gradients = linear_cross_entropy_bwd(upstream, saved, tensors, **known.values)
+            gradients = linear_cross_entropy_bwd(upstream, saved, tensors, **known.non_defaults())
         for at, gradient in zip(known.grad_positions, gradients, strict=True):
             put_grad(tensors[at], gradient)
     return tuple(results[name] for name in ("loss", *known.loss.outputs))
@@ -189,7 +189,7 @@ def add_region(
     """Adds a region to a trace, with its plan; returns its loss and outputs, and how it runs."""
     planned = _planned(call, vocab_parallel, options)
     settings = calls.settings_of_call(*planned)
-    return flce_linear_cross_entropy(tuple(call.tensors.values()), **settings.values), planned
+    return flce_linear_cross_entropy(tuple(call.tensors.values()), **settings.non_defaults()), planned
 
 
 def is_region(bsym: BoundSymbol) -> bool:
@@ -226,5 +226,5 @@ def linear_cross_entropy(
     if vocab_parallel is None and is_static(*tree_flatten(given)[0]):
         check_call(call.tensors, loss=loss)
     known = calls.unplanned(specs(call), Options(), vocab_parallel=vocab_parallel)
-    results = flce_linear_cross_entropy(tuple(call.tensors.values()), **known.values)
+    results = flce_linear_cross_entropy(tuple(call.tensors.values()), **known.non_defaults())
     return results if loss.outputs else results[0]

@@ -51,7 +51,7 @@ The functions below are these formulas. Legend: N rows, V vocabulary.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -141,6 +141,8 @@ NOTHING_IGNORED = -(2**62) - 1
 @dataclass(frozen=True, kw_only=True)
 class Loss(PlainValues):
     """Which loss: everything that is a plain value, as `functional.linear_cross_entropy` describes it."""
+
+    written_always: ClassVar = ("reduction", "ignore_index")
 
     reduction: str = "mean"
     ignore_index: int = -100
