@@ -523,9 +523,11 @@ class Primitives:
 
     def loss(self, selected: Rows, found: RowResults) -> tuple[Tensor, dict[str, Tensor]]:
         """() the loss or, for reduction "none", (N,), from what is known of all rows; and outputs that come with it."""
-        if self.region.vector_kernels is None:
-            return row_loss.loss_of(self, selected, found), {}
         loss, logit, at_target, of_rows = self.call.loss, found.z_y, selected.at_target, found.token_loss
+        if self.region.vector_kernels is None:
+            row = found.row(self)
+            of_rows = row_loss.cross_entropy(self, selected, row) if of_rows is None else of_rows
+            return row_loss.reduced(self, selected, of_rows, loss.z_term(row)), {}
         if loss.maps_logits or loss.label_smoothing:
             # The kernel knows no map, and of a row nothing but its statistics.
             row = found.row(self)

@@ -175,13 +175,6 @@ def joined(ops: "Primitives", rows: Rows, chunks: list[RowResults]) -> RowResult
     )
 
 
-def loss_of(ops: "Primitives", rows: Rows, found: RowResults) -> Tensor:
-    """() the loss or, for reduction "none", (N,), from what is known of all rows."""
-    row = found.row(ops)
-    of_rows = cross_entropy(ops, rows, row) if found.token_loss is None else found.token_loss
-    return reduced(ops, rows, of_rows, ops.call.loss.z_term(row))
-
-
 def cross_entropy(ops: "Primitives", rows: Rows, row: Row) -> Tensor:
     """(N,) each row's cross-entropy, with its class weights."""
     call, weights, first = ops.call, rows.target_weights, rows.first_targets
@@ -191,12 +184,19 @@ def cross_entropy(ops: "Primitives", rows: Rows, row: Row) -> Tensor:
 
 
 def reduced(ops: "Primitives", rows: Rows, of_rows: Tensor, z_term: Tensor | None = None) -> Tensor:
-    """() the loss of what each row adds to it, (N,), and its z term; for reduction "none", (N,)."""
+    """() the loss of what each row adds to it, (N,), and its z term; for reduction "none", (N,).
+
+    The mean over no row is NaN, as in `torch.nn.functional`.
+    """
     of_ce, of_z = (None, None) if rows.divisors is None else rows.divisors
-    terms = [(rows.weighted(of_rows), of_ce)]
-    if z_term is not None:
-        terms.append((rows.weighted(z_term), of_z))
-    return ops.call.loss.reduce(terms)
+
+    def total(term: Tensor, divisor: Tensor | None) -> Tensor:
+        term = rows.weighted(term)
+        value = term if ops.call.loss.reduction == "none" else term.sum()
+        return value if divisor is None else value / divisor
+
+    loss = total(of_rows, of_ce)
+    return loss if z_term is None else loss + total(z_term, of_z)
 
 
 def output(ops: "Primitives", rows: Rows, name: str, row: Row) -> Tensor:

@@ -48,7 +48,7 @@ them where one column dominates.
 The functions below are these formulas. Legend: N rows, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
@@ -254,18 +254,6 @@ class Loss(PlainValues):
     def z_term(self, row: Row) -> Any | None:
         """(N,) what the z-loss adds to each row; None without one."""
         return self.z_loss * (row.max + row.log_sum).square() if self.z_loss else None
-
-    def reduce(self, terms: Sequence[tuple[Any, Any]]) -> Any:
-        """() the loss or, for reduction "none", (N,); the mean over no row is NaN, as in `torch.nn.functional`.
-
-        A term is (N,) what each row adds to the loss, and () what the mean divides the sum of it by.
-        """
-        values = [term for term, _ in terms]
-        if self.reduction != "none":
-            values = [value.sum() for value in values]
-        if self.reduction == "mean":
-            values = [value / divisor for value, (_, divisor) in zip(values, terms, strict=True)]
-        return values[0] if len(values) == 1 else values[0] + values[1]
 
 
 # The largest float32 below 1: the probability of all columns but a row's targets is no less than what is left of it.
