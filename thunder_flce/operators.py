@@ -64,26 +64,21 @@ class Settings(PlainValues):
 
     @cached_property
     def _text(self) -> str:
-        return repr({"schema": _SCHEMA, **self.non_defaults()})
+        return written(self.non_defaults())
 
     @staticmethod
-    def of(values: Mapping[str, Any]) -> "Settings":
-        """The settings with these values."""
+    @lru_cache(maxsize=1024)
+    def parse(text: str) -> "Settings":
+        """The settings that were `written` as `text`."""
         kinds = {"loss": Loss, "divergence": Divergence, "plan": Plan, "options": Options, "shard": Shard}
 
         def made(values: Mapping[str, Any]) -> dict[str, Any]:
             return {name: kinds[name](**made(each)) if name in kinds else each for name, each in values.items()}
 
-        return Settings(**made(values))
-
-    @staticmethod
-    @lru_cache(maxsize=1024)
-    def parse(text: str) -> "Settings":
-        """The settings that were written as `text`."""
         values = ast.literal_eval(text)
         if values.pop("schema") != _SCHEMA:
             raise ValueError("this program was exported with another version of thunder_flce; export it again")
-        return Settings.of(values)
+        return Settings(**made(values))
 
     def call(self, tensors: Sequence[Any]) -> Call:
         """The call of these tensors."""
@@ -122,6 +117,11 @@ class Settings(PlainValues):
     def logits_position(self) -> int | None:
         """Where the logits are among what the backward reads."""
         return self.saved_names.index("logits") if "logits" in self.saved_names else None
+
+
+def written(values: Mapping[str, Any]) -> str:
+    """What an operator takes as its settings, from their values."""
+    return repr({"schema": _SCHEMA, **values})
 
 
 def forward(settings: Settings, tensors: Sequence[Tensor]) -> list[Tensor]:

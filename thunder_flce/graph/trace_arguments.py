@@ -1,8 +1,6 @@
 """What a region's symbols take, as the operators do: settings, in plain values that a trace prints, and a call."""
 
-import ast
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,18 +9,13 @@ from thunder.core.proxies import NumberProxy, StringProxy, TensorProxy
 from torch.utils._pytree import tree_map
 
 from thunder_flce.operation.call import Call, Spec
-from thunder_flce.operators import Settings
+from thunder_flce.operators import Settings, written
 
 
 def settings_of(values: Mapping[str, Any]) -> Settings:
     """The settings whose values are a symbol's arguments by name."""
-    text = repr(values)
-    return _settings_of(repr(plain(values)) if "Proxy" in text else text)
-
-
-@lru_cache(maxsize=1024)
-def _settings_of(text: str) -> Settings:
-    return Settings.of(ast.literal_eval(text))
+    text = written(values)
+    return Settings.parse(written(plain(values)) if "Proxy" in text else text)
 
 
 def plain(values: Any) -> Any:
