@@ -11,7 +11,7 @@ replaces `…_backward`: see `inductor`. `autograd` differentiates them.
 import ast
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -305,9 +305,12 @@ define(
 )
 
 
-def _flops(known: Settings, tensors: Sequence[Tensor], *, logits: bool, gradients: bool) -> int:
+def _flops(*given: Any, is_forward: bool, **_: Any) -> int:
     """What FlopCounterMode counts: two operations a product, for the tokens that are ignored, too."""
-    call = known.call(tensors)
+    tensors, known = given[-2], Settings.parse(given[-1])
+    call, plan = known.call(tensors), known.plan
+    logits = is_forward or plan.strategy == RECOMPUTE_LOGITS
+    gradients = plan.finishes_in_forward == is_forward
     linears = [*call.linears, *([("teacher_input", "teacher_weight")] if call.loss.divergence is not None else [])]
     products = [
         (logits + gradients * sum(name in call.needs_grad for name in linear)) * call.tensors[linear[0]].shape[-1]
@@ -316,24 +319,13 @@ def _flops(known: Settings, tensors: Sequence[Tensor], *, logits: bool, gradient
     return 2 * call.tokens * call.vocab * sum(products)
 
 
-def _forward_flops(tensors: list[Tensor], settings: str, **_: Any) -> int:
-    known = Settings.parse(settings)
-    return _flops(known, tensors, logits=True, gradients=known.plan.finishes_in_forward)
-
-
-def _backward_flops(*given: Any, **_: Any) -> int:
-    known = Settings.parse(given[-1])
-    recomputes = known.plan.strategy == RECOMPUTE_LOGITS
-    return _flops(known, given[-2], logits=recomputes, gradients=not known.plan.finishes_in_forward)
-
-
 def _register_flops() -> None:
     from torch.utils.flop_counter import register_flop_formula
 
     operators = torch.ops.thunder_flce
     backwards = [operators.linear_cross_entropy_backward, operators.linear_cross_entropy_backward_]
-    register_flop_formula(operators.linear_cross_entropy, get_raw=True)(_forward_flops)
-    register_flop_formula(backwards, get_raw=True)(_backward_flops)
+    register_flop_formula(operators.linear_cross_entropy, get_raw=True)(partial(_flops, is_forward=True))
+    register_flop_formula(backwards, get_raw=True)(partial(_flops, is_forward=False))
 
 
 # It imports Triton, from torch 2.15 on.
