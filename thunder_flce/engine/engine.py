@@ -39,15 +39,13 @@ def forward(ops: Primitives) -> dict[str, Tensor]:
     if ops.region.saves_unit_gradients:
         rows = ops.prepare(None, meanwhile=logits.start)
         # Class weights are among the factors that the backward multiplies rows by; the weights of targets are not.
-        ones = torch.ones(rows.count, dtype=call.row_dtype, device=rows.target.device)
         units = copy(rows)
-        units.at_target, units.s = None, ones
-        coefficients = Coefficients(ops, units, {"loss": ones})
+        units.at_target, units.s = None, torch.ones(rows.count, dtype=call.row_dtype, device=rows.target.device)
+        coefficients = Coefficients(ops, units)
     elif plan.finishes_in_forward:
         expected = call.tensors.get("expected_gradient")
-        upstream = None if expected is None else usable(expected)
-        rows = ops.prepare(upstream, meanwhile=logits.start)
-        coefficients = Coefficients(ops, rows, {"loss": upstream})
+        rows = ops.prepare(None if expected is None else usable(expected), meanwhile=logits.start)
+        coefficients = Coefficients(ops, rows)
     else:
         rows, coefficients = ops.prepare(None, meanwhile=logits.start), None
     found, gradients = run(ops, rows, coefficients, logits=logits)
@@ -68,7 +66,6 @@ def backward(ops: Primitives, saved: Mapping[str, Tensor], upstream: Mapping[str
     of_loss = upstream["loss"]
     if of_loss is None:
         of_loss = torch.zeros((), dtype=call.row_dtype, device=call.device)
-        upstream = {**upstream, "loss": of_loss}
     if ops.plan.finishes_in_forward:
         rows = ops.prepare_again(of_loss, call.tokens)
         rows.target_weights = None

@@ -42,12 +42,13 @@ class Coefficients:
     Args:
         ops: of the region.
         rows: those that are computed.
-        upstream: by name, the gradients of the loss, None for 1, and of outputs, None where there is none.
+        upstream: by name, the gradients of outputs, None where there is none; that of the loss is in the rows' s.
         entropy: (N,) the entropies, where their upstream gradient is not None.
     """
 
     def __init__(
-        self, ops: "Primitives", rows: Rows, upstream: Mapping[str, Tensor | None], *, entropy: Tensor | None = None
+        self, ops: "Primitives", rows: Rows, upstream: Mapping[str, Tensor | None] | None = None, *,
+        entropy: Tensor | None = None,
     ):  # fmt: skip
         call, loss = ops.call, ops.call.loss
         self._ops, self._rows, self._entropy = ops, rows, entropy
@@ -59,7 +60,7 @@ class Coefficients:
         # With `Loss.target_rest`, A and B are known when the chunk's logits are.
         of_targets = None if loss.target_rest else rows.target_weights
         found = row_coefficients(loss, s, ops.row_weights(rows), call.whole_vocab, target_weights=of_targets)
-        for name, grad in upstream.items():
+        for name, grad in (upstream or {}).items():
             if name == "loss" or grad is None:
                 continue
             of_rows = rows.masked(rows.received(grad.reshape(-1).to(call.row_dtype))).contiguous()
@@ -75,10 +76,9 @@ class Coefficients:
         self._of_all, self._of_z = found, None
         if loss.z_loss:
             of_z = rows.s
-            if rows.at_target is not None:
+            if rows.at_target is not None and rows.divisors is not None and "num_items" not in call.tensors:
                 # Class weights divide the cross-entropies by another sum.
-                grad = torch.ones((), device=s.device) if upstream["loss"] is None else upstream["loss"]
-                of_z = rows.of_z_terms(grad.to(call.row_dtype))
+                of_z = rows.masked(of_z * (rows.divisors[0] / rows.divisors[1]))
             self._of_z = 2 * loss.z_loss * of_z
 
     def upstream(self, chunk: slice) -> Tensor:

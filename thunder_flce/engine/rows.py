@@ -166,13 +166,6 @@ class Rows:
         """(N,) times the rows' weights, 0 in ignored rows."""
         return torch.where(self.weight != 0, vector * self.weight, 0)
 
-    def of_z_terms(self, grad: Tensor) -> Tensor:
-        """(N,) weight / D_z times the loss's upstream gradient, () or one number for each of the caller's tokens."""
-        grad = self.received(grad.reshape(-1)) if grad.ndim else grad
-        if self.divisors is not None:
-            grad = grad / self.divisors[1]
-        return self.weighted(grad.expand(self.count)).contiguous()
-
 
 def selected(found: Prepared, count: int) -> Rows:
     """The first `count` of the tokens; where that is all of them, the order is their own."""
