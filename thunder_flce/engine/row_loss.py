@@ -57,9 +57,8 @@ class Coefficients:
             # The only probability is 1, and the gradient of the cross-entropy 0, whatever exponentials round to.
             s = torch.zeros_like(s)
         self._s = s
-        # With `Loss.target_rest`, A and B are known when the chunk's logits are.
-        of_targets = None if loss.target_rest else rows.target_weights
-        found = row_coefficients(loss, s, ops.row_weights(rows), call.whole_vocab, target_weights=of_targets)
+        weights = rows.target_weights
+        found = row_coefficients(loss, s, ops.row_weights(rows), call.whole_vocab, target_weights=weights)
         for name, grad in (upstream or {}).items():
             if name == "loss" or grad is None:
                 continue
@@ -88,8 +87,6 @@ class Coefficients:
     @property
     def at_target(self) -> Tensor:
         """(N,) B, or (N, K): about how much each row adds to dW in the column of its target."""
-        if self._ops.call.loss.target_rest and self._rows.target_weights is not None:
-            return self._s.unsqueeze(-1) * self._rows.target_weights
         return self._of_all.one_hot
 
     @property
@@ -191,7 +188,7 @@ def reduced(ops: "Primitives", rows: Rows, of_rows: Tensor, z_term: Tensor | Non
     of_ce, of_z = (None, None) if rows.divisors is None else rows.divisors
 
     def total(term: Tensor, divisor: Tensor | None) -> Tensor:
-        term = rows.weighted(term)
+        term = rows.masked(term * rows.weight)
         value = term if ops.call.loss.reduction == "none" else term.sum()
         return value if divisor is None else value / divisor
 

@@ -162,10 +162,6 @@ class Rows:
         """(N,) with `fill` in ignored rows."""
         return torch.where(self.weight != 0, vector, fill)
 
-    def weighted(self, vector: Tensor) -> Tensor:
-        """(N,) times the rows' weights, 0 in ignored rows."""
-        return torch.where(self.weight != 0, vector * self.weight, 0)
-
 
 def selected(found: Prepared, count: int) -> Rows:
     """The first `count` of the tokens; where that is all of them, the order is their own."""
