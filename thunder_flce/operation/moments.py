@@ -5,46 +5,32 @@ blocks, nvFuser's symbolic values. So a further sum is a further entry of `MOMEN
 of a row, m their maximum, p their softmax, w the class weights (1 where there are none).
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+
+def _expected(shifted, finite, probability, weight):
+    return probability * finite
 
 
-@dataclass(frozen=True)
-class Moment:
-    """A sum over the columns of the vocabulary."""
-
-    term: Callable[[Any, Any, Any], Any]
-    """(u - m, p, w) to what is summed: `+`, `-`, `*` and numbers only, so that Triton can compile it. A logit of -inf
-    comes as the lowest finite number instead, so that 0 · (u - m) is 0, unless `keeps_infinity`."""
-
-    keeps_infinity: bool = False
-    """Whether u - m is -inf where the logit is."""
-
-
-def _expected(shifted, probability, weight):
-    return probability * shifted
-
-
-def _shifted_sum(shifted, probability, weight):
+def _shifted_sum(shifted, finite, probability, weight):
     return shifted
 
 
-def _sum_sq(shifted, probability, weight):
+def _sum_sq(shifted, finite, probability, weight):
     return probability * probability
 
 
-def _weighted_sum(shifted, probability, weight):
+def _weighted_sum(shifted, finite, probability, weight):
     return shifted * weight
 
 
 MOMENTS = {
     # Σ p (u - m): the row's entropy is its log Σ exp(u - m) less this.
-    "expected": Moment(_expected),
+    "expected": _expected,
     # Σ w (u - m), for label smoothing.
-    "weighted_sum": Moment(_weighted_sum, keeps_infinity=True),
+    "weighted_sum": _weighted_sum,
     # Σ (u - m): the mean of the logits is m plus this by the number of columns.
-    "shifted_sum": Moment(_shifted_sum, keeps_infinity=True),
+    "shifted_sum": _shifted_sum,
     # Σ p²
-    "sum_sq": Moment(_sum_sq),
+    "sum_sq": _sum_sq,
 }
+"""(u - m, the same, p, w) of each column to what is summed: `+`, `-`, `*` and numbers only, so that Triton can compile
+it. Where a logit is -inf, the second is the lowest finite number, whose product with p = 0 is 0."""

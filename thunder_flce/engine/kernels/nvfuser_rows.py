@@ -46,7 +46,7 @@ def parts_of(stride: int) -> int:
 
 
 class _Expression:
-    """A value of a fusion, with arithmetic as `operation.moments.Moment.term` asks for it."""
+    """A value of a fusion, with arithmetic as `operation.moments.MOMENTS` asks for it."""
 
     def __init__(self, fd: FusionDefinition, value: Any):
         self._fd = fd
@@ -212,8 +212,9 @@ def _moments(build: _Builder) -> None:
     z, given = build.inputs()
     shifted = build.logits(z)[0] - given["row_max"]
     p = (shifted - given["row_log_sum"]).apply("exp")
-    for moment in (MOMENTS[name] for name in build.fusion.moments):
-        term = moment.term(shifted if moment.keeps_infinity else _finite(shifted), p, given.get("class_weight", 1.0))
+    terms = shifted, _finite(shifted), p, given.get("class_weight", 1.0)
+    for name in build.fusion.moments:
+        term = MOMENTS[name](*terms)
         if build.fusion.padding:
             term = build.masked(term, (build.fusion.stride,), 0.0)
         build.output(term.apply("sum", [1]))

@@ -85,11 +85,9 @@ class TorchRowKernels:
         for rows in row_blocks(z):
             shifted = self._logits(z[rows]) - row_max[rows, None]
             probability = (shifted - row_log_sum[rows, None]).exp_()
-            shifted_finite = finite(shifted)
+            given = shifted, finite(shifted), probability, weight
             for name in names:
-                moment = MOMENTS[name]
-                term = moment.term(shifted if moment.keeps_infinity else shifted_finite, probability, weight)
-                sums[name][rows] = sums_of_rows(term)
+                sums[name][rows] = sums_of_rows(MOMENTS[name](*given))
         return sums
 
     def gradient_(

@@ -225,7 +225,7 @@ def _statistics_kernel(
 def _moments_kernel(
     z, class_weight, row_max, row_log_sum, moments,
     STRIDE: tl.constexpr, VOCAB: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
-    TERMS: tl.constexpr, KEEP_INFINITY: tl.constexpr, KEY: tl.constexpr,
+    TERMS: tl.constexpr, KEY: tl.constexpr,
 ):  # fmt: skip
     """moments: (number of TERMS, rows); KEY: what tells apart terms of one name, since Triton does not."""
     IS_EXACT: tl.constexpr = z.dtype.element_ty == tl.float32
@@ -245,7 +245,7 @@ def _moments_kernel(
             weight = tl.load(class_weight + columns, mask=columns < STRIDE, other=0.0)
         added = ()
         for i in tl.static_range(len(TERMS)):
-            term = TERMS[i](shifted if KEEP_INFINITY[i] else _finite(shifted), p, weight)
+            term = TERMS[i](shifted, _finite(shifted), p, weight)
             added = added + (sums[i] + tl.where(is_column, term, 0.0),)  # type: ignore[assignment]
         sums = added
     for i in tl.static_range(len(TERMS)):
@@ -524,12 +524,11 @@ def _exchange(rows: int, slots: int, device: torch.device) -> Tensor:
 @cache
 def _terms(names: tuple[str, ...]) -> dict[str, Any]:
     """Constants of the kernel for moments."""
-    terms = [MOMENTS[name].term for name in names]
+    terms = [MOMENTS[name] for name in names]
     compiled = [triton.jit(term) for term in terms]
     # The interpreter takes a term as it is, and no compiled one that lacks `tl`.
     used = tuple(c if isinstance(c, triton.JITFunction) else t for c, t in zip(compiled, terms, strict=True))
-    keep_infinity = tuple(MOMENTS[name].keeps_infinity for name in names)
-    return {"TERMS": used, "KEEP_INFINITY": keep_infinity, "KEY": "".join(getattr(t, "cache_key", "") for t in used)}
+    return {"TERMS": used, "KEY": "".join(getattr(t, "cache_key", "") for t in used)}
 
 
 def _block_for(vocab: int, blocks: tuple[_Block, ...]) -> _Block:
