@@ -21,7 +21,7 @@ from thunder_flce.engine.plan import RECOMPUTE_LOGITS, Plan
 from thunder_flce.engine.row_loss import RowResults
 from thunder_flce.engine.rows import Prepared, Rows
 from thunder_flce.operation.call import SCALAR, Call, Linear, are_of_tokens, argument
-from thunder_flce.operation.loss import RowCoefficients, RowWeights
+from thunder_flce.operation.loss import RowCoefficients
 
 # What of a call follows from its sizes, but for the number of tokens.
 _OF_SIZES = [name for name, value in vars(Call).items() if isinstance(value, cached_property) and "tokens" not in name]
@@ -281,12 +281,11 @@ class Primitives:
         """The rows of a chunk from (T, H) over all tokens."""
         return selected.gather_chunk(tensor, chunk, out)
 
-    def row_weights(self, selected: Rows) -> RowWeights | None:
-        """The class weights' share in each row."""
-        if selected.at_target is None:
-            return None
-        total = self._all_class_weights.sum() if self.call.loss.label_smoothing else None
-        return RowWeights(selected.at_target, total)
+    @property
+    def class_total(self) -> Any:
+        """Σ w over all columns, if smoothing asks for it; their number without class weights."""
+        is_weighted = self.call.loss.label_smoothing and "weight" in self.call.tensors
+        return self._all_class_weights.sum() if is_weighted else self.call.whole_vocab
 
     @cached_property
     def _all_class_weights(self) -> Tensor:

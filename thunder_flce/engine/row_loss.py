@@ -57,8 +57,10 @@ class Coefficients:
             # The only probability is 1, and the gradient of the cross-entropy 0, whatever exponentials round to.
             s = torch.zeros_like(s)
         self._s = s
-        weights = rows.target_weights
-        found = row_coefficients(loss, s, ops.row_weights(rows), call.whole_vocab, target_weights=weights)
+        found = row_coefficients(
+            loss, s, call.whole_vocab, at_target=rows.at_target, total=ops.class_total,
+            target_weights=rows.target_weights,
+        )  # fmt: skip
         for name, grad in (upstream or {}).items():
             if name == "loss" or grad is None:
                 continue
@@ -176,8 +178,9 @@ def cross_entropy(ops: "Primitives", rows: Rows, row: Row) -> Tensor:
     """(N,) each row's cross-entropy, with its class weights."""
     call, weights, first = ops.call, rows.target_weights, rows.first_targets
     rest = None if first is None else Rest.of(row, weights, first)
-    of_classes = ops.row_weights(rows)
-    return call.loss.cross_entropy(row, of_classes, call.whole_vocab, target_weights=weights, rest=rest)
+    return call.loss.cross_entropy(
+        row, call.whole_vocab, at_target=rows.at_target, total=ops.class_total, target_weights=weights, rest=rest
+    )
 
 
 def reduced(ops: "Primitives", rows: Rows, of_rows: Tensor, z_term: Tensor | None = None) -> Tensor:

@@ -97,15 +97,6 @@ class Row(NamedTuple):
     """The column of the largest logit"""
 
 
-class RowWeights(NamedTuple):
-    """The class weights' share in each row."""
-
-    at_target: Any
-    """w_y"""
-    total: Any
-    """Σ_v w_v"""
-
-
 @dataclass(frozen=True)
 class Output:
     """Something of each row that can be returned beside the loss; 0 in ignored rows unless it says otherwise."""
@@ -227,26 +218,24 @@ class Loss(PlainValues):
         return any(OUTPUTS[name].ignored is None for name in self.outputs)
 
     def cross_entropy(
-        self,
-        row: Row,
-        weights: RowWeights | None,
-        columns: int,
-        *,
-        target_weights: Any = None,
+        self, row: Row, columns: int, *, at_target: Any = None, total: Any = None, target_weights: Any = None,
         rest: "Rest | None" = None,
-    ) -> Any:
-        """(N,) each row's cross-entropy over so many columns; (N, K) the weights of K targets, 0 for ignored ones."""
+    ) -> Any:  # fmt: skip
+        """(N,) each row's cross-entropy over so many columns.
+
+        With class weights, `at_target` is (N,) w_y; for smoothing, `total` is Σ w, without them `columns`. The weights
+        of K targets are (N, K), 0 for ignored ones.
+        """
         if target_weights is not None:
             of_targets = Row(row.max.unsqueeze(-1), row.log_sum.unsqueeze(-1), row.target_logit, {})
-            value = (target_weights * self.cross_entropy(of_targets, None, columns)).sum(-1)
+            value = (target_weights * self.cross_entropy(of_targets, columns)).sum(-1)
             return value if rest is None else value - rest.weight * torch.log(rest.probability)
         # In this order the loss keeps its digits when all logits share a large offset. A kernel's softcap may differ
         # from PyTorch's in its last digit, which must not make a loss negative.
         value = row.log_sum - (row.target_logit - row.max).clamp(max=0)
-        if weights is not None:
-            value = weights.at_target * value
+        if at_target is not None:
+            value = at_target * value
         if self.label_smoothing:
-            total = columns if weights is None else weights.total
             smooth = row.log_sum * total - row.moments["weighted_sum"]
             value = (1 - self.label_smoothing) * value + self.label_smoothing / columns * smooth
         return value
@@ -294,19 +283,20 @@ class RowCoefficients(NamedTuple):
 
 
 def row_coefficients(
-    loss: Loss, upstream: Any, weights: RowWeights | None, columns: int, *, target_weights: Any = None
+    loss: Loss, upstream: Any, columns: int, *, at_target: Any, total: Any, target_weights: Any
 ) -> RowCoefficients:
-    """A, B and C as far as they follow from the upstream gradient of each row's cross-entropy, (N,), alone."""
+    """A, B and C as far as they follow from the upstream gradient of each row's cross-entropy, (N,), alone.
+
+    The others are as for `Loss.cross_entropy`.
+    """
     if target_weights is not None:
         return RowCoefficients(upstream * target_weights.sum(-1), upstream.unsqueeze(-1) * target_weights)
-    one_hot = probability = upstream
-    if weights is not None:
-        one_hot = probability = upstream * weights.at_target
+    one_hot = probability = upstream if at_target is None else upstream * at_target
     if not loss.label_smoothing:
         return RowCoefficients(probability, one_hot)
     one_hot = (1 - loss.label_smoothing) * one_hot
-    if weights is not None:
-        probability = one_hot + upstream * (weights.total * (loss.label_smoothing / columns))
+    if at_target is not None:
+        probability = one_hot + upstream * (total * (loss.label_smoothing / columns))
     return RowCoefficients(probability, one_hot, upstream * (loss.label_smoothing / columns))
 
 
