@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 
 from thunder_flce import operators
 from thunder_flce.engine.kernels.scaling import factor_of, graph_is_kept, scaled_gradients
-from thunder_flce.inductor import register_lowerings, scale_gradient
+from thunder_flce.inductor import scale_gradient
 from thunder_flce.operators import Settings
 
 _NO_SECOND_DERIVATIVE = "linear_cross_entropy has no second derivative"
@@ -162,8 +162,6 @@ def _backward(settings: Settings, *tensors: Any) -> Any:
     is_batch = torch._C._functorch.is_legacy_batchedtensor
     if not is_traced and any([is_batch(each) for each in upstream if each is not None]):
         raise RuntimeError("linear_cross_entropy has no vmap; call backward without is_grads_batched=True")
-    if is_traced and not torch.compiler.is_dynamo_compiling():
-        register_lowerings()
     may_overwrite = not is_traced and not graph_is_kept()
     if settings.finishes_in_forward:
         needed = 1 + len(settings.needs_grad)

@@ -6,14 +6,13 @@ upstream gradient in place if it is large, and for a factor of 1 that ends befor
 and a write of the weight's gradient, 0.4 of 39 ms at Llama 3.1 8B's head; a small one together with what follows.
 """
 
-import sys
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from thunder_flce.engine.kernels.scaling import scaled_gradients
+from thunder_flce.importing import when_imported
 from thunder_flce.operators import MOST_IN_PLACE, Settings, define
 
 _LARGE = 2**23
@@ -41,17 +40,9 @@ define(
 scale_gradient = torch.ops.thunder_flce.scale_gradient
 
 
-def register_lowerings() -> None:
-    """Tells Inductor, if it is there: each backward that is traced runs this before Inductor sees it."""
-    # Its import takes seconds.
-    if "torch._inductor.graph" in sys.modules:
-        _register_lowerings()
-
-
-@cache
 def _register_lowerings() -> None:
     from torch._inductor import ir
-    from torch._inductor.lowering import mul, register_lowering, to_dtype, where
+    from torch._inductor.lowering import register_lowering
     from torch._inductor.virtualized import V
 
     def may_overwrite(tensor: Any, node: Any) -> bool:
@@ -77,6 +68,8 @@ def _register_lowerings() -> None:
 
     @register_lowering(torch.ops.thunder_flce.scale_gradient.default, type_promotion_kind=None)
     def lower_scale(gradient: Any, factor: Any, valid_count: Any, operands: Any) -> Any:
+        from torch._inductor.lowering import mul, to_dtype, where
+
         size = gradient.get_numel()
         if size.is_number and size >= _LARGE and may_overwrite(gradient, V.graph.current_node.args[0]):
             ir.FallbackKernel.create(torch.ops.thunder_flce.scale_gradient_.default, gradient, factor, valid_count)
@@ -85,3 +78,6 @@ def _register_lowerings() -> None:
         wide = torch.promote_types(dtype, torch.float32)
         share = where(to_dtype(valid_count, torch.bool), to_dtype(factor, wide), 0.0)
         return to_dtype(mul(to_dtype(gradient, wide), share), dtype)
+
+
+when_imported("torch._inductor.graph", _register_lowerings)
