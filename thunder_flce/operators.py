@@ -140,17 +140,17 @@ def _primitives(settings: Settings, tensors: Sequence[Tensor]) -> Primitives:
     key = tokens, tensors[1].shape
     region = settings.regions.get(key)
     if region is not None and not has_ranks and (found := region.call_of(tensors)) is not None:
-        return Primitives(found, region.plan, region=region)
+        return Primitives(found, region)
     call, plan = _planned(settings, tensors)
     call = call.flat()
     if region is not None and (region.plan, region.call.shard) == (plan, call.shard):
         found = region.call_of([*call.tensors.values()])
         if found is not None:
-            return Primitives(found, plan, region=region)
+            return Primitives(found, region)
     if len(settings.regions) >= _MOST_REGIONS:
         settings.regions.clear()
     region = settings.regions[key] = Region(call.specs(), plan)
-    return Primitives(call, plan, region=region)
+    return Primitives(call, region)
 
 
 def _in_shape(call: Call, name: str, result: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ def as_on_a_gpu(monkeypatch):
 
     monkeypatch.setattr(Region, "__init__", start)
     monkeypatch.setattr(Primitives, "_is_capturing", lambda ops: False)
-    monkeypatch.setattr(Region, "kernels", property(lambda region: TritonRowKernels(region.logit_map)))
+    monkeypatch.setattr(Region, "kernels", property(lambda region: TritonRowKernels(region.call.loss.logit_map)))
     monkeypatch.setattr(scaling, "library", lambda dtype, device: "Triton" if dtype.itemsize < 8 else "PyTorch")
 
 

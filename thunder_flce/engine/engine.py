@@ -228,7 +228,7 @@ def _results(
         results["computed_rows"] = torch.tensor(rows.count)
     if plan.strategy == SAVE_LOGITS:
         rows_kept, stride = plan.saved_logits_shape(call)
-        kept = ops.empty((rows_kept, stride), ops.logits_dtype) if kept is None else kept
+        kept = ops.empty((rows_kept, stride), ops.region.logits_dtype) if kept is None else kept
         # The memory of all of a row, its padding too, is one piece for any number of rows.
         results["logits"] = kept.as_strided((kept.shape[0], stride), (stride, 1))
     for name, gradient in gradients.items():

@@ -41,7 +41,6 @@ class Region:
             # Found out once, for all calls that are made of this one.
             getattr(call, name)
         self.device_type = device_type or call.device.type
-        self.logit_map = call.loss.logit_map
         self.logits_dtype = plan.logits_dtype(call.dtype)
         self.saves_unit_gradients = plan.saves_unit_gradients(call)
         self.reads_statistics = plan.reads_statistics(call)
@@ -81,9 +80,8 @@ class Region:
     @cached_property
     def kernels(self) -> RowKernels:
         """The row kernels of the plan."""
-        return dispatch.kernels_for(
-            self.plan.row_kernels, dtype=self.logits_dtype, device_type=self.device_type, logit_map=self.logit_map
-        )
+        choice, of = self.plan.row_kernels, self.call.loss.logit_map
+        return dispatch.kernels_for(choice, dtype=self.logits_dtype, device_type=self.device_type, logit_map=of)
 
     @cached_property
     def vector_kernels(self) -> Any:
@@ -104,7 +102,7 @@ class Region:
         from thunder_flce.engine.kernels.triton_tokens import kernel_for
 
         return kernel_for(
-            self.call.loss.token_loss, tuple([each.dtype for each in self.call.token_inputs]), self.logit_map
+            self.call.loss.token_loss, tuple([each.dtype for each in self.call.token_inputs]), self.call.loss.logit_map
         )
 
     @cached_property
@@ -165,13 +163,10 @@ def _start_reading(numbers: Tensor) -> Callable[[], list[int]]:
 
 
 class Primitives:
-    """The primitives of one region: a flat call, of tensors, and its plan."""
+    """The primitives of one region: a flat call, of tensors, and what is known of such calls."""
 
-    def __init__(self, call: Call, plan: Plan, *, region: Region | None = None):
-        """`region` is what is known of such calls; None: nothing yet."""
-        self.region = region or Region(call.specs(), plan)
-        self.call, self.plan = call, plan
-        self.logit_map, self.logits_dtype = self.region.logit_map, self.region.logits_dtype
+    def __init__(self, call: Call, region: Region):
+        self.call, self.region, self.plan = call, region, region.plan
 
     # Rows.
 
@@ -320,7 +315,7 @@ class Primitives:
 
     def logits_buffer(self, count: int, dtype: torch.dtype | None = None) -> Tensor:
         """(C, V) memory for the logits of so many rows."""
-        dtype = dtype or self.logits_dtype
+        dtype = dtype or self.region.logits_dtype
         return empty_logits(
             count, self.call.vocab, dtype=dtype, device=self.call.device, device_type=self.region.device_type
         )
@@ -470,7 +465,7 @@ class Primitives:
         )
         self._write_entries_(out, z_y, found.statistics, coefficients, column)
         if sums is not None:
-            slope = self.logit_map.slope(z_y.to(self.call.row_dtype))
+            slope = self.call.loss.logit_map.slope(z_y.to(self.call.row_dtype))
             added = coefficients.one_hot if slope is None else coefficients.one_hot * slope
             sums.index_add_(0, column.reshape(-1), added.reshape(-1), alpha=-1)
         return sums
@@ -486,7 +481,7 @@ class Primitives:
         each = RowStatistics(*(vector.repeat_interleave(count) for vector in found))
         vectors = (None if v is None else v.repeat_interleave(count) for v in coefficients._replace(one_hot=None))
         of_each = RowCoefficients(*vectors)._replace(one_hot=total.reshape(-1))
-        entry = target_gradient(self.logit_map, z_y.reshape(-1), each, of_each)
+        entry = target_gradient(self.call.loss.logit_map, z_y.reshape(-1), each, of_each)
         # On a CPU, scatter_ would copy all of 16-bit dlogits to float32 and back.
         row = torch.arange(column.shape[0], device=column.device)[:, None]
         dlogits[row, column] = entry.view(column.shape).to(dlogits.dtype)

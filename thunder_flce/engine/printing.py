@@ -104,7 +104,7 @@ class _Writer(Primitives):
     """Primitives that return empty tensors, and write down what they would launch."""
 
     def __init__(self, call: Call, plan: Plan, *, device_type: str):
-        super().__init__(call, plan, region=Region(call.specs(), plan, device_type=device_type))
+        super().__init__(call, Region(call.specs(), plan, device_type=device_type))
         self._lines: list[Line] = []
         self._row_library = self.region.row_library
         self._vector_library = "Triton" if self.region.vector_kernels else "PyTorch"

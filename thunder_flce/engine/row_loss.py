@@ -32,7 +32,7 @@ class RowResults(NamedTuple):
 
     def row(self, ops: "Primitives") -> Row:
         """The same for the formulas of `Loss`."""
-        u_y = ops.logit_map(self.z_y.to(ops.call.row_dtype))
+        u_y = ops.call.loss.logit_map(self.z_y.to(ops.call.row_dtype))
         return Row(*self.statistics, target_logit=u_y, moments=self.moments, argmax=self.argmax)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from thunder_flce.device import ALIGNED_BYTES
 from thunder_flce.engine.kernels.interface import RowStatistics
 from thunder_flce.engine.plan import LOSS_ONLY, Plan
-from thunder_flce.engine.primitives import Primitives
+from thunder_flce.engine.primitives import Primitives, Region
 from thunder_flce.engine.row_loss import Coefficients, RowResults
 from thunder_flce.graph.reading import loss_dtype
 from thunder_flce.graph.symbols import FORWARD_TAGS, executor
@@ -58,7 +58,8 @@ def _primitives(logits: Tensor, target: Tensor, weight: Tensor | None, settings:
     rows, vocab = logits.shape
     tensors = {"input": logits.new_empty(rows, 0), "linear_weight": logits.new_empty(vocab, 0), "target": target}
     tensors |= {} if weight is None else {"weight": weight}
-    return Primitives(Call(tensors=tensors, loss=Loss(**settings)), Plan(strategy=LOSS_ONLY, ignored_rows="compute"))
+    call = Call(tensors=tensors, loss=Loss(**settings))
+    return Primitives(call, Region(call.specs(), Plan(strategy=LOSS_ONLY, ignored_rows="compute")))
 
 
 def _is_aligned(logits: Tensor, ops: Primitives) -> bool:
