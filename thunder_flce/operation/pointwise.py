@@ -456,18 +456,18 @@ def uses(token_loss: TokenLoss, variable: str) -> bool:
 
 def evaluate(token_loss: TokenLoss, values: Mapping[str, Tensor]) -> Tensor:
     """(...) the loss of each token, from the values of all names that it reads."""
-    return _compiled(token_loss, value_alone=True)(values)[0]
+    return _compiled(_value(token_loss))(values)[0]
 
 
 def value_and_derivatives(token_loss: TokenLoss, values: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Any]]:
     """As `evaluate`, and the derivatives with respect to each of `VARIABLES`; None where it has none."""
-    return _compiled(token_loss, value_alone=False)(values)
+    return _compiled(token_loss)(values)
 
 
 @lru_cache(256)
-def _compiled(token_loss: TokenLoss, *, value_alone: bool) -> Callable[[Mapping[str, Tensor]], Any]:
+def _compiled(token_loss: TokenLoss) -> Callable[[Mapping[str, Tensor]], Any]:
     # Nothing is differentiated here. PyTorch's own bindings choose an overload in less time.
-    text = re.sub(r"aten\.detach\((\w+)\)", r"\1", _value(token_loss) if value_alone else token_loss)
+    text = re.sub(r"aten\.detach\((\w+)\)", r"\1", token_loss)
     called = re.findall(r"aten\.(\w+)", text)
     aten = SimpleNamespace(
         **{name: getattr(torch if hasattr(torch, name) else torch.ops.aten, name) for name in called}
