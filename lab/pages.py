@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent
 DATA = ROOT / "traces" / "h100"
 PICTURES = ROOT / "docs" / "pictures"
 _RATES = KNOWN_RATES["H100 80GB HBM3"]
-H100 = replace(ABSENT_DEVICE, matmul_rate=_RATES.matmul, bandwidth=_RATES.bandwidth, memory=85 * 10**9)
+H100 = replace(ABSENT_DEVICE, matmul_rate=_RATES[0], bandwidth=_RATES[1], memory=85 * 10**9)
 REGIONS = "regions.jsonl"
 
 Row = dict[str, Any]

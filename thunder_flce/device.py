@@ -3,7 +3,7 @@
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -29,31 +29,22 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext() if is_current else torch.cuda.device(device)
 
 
-class Rates(NamedTuple):
-    """What a device reaches for long."""
-
-    matmul: float
-    """Operations a second, in 16 bits"""
-    bandwidth: float
-    """Bytes a second, read and written"""
-
-
-# By words of the name that the driver reports. Only the first two are measured, of the H200 by the time of the three
-# matmuls, of the H100 by `bench --rates`, which found what the clocks give, to 1%: matmul is 6·T·H·V over the time of
-# the matmuls, bandwidth what an in-place pass over logits reaches. The others are estimates, for where PyTorch does not
-# tell the clocks.
+# What devices reach for long, in operations a second, in 16 bits, and in bytes a second, read and written, by words of
+# the name that the driver reports. Only the first two are measured, the H200's by the time of the three matmuls, the
+# H100's by `bench --rates`, which found what the clocks give, to 1%: 6·T·H·V operations over the time of the matmuls,
+# and what an in-place pass over logits reaches. The others are estimates, for where PyTorch does not tell the clocks.
 KNOWN_RATES = {
-    "H200": Rates(680e12, 4.1e12),
-    "H100 80GB HBM3": Rates(680e12, 3.02e12),
-    "H100": Rates(600e12, 2.9e12),
-    "A100": Rates(250e12, 1.4e12),
-    "L40S": Rates(300e12, 0.8e12),
-    "B200": Rates(1500e12, 7e12),
-    "RTX 5090": Rates(200e12, 1.6e12),
-    "RTX 4090": Rates(150e12, 0.9e12),
-    "RTX 3090": Rates(65e12, 0.85e12),
-    "GB10": Rates(90e12, 0.24e12),
-    "MI300X": Rates(600e12, 4e12),
+    "H200": (680e12, 4.1e12),
+    "H100 80GB HBM3": (680e12, 3.02e12),
+    "H100": (600e12, 2.9e12),
+    "A100": (250e12, 1.4e12),
+    "L40S": (300e12, 0.8e12),
+    "B200": (1500e12, 7e12),
+    "RTX 5090": (200e12, 1.6e12),
+    "RTX 4090": (150e12, 0.9e12),
+    "RTX 3090": (65e12, 0.85e12),
+    "GB10": (90e12, 0.24e12),
+    "MI300X": (600e12, 4e12),
 }
 _MEASURED = ("H200", "H100 80GB HBM3")
 _H200_MULTIPROCESSORS = 132
@@ -64,7 +55,7 @@ _OPERATIONS_A_CYCLE = {
 }  # fmt: skip
 _GEFORCE_PART = 0.6
 # A thread of a CPU, likewise an estimate.
-_THREAD_RATES = Rates(50e9, 5e9)
+_THREAD_RATES = 50e9, 5e9
 
 
 @dataclass(frozen=True)
@@ -122,7 +113,8 @@ ABSENT_DEVICE = Device("cuda", _H200_MULTIPROCESSORS, *KNOWN_RATES["H200"], capa
 @cache
 def _other(kind: str, threads: int) -> Device:
     if kind == "cpu":
-        return Device(kind, threads, threads * _THREAD_RATES.matmul, threads * _THREAD_RATES.bandwidth)
+        matmul, bandwidth = _THREAD_RATES
+        return Device(kind, threads, threads * matmul, threads * bandwidth)
     return Device(kind, 1, *KNOWN_RATES["RTX 3090"])
 
 
@@ -140,7 +132,7 @@ def described(properties: Any) -> Device:
     )  # fmt: skip
 
 
-def _rates(properties: Any) -> Rates:
+def _rates(properties: Any) -> tuple[float, float]:
     """Those measured, or else by the clocks, the name, or the number of multiprocessors in the ratios of an H200."""
     known = next((name for name in KNOWN_RATES if name in properties.name), "")
     by_name, of_h200, count = KNOWN_RATES.get(known), KNOWN_RATES["H200"], properties.multi_processor_count
@@ -151,7 +143,8 @@ def _rates(properties: Any) -> Rates:
     clock, memory_clock, width = (getattr(properties, name, 0) for name in names)
     a_cycle: float = _OPERATIONS_A_CYCLE.get((properties.major, properties.minor), 0)
     a_cycle *= _GEFORCE_PART if "GeForce" in properties.name else 1.0
-    rates = Rates(count * clock * 1e3 * a_cycle, 0.9 * 2 * memory_clock * 1e3 * width / 8)
+    rates = count * clock * 1e3 * a_cycle, 0.9 * 2 * memory_clock * 1e3 * width / 8
     if all(rates) and not torch.version.hip:
         return rates
-    return by_name or Rates(*(rate * count / _H200_MULTIPROCESSORS for rate in of_h200))
+    part = count / _H200_MULTIPROCESSORS
+    return by_name or (part * of_h200[0], part * of_h200[1])
