@@ -99,13 +99,11 @@ class GradientSums:
                 gradients[linear.weight] = self._ops.rounded(of_weight, call.dtype)
         if call.bias_grad:
             bias, total = call.tensors["linear_bias"], self._bias
-            if total is not None and total.shape == bias.shape:
-                gradients["linear_bias"] = total.to(bias.dtype)
-            else:
+            if total is None or total.shape != bias.shape:
                 # Some elements of the bias, or all, are no columns of the logits, or no chunk was added.
-                gradients["linear_bias"] = whole = self._ops.empty(bias.shape, bias.dtype).zero_()
-                if total is not None:
-                    whole[: total.shape[0]] = total
+                found = bias.new_empty(0) if total is None else total
+                total = torch.nn.functional.pad(found, (0, bias.shape[0] - found.shape[0]))
+            gradients["linear_bias"] = total.to(bias.dtype)
         return gradients
 
 
