@@ -69,7 +69,8 @@ def backward(ops: Primitives, saved: Mapping[str, Tensor], upstream: Mapping[str
     if ops.plan.finishes_in_forward:
         rows = ops.prepare_again(of_loss, call.tokens)
         rows.target_weights = None
-        factors = Coefficients(ops, rows, upstream).factors
+        # Of `Loss.has_parallel_row_gradients`, A multiplies the gradient for 1.
+        factors = Coefficients(ops, rows, upstream).of_all.probability
         return {"input": ops.scaled_rows(saved["dX"], rows.returned(factors))}
     rows = ops.prepare_again(of_loss, ops.count_of(saved["computed_rows"]))
     entropy = rows.received(saved["entropy"].reshape(-1)) if "entropy" in saved else None
@@ -95,7 +96,7 @@ def run(
     statistics = None
     if known is not None and "row_max" in known:
         statistics = RowStatistics(rows.gather(known["row_max"]), rows.gather(known["row_log_sum"]))
-    sums = None if coefficients is None else GradientSums(ops, rows, weights=coefficients.at_target)
+    sums = None if coefficients is None else GradientSums(ops, rows, weights=coefficients.of_all.one_hot)
     found: list[RowResults] = []
     for chunk in ops.chunks(rows, ops.plan.rows_saved(rows.count)):
         memory = (None,) * len(ops.call.linears) if sums is None else sums.memory_for_inputs(chunk)
@@ -107,7 +108,7 @@ def run(
         if ops.call.loss.divergence is None:
             of_rows, dlogits, bias_grad = _row_work(ops, rows, chunk, z, coefficients, statistics)
         else:
-            factors = None if coefficients is None else rows.of(coefficients.factors, chunk)
+            factors = None if coefficients is None else rows.of(coefficients.of_all.probability, chunk)
             value, dlogits = ops.divergence_(z, logits.of_teacher(rows, chunk), factors)
             of_rows, bias_grad = RowResults(RowStatistics(value, value), value), None
         found.append(of_rows)
@@ -196,9 +197,8 @@ def _row_work(
         found = ops.results(z, target)
         if ops.call.loss.token_loss:
             inputs = [rows.of(rows.gather(vector), chunk) for vector in ops.call.token_inputs]
-            value, of_rows = ops.token_loss(
-                found, inputs, None if coefficients is None else coefficients.upstream(chunk)
-            )
+            s = None if coefficients is None else rows.of(rows.s, chunk)
+            value, of_rows = ops.token_loss(found, inputs, s)
             found = found._replace(token_loss=value, coefficients=of_rows)
     if coefficients is None:
         return found, z, None

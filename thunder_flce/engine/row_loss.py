@@ -74,7 +74,8 @@ class Coefficients:
             else:
                 uniform = of_rows / -call.whole_vocab
                 found = found._replace(uniform=uniform if found.uniform is None else found.uniform + uniform)
-        self._of_all, self._of_z = found, None
+        # Of all rows, (N,) each, without what takes their statistics.
+        self.of_all, self._of_z = found, None
         if loss.z_loss:
             of_z = rows.s
             if rows.at_target is not None and rows.divisors is not None and "num_items" not in call.tensors:
@@ -82,23 +83,9 @@ class Coefficients:
                 of_z = rows.masked(of_z * (rows.divisors[0] / rows.divisors[1]))
             self._of_z = 2 * loss.z_loss * of_z
 
-    def upstream(self, chunk: slice) -> Tensor:
-        """(C,) the upstream gradient of each row's loss."""
-        return self._rows.of(self._s, chunk)
-
-    @property
-    def at_target(self) -> Tensor:
-        """(N,) B, or (N, K): about how much each row adds to dW in the column of its target."""
-        return self._of_all.one_hot
-
-    @property
-    def factors(self) -> Tensor:
-        """(N,) A, which multiplies a row's gradient for 1: `Loss.has_parallel_row_gradients`, or of a divergence."""
-        return self._of_all.probability
-
     def of(self, chunk: slice, found: RowResults | None = None) -> RowCoefficients:
         """The chunk's coefficients, (C,) each; `found`, what is known of its rows, is None where the loss is plain."""
-        scale, of_rows = self._ops.call.loss.logit_scale, self._of_all
+        scale, of_rows = self._ops.call.loss.logit_scale, self.of_all
         if chunk.stop - chunk.start < self._rows.count:
             of_rows = RowCoefficients(*[None if each is None else each[chunk] for each in of_rows])
         if found is not None:
