@@ -11,46 +11,19 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # First, as users with torch 2.13 or newer have to: without it, they cannot import thunder.
 import thunder_flce  # noqa: F401 # isort: skip
 
-import functools
 import gc
-import inspect
-import sys
-from types import SimpleNamespace
 
 import pytest
 import thunder
 import torch
-from thunder.core import interpreter, symbol
-from torch._dynamo import guards, trace_rules
+from torch._dynamo import trace_rules
 from torch._dynamo.backends import registry
 
+import quick  # noqa: F401
 from reference import poison_memory
 from thunder_flce import backend
 from thunder_flce.backend import compile_graph
 from thunder_flce.engine.kernels import dispatch
-
-
-def _callers():
-    """The two frames below the caller's, as `inspect.stack` has them; thunder reads the third entry only."""
-    frame, found = sys._getframe(1), []
-    for _ in range(3):
-        code = frame.f_code
-        found.append(inspect.FrameInfo(frame, code.co_filename, frame.f_lineno, code.co_name, None, None))
-        frame = frame.f_back
-    return found
-
-
-# For each program that it compiles, thunder asks for the whole stack, with the source of every frame; and at each
-# exception in a program it waits, busily, for another thread. In pytest, together half of a small program's time.
-interpreter.inspect = SimpleNamespace(**{**vars(inspect), "stack": _callers})
-sys.setswitchinterval(1e-4)
-# And for each operation of a trace, for the signature of its meta function.
-symbol.inspect = SimpleNamespace(**{**vars(inspect), "signature": functools.lru_cache(1024)(inspect.signature)})
-
-# For each program that it compiles, Dynamo measures its guards, with the CPU's caches emptied first, and collects
-# garbage: a fifth of a small program's time.
-guards.profile_guard_manager = lambda *_: 0.0
-torch._dynamo.config.run_gc_after_compile = False
 
 # Whatever entry point is installed.
 registry._BACKENDS["thunder_flce"] = registry._COMPILER_FNS["thunder_flce"] = compile_graph

@@ -1,13 +1,14 @@
 """Ranks for tests: threads of this process, which is quick, or processes that speak gloo or NCCL."""
 
 import os
+import pickle
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
     _uninstall_threaded_pg,
 )
 from torch.utils import _python_dispatch
+
+import quick  # noqa: F401
 
 # How many ranks tests on GPUs have: as many as there are, from 2 to 4.
 GPUS = min(torch.cuda.device_count(), 4)
@@ -116,46 +119,71 @@ def outcome(run: Callable[[], Any], *, within_s: float) -> str:
 def as_processes(count: int, run: Callable[[int], Any], *, device: str = "cpu", timeout_s: int = 300) -> list[Any]:
     """What a function of a module returns for each rank, a process each; None for one that has died.
 
+    The processes wait for the next function, unless one has failed. A function leaves them as they were.
+
     Args:
         count: how many.
         run: takes the rank. Of an exception, the words are its result.
         device: "cpu", or "cuda": a GPU for each rank.
-        timeout_s: of the default process group, and for all of it.
+        timeout_s: for all of it.
     """
+    processes, pipes = _started(count, device)
+    has_failed, found, deadline = True, [], time.monotonic() + timeout_s
+    try:
+        for pipe in pipes:
+            pipe.send(run)
+        for rank, pipe in enumerate(pipes):
+            assert pipe.poll(max(deadline - time.monotonic(), 0)), f"rank {rank} hangs"
+            try:
+                found.append(pickle.loads(pipe.recv_bytes()))
+            except (EOFError, ConnectionResetError):
+                found.append((None, True))
+        results, failures = zip(*found, strict=True)
+        has_failed = any(failures)
+        return [*results]
+    finally:
+        if has_failed or device == "cuda":
+            _started.cache_clear()
+            for process in processes:
+                process.kill()
+
+
+@cache
+def _started(count: int, device: str) -> tuple[list, list]:
+    """Processes of one process group, and pipes to them."""
     # Without CUDA, which does not work after a fork, a process that has imported thunder makes the ranks: each would
     # take seconds for that.
     context = torch.multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
     torch.multiprocessing.set_forkserver_preload(["thunder_flce", "thunder"])
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (count, run, device, timeout_s, folder)
-        processes = [context.Process(target=_process, args=(rank, *arguments), daemon=True) for rank in range(count)]
-        for process in processes:
-            process.start()
-        deadline = time.monotonic() + timeout_s
-        for process in processes:
-            process.join(max(deadline - time.monotonic(), 0))
-        hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]
-        for rank in hanging:
-            processes[rank].kill()
-        assert not hanging, f"ranks {hanging} hang"
-        files = [Path(folder, str(rank)) for rank in range(count)]
-        return [torch.load(file, weights_only=False) if file.exists() else None for file in files]
+    store, processes, pipes = f"file://{tempfile.mkdtemp()}/store", [], []
+    for rank in range(count):
+        pipe, of_rank = context.Pipe()
+        processes.append(context.Process(target=_process, args=(rank, count, device, store, of_rank), daemon=True))
+        pipes.append(pipe)
+        processes[-1].start()
+        of_rank.close()  # So that its end is that of the pipe.
+    return processes, pipes
 
 
-def _process(rank, count, run, device, timeout_s, folder) -> None:
+def _process(rank, count, device, store, pipe) -> None:
     torch.set_num_threads(1)
     backend = "gloo"
     if device == "cuda":
         torch.cuda.set_device(rank)
         backend = "nccl"
-    store = f"file://{folder}/store"
-    timeout = timedelta(seconds=timeout_s)
+    timeout = timedelta(seconds=900)
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=count, timeout=timeout)
-    try:
-        result, has_failed = run(rank), False
-    except Exception as error:
-        result, has_failed = f"{type(error).__name__}: {error}", True
-    torch.save(result, Path(folder, str(rank)))
-    if has_failed:
-        os._exit(1)  # The others may not come to an orderly end, nor may the device be there for one.
-    dist.destroy_process_group()
+    while True:
+        try:
+            run = pipe.recv()
+        except EOFError:  # The tests have ended.
+            os._exit(0)
+        torch._dynamo.reset()
+        torch.manual_seed(1234)
+        try:
+            result, has_failed = run(rank), False
+        except Exception as error:
+            result, has_failed = f"{type(error).__name__}: {error}", True
+        pipe.send_bytes(pickle.dumps((result, has_failed)))
+        if has_failed:
+            os._exit(1)  # The others may not come to an orderly end, nor may the device be there for one.

@@ -1,0 +1,61 @@
+"""Spares thunder and Dynamo what they do beside compiling a program, in the time of several: imported by all tests."""
+
+import dis
+import functools
+import inspect
+import sys
+from types import SimpleNamespace
+
+import torch
+from thunder.core import interpreter, symbol
+from torch._dynamo import guards
+
+
+def _callers():
+    """The two frames below the caller's, as `inspect.stack` has them; thunder reads the third entry only."""
+    frame, found = sys._getframe(1), []
+    for _ in range(3):
+        code = frame.f_code
+        found.append(inspect.FrameInfo(frame, code.co_filename, frame.f_lineno, code.co_name, None, None))
+        frame = frame.f_back
+    return found
+
+
+# For each program that it compiles, thunder asks for the whole stack, with the source of every frame; and at each
+# exception in a program it waits, busily, for another thread. In pytest, together half of a small program's time.
+interpreter.inspect = SimpleNamespace(**{**vars(inspect), "stack": _callers})
+sys.setswitchinterval(1e-4)
+
+
+def _global(of_module, name):
+    if isinstance(of_module, WrappedValue) and type(of_module.value) is dict:
+        if name.value in of_module.value:
+            return of_dict(of_module, name)
+        builtins = of_dict(of_module, interpreter.wrap_const("__builtins__"))
+        if type(builtins.value) is dict and name.value in builtins.value:
+            return of_dict(builtins, name)
+    return globals_lookup(of_module, name)
+
+
+def _arguments(given):
+    if isinstance(given, WrappedValue) and type(given.value) in (list, tuple):
+        return [of_sequence(given, interpreter.wrap_const(at)) for at in range(len(given.value))]
+    return wrap_args_from_list(given)
+
+
+# For each name and argument that a function of a program reads, it interprets d[k]: again half of the time.
+WrappedValue, globals_lookup = interpreter.WrappedValue, interpreter.globals_lookup
+wrap_args_from_list = interpreter.wrap_args_from_list
+of_dict = interpreter.MutMappingWrapperMethods.__getitem__
+of_sequence = interpreter.SequenceWrapperMethods.__getitem__
+interpreter.globals_lookup, interpreter.wrap_args_from_list = _global, _arguments
+# For each function that a program calls, it asks for the instructions.
+instructions = functools.lru_cache(4096)(lambda code: tuple(dis.get_instructions(code)))
+interpreter.dis = SimpleNamespace(**{**vars(dis), "get_instructions": instructions})
+# And for each operation of a trace, for the signature of its meta function.
+symbol.inspect = SimpleNamespace(**{**vars(inspect), "signature": functools.lru_cache(1024)(inspect.signature)})
+
+# For each program that it compiles, Dynamo measures its guards, with the CPU's caches emptied first, and collects
+# garbage: a fifth of a small program's time.
+guards.profile_guard_manager = lambda *_: 0.0
+torch._dynamo.config.run_gc_after_compile = False
