@@ -23,6 +23,8 @@ from torch.utils import _python_dispatch
 
 import quick  # noqa: F401
 
+# The process that makes others has imported thunder: each would take seconds for that.
+torch.multiprocessing.set_forkserver_preload(["thunder_flce", "thunder"])
 # How many ranks tests on GPUs have: as many as there are, from 2 to 4.
 GPUS = min(torch.cuda.device_count(), 4)
 
@@ -151,10 +153,8 @@ def as_processes(count: int, run: Callable[[int], Any], *, device: str = "cpu", 
 @cache
 def _started(count: int, device: str) -> tuple[list, list]:
     """Processes of one process group, and pipes to them."""
-    # Without CUDA, which does not work after a fork, a process that has imported thunder makes the ranks: each would
-    # take seconds for that.
+    # CUDA does not work after a fork.
     context = torch.multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
-    torch.multiprocessing.set_forkserver_preload(["thunder_flce", "thunder"])
     store, processes, pipes = f"file://{tempfile.mkdtemp()}/store", [], []
     for rank in range(count):
         pipe, of_rank = context.Pipe()

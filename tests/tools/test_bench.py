@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import ranks  # noqa: F401
 from thunder_flce.__main__ import main
 from thunder_flce.bench import cli, distributed, losses, measure, output, rates
 from thunder_flce.bench.measure import Run, Unavailable
@@ -122,7 +123,9 @@ def test_a_frozen_head_needs_two_matmuls(tmp_path):
     assert memory["eager"] >= 2 * 64 * 500 * 4 / 1e9 and memory["flce"] < memory["eager"] / 2
 
 
-def test_distributed(tmp_path):
+def test_distributed(tmp_path, monkeypatch):
+    started = partial(torch.multiprocessing.start_processes, start_method="forkserver")
+    monkeypatch.setattr(torch.multiprocessing, "spawn", started)  # Which would import PyTorch in each.
     # torch.compile takes half a minute for each of its ways.
     names = [name for name in distributed.METHODS if not name.endswith("torch.compile")]
     options = ["--shapes", "tokens=40,vocab=71,hidden=16,dtype=float32", "--methods", *names]

@@ -1,8 +1,11 @@
 """What `import thunder_flce` imports, what works without thunder, and what thunder knows, each in a fresh process."""
 
+import functools
 import re
 import subprocess
 import sys
+import tempfile
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -83,8 +86,37 @@ assert "fails with ModuleNotFoundError: No module named 'thunder." in str(warnin
 """
 
 
+# Runs each program in a copy of a process that has imported PyTorch, and nothing else: that takes seconds.
+COPIES = """
+import os, sys, traceback, torch
+
+for line in sys.stdin:
+    program, sys.argv[1:], errors = eval(line)
+    child = os.fork()
+    if not child:
+        for number, file in (1, os.devnull), (2, errors):
+            os.dup2(os.open(file, os.O_WRONLY), number)
+        try:
+            exec(program)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    print(os.waitpid(child, 0)[1], flush=True)
+"""
+
+
+@functools.cache
+def _copies():
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, "-c", COPIES], text=True, **pipes)
+
+
 def _run(program, *arguments):
-    return subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True)
+    """What it ended with, and what it has printed as errors."""
+    with tempfile.NamedTemporaryFile("r") as errors:
+        print(repr((program, arguments, errors.name)), file=_copies().stdin, flush=True)
+        return SimpleNamespace(returncode=int(_copies().stdout.readline()), stderr=errors.read())
 
 
 def _runs(program, *arguments):

@@ -17,13 +17,15 @@ import thunder_flce
 from front_ends import symbols
 from thunder_flce.inspection import programs
 
-TRACES = Path(__file__).parents[2] / "traces"
+TESTS = Path(__file__).parents[1]
+TRACES = TESTS.parent / "traces"
 sys.path.insert(0, str(TRACES))
 
 import regenerate  # noqa: E402
 
 SIZES = programs.Sizes(batch=2, sequence=24, hidden=16, vocab=100)
-needs_nvfuser = pytest.mark.skipif(not find_spec("nvfuser_direct"), reason="needs nvFuser's Python package")
+HAS_NVFUSER = find_spec("nvfuser_direct") is not None
+needs_nvfuser = pytest.mark.skipif(not HAS_NVFUSER, reason="needs nvFuser's Python package")
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, thunder has other executors")
 
 
@@ -47,22 +49,27 @@ def test_cpu_traces_are_current():
     _assert_current(regenerate.build_traces("cpu"), regenerate.versions())
 
 
-def test_distributed_traces_are_current(tmp_path):
-    """In a process of its own: the numbers of process groups count on."""
-    program = "import regenerate as r; r.write(r.build_distributed(), r.Path(__import__('sys').argv[1]))"
-    _run(["-c", program, str(tmp_path)])
-    _assert_current(_read(tmp_path, "distributed/*.py"), regenerate.versions())
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory):
+    """By a process of its own: numbers of process groups count on, and thunder has nvFuser or not from its import."""
+    offer, of_cuda = ("r._offer_nvfuser()", " | r.build_traces('cuda')") if HAS_NVFUSER else ("", "")
+    files = f"r.build_distributed(){of_cuda}"
+    program = f"import sys, regenerate as r\n{offer}\nimport quick\nr.write({files}, r.Path(sys.argv[1]))"
+    search_path = os.pathsep.join([*map(str, (TRACES.parent, TRACES, TESTS)), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": search_path}
+    folder = tmp_path_factory.mktemp("printed")
+    subprocess.run([sys.executable, "-c", program, str(folder)], check=True, env=environment)
+    return folder
+
+
+@pytest.mark.parametrize("of", ["distributed", pytest.param("cuda", marks=needs_nvfuser)])
+def test_traces_of_other_devices_are_current(of, printed):
+    _assert_current(_read(printed, f"{of}/*.py"), regenerate.versions())
 
 
 @needs_nvfuser
 def test_nvfuser_definitions_are_current():
     _assert_current(regenerate.build_fusions(), regenerate.nvfuser_versions())
-
-
-def _run(command: list[str]) -> None:
-    search_path = os.pathsep.join([str(TRACES.parent), str(TRACES), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": search_path}
-    subprocess.run([sys.executable, *command], check=True, env=environment)
 
 
 def _checkpointed(hidden, weight, labels):
@@ -88,10 +95,3 @@ def test_no_loss_is_computed_again(program):
     assert sum(name.endswith("cross_entropy_fwd") for name in forward) == 1
     assert {"flce_linear_cross_entropy_bwd", "flce_cross_entropy_bwd", "flce_scale_gradients"} & {*backward}
     assert not any(re.search("cross_entropy_fwd$|^cross_entropy$|softmax|logsumexp|nll", name) for name in backward)
-
-
-@needs_nvfuser
-def test_cuda_traces_are_current(tmp_path):
-    """They need no GPU, but a process of their own: thunder decides when it is imported whether it has nvFuser."""
-    _run([str(TRACES / "regenerate.py"), "--device", "cuda", "--output", str(tmp_path)])
-    _assert_current(_read(tmp_path, "cuda/*.py"), regenerate.versions())
