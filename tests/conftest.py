@@ -123,7 +123,11 @@ def without_inductor(request, monkeypatch):
     And Dynamo forgets the programs of other tests: after a few with one code, it would run more of them uncompiled.
     """
     torch._dynamo.reset()
-    if not request.node.get_closest_marker("inductor"):
+    compiles = request.node.get_closest_marker("inductor") is not None
+    if not compiles:
         monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs, **_: graph)
         for wrapper in (torch._TorchCompileInductorWrapper, backend.Inductor):
             monkeypatch.setattr(wrapper, "__call__", lambda self, graph, inputs: graph)
+    # Of most operations of a program, fake tensors keep what none that follows asks for: a tenth of the time.
+    with torch._dynamo.config.patch(fake_tensor_cache_enabled=compiles):
+        yield

@@ -61,9 +61,10 @@ def prepare_row_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         if languages in patched:
             return None
         scope = patch_language(fn)
-        patched.add(languages)
-        restore = scope.restore
-        scope.restore = lambda: (patched.clear(), restore())
+        if scope is not None:  # Older versions restore nothing.
+            patched.add(languages)
+            restore = scope.restore
+            scope.restore = lambda: (patched.clear(), restore())
         return scope
 
     monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
