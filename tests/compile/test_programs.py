@@ -697,7 +697,9 @@ PICKS: list[Callable] = [
     lambda x: x.tensor_split((1, 2))[1], lambda x: x[:, 1:].split(2)[0].t().roll(1, 0),
 ]  # fmt: skip
 # thunder has no derivative of these.
-OTHER_PICKS = [lambda x: x.mT, lambda x: torch.movedim(x, 0, 1), lambda x: x.flip(0, 1)]
+OTHER_PICKS = [
+    lambda x: x.mT, lambda x: torch.movedim(x, 0, 1), lambda x: x.flip(0, 1), lambda x: torch.roll(input=x, shifts=1),
+]  # fmt: skip
 
 for name, picks in (("tokens in other orders", PICKS), ("tokens in more orders", OTHER_PICKS)):
 

@@ -353,12 +353,17 @@ def is_pick(op: Op) -> bool:
     return is_slice(op) or op.name in (*PERMUTATIONS, "narrow", "select", "flip", "roll")
 
 
+def without_tensors(op: Op) -> tuple[list[Any], dict[str, Any]]:
+    """Its arguments that are no tensors: a function may be given its tensor by name, a method may not."""
+    given = [each for each in op.args if not isinstance(each, Tensor)]
+    return given, {name: each for name, each in op.kwargs.items() if not isinstance(each, Tensor)}
+
+
 def order_of(op: Op) -> tuple[int, ...]:
     """The order of the dimensions that an operation of `PERMUTATIONS` makes."""
     # Of sizes that are all different.
     like = torch.empty(tuple(range(op.operands[0].ndim)), device="meta")
-    given = [each for each in op.args if not isinstance(each, Tensor)]
-    named = {name: each for name, each in op.kwargs.items() if not isinstance(each, Tensor)}
+    given, named = without_tensors(op)
     # thunder's primitive has the order as its only argument.
     name = "permute" if op.name == "transpose" and len(given) + len(named) == 1 else op.name
     permuted = getattr(like, name)
@@ -367,9 +372,9 @@ def order_of(op: Op) -> tuple[int, ...]:
 
 def split_indices(op: Op) -> list[tuple[Any, ...]] | None:
     """The index into the operand that each result of one of `SPLITS` has; None where indices are not in order."""
-    split, given = op.operands[0], [each for each in op.args if not isinstance(each, Tensor)]
+    split, (given, named) = op.operands[0], without_tensors(op)
     at = 0 if op.name == "unbind" else 1
-    dim = (given[at] if len(given) > at else op.kwargs.get("dim", 0)) % split.ndim
+    dim = (given[at] if len(given) > at else named.get("dim", 0)) % split.ndim
     found, start = [], 0
     for number, out in enumerate(op.outs):
         part: Any = number

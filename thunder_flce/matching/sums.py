@@ -36,6 +36,7 @@ from thunder_flce.matching.program import (
     same,
     same_shape,
     tensors_in,
+    without_tensors,
 )
 from thunder_flce.operation.pointwise import (
     VARIABLES,
@@ -411,7 +412,7 @@ class _Search:
 def _text(picks: Sequence[Tensor]) -> str:
     """The same where the same tokens are picked."""
     ops = [(each.op, each.op.outs.index(each)) for each in picks if each.op]
-    return repr([(op.operands[0].shape, op.name, op.args[1:], op.kwargs, at) for op, at in ops])
+    return repr([(op.operands[0].shape, op.name, without_tensors(op), at) for op, at in ops])
 
 
 def _recorded(result: Result, part: Part) -> Handle:

@@ -30,6 +30,7 @@ from thunder_flce.matching.program import (
     same,
     same_shape,
     split_indices,
+    without_tensors,
 )
 from thunder_flce.matching.regions import Region, is_compared_with_labels
 from thunder_flce.matching.sums import Summand
@@ -344,7 +345,8 @@ class _Writing:
                 numbers = self._call(operator.getitem, numbers, (split_indices(op) or ())[op.outs.index(picked)])
             else:
                 function = operator.getitem if op.name == "getitem" else getattr(torch.Tensor, op.name)
-                numbers = self._call(function, numbers, *op.args[1:], **op.kwargs)
+                given, named = without_tensors(op)
+                numbers = self._call(function, numbers, *given, **named)
         found = self._call(torch.zeros, (count,), dtype=tensor.dtype, device=tensor.device)
         return self._call(torch.scatter, found, 0, *(self._call(torch.flatten, each) for each in (numbers, tensor)))
 
