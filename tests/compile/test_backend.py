@@ -102,6 +102,25 @@ def test_labels_of_fewer_tokens():
         torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("loss", [
+    lambda x, at: x[:, at:].exp().mean(), lambda x, at: x.split([at, x.shape[1] - at], 1)[1].mean(),
+    lambda x, at: x[:, at:].exp().sum() / x[:, at:].numel(), lambda x, at: x[:, at:].sum() / x[:, at:].numel(),
+])  # fmt: skip
+def test_the_mean_of_tokens_of_which_there_may_be_none(loss):
+    def program(h, w, y, at):
+        x = _log_probs(h, w, y)
+        return x.exp().sum() + loss(x, at)
+
+    compiled, weight = compiled_with(program), torch.randn(53, 16)
+    for length, at in ((9, 2), (8, 3), (7, 7), (6, 2), (5, 5)):
+        hidden, labels = torch.randn(4, length, 16, requires_grad=True), torch.randint(53, (4, length))
+        found, right = (each(hidden, weight, labels, at) for each in (compiled, program))
+        torch.testing.assert_close(found, right, equal_nan=True)
+    assert "gradients_in_forward" in {
+        each.plan.strategy for each in thunder_flce.explain(compiled).decisions if each.plan
+    }
+
+
 def test_graphs_of_two_functions():
     """Each has its own, though both have the same options."""
     compiled = [compiled_with(lambda h, w, y, factor=factor: factor * _log_probs(h, w, y).sum()) for factor in (2, 3)]

@@ -298,9 +298,15 @@ def depends_on_values(size: Any) -> bool:
 
 
 def has_elements(tensor: Tensor) -> bool:
-    """Whether it has elements, as far as that is known: the mean of none is NaN, and no sum."""
+    """Whether it has elements, as far as that is known: the mean of none is NaN, and no sum.
+
+    Where lengths change, a guard makes sure of it for all other calls, unless a range is declared: see `agree`.
+    """
     count = tensor.numel
-    return count > 0 if isinstance(count, int) else not depends_on_values(count)
+    if isinstance(count, int) or depends_on_values(count):
+        return isinstance(count, int) and count > 0
+    symbols, bound = count.node.expr.free_symbols, count.node.shape_env.bound_sympy
+    return same(count > 0, True) or (not any(bound(each).upper.is_Integer for each in symbols) and bool(count > 0))
 
 
 def same_shape(a: Sequence[Any], b: Sequence[Any]) -> bool:

@@ -203,7 +203,7 @@ class _Search:
         if others or other_picks:
             self._problems[outs[0]] = NotASum(f"{op} reads several tokens at once")
             return
-        if is_pick(op) and not keeps_elements(op) and not any(depends_on_values(out.numel) for out in outs):
+        if is_pick(op) and not keeps_elements(op) and all(map(has_elements, outs)):
             for out in outs:
                 self._picks[out] = (*picks, out)
                 self._tokens[out] = part, self._picked(out, part)
@@ -454,7 +454,9 @@ def _is_linear(op: Op, operands: Sequence[Tensor], is_zero: Callable[[Any, Op], 
     if name in _LINEAR_IN_FIRST:
         is_first = len(operands) == 1 and op.operands[0] is operands[0]
         is_of_floats = all(out.dtype.is_floating_point for out in op.outs)
-        return is_first and is_of_floats and (name != "mean" or has_elements(operands[0]))
+        # The sum of no tokens, divided by their number, is NaN.
+        has_none = any(not depends_on_values(out.numel) and not has_elements(out) for out in op.outs)
+        return is_first and is_of_floats and not has_none and (name != "mean" or has_elements(operands[0]))
     if tensors_in(op.kwargs):
         return False  # What is linear is told by an argument's place.
 
