@@ -24,7 +24,7 @@ class TokenInput:
     ignored: int | None = None
     """Where it is labels: the loss reads whether they are not this one"""
     picks: tuple[Tensor, ...] = ()
-    """Where it is for some tokens alone: what has picked these"""
+    """Where it is for some tokens alone, or in another order: see `sums.Summand`"""
     is_mask: bool = False
     """Whether it is no tensor of the program, but says which tokens these are"""
 

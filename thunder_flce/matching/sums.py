@@ -25,6 +25,7 @@ from thunder_flce.matching.program import (
     COPIES,
     PERMUTATIONS,
     RESHAPES,
+    SPLITS,
     Op,
     Tensor,
     depends_on_values,
@@ -288,7 +289,8 @@ class _Search:
         total = TokenSum(place, summands, order, self._parts, kept, self._writes, list(others or ()))
         operations = sum(each.text.count(" = ") for each in summands)
         if operations > MOST_OPERATIONS and total.as_losses is None:
-            raise NotASum(f"the loss takes {operations} operations on tokens, and {MOST_OPERATIONS} are the most")
+            taken = f"{operations} operations on tokens, and {MOST_OPERATIONS} are the most"
+            raise NotASum(f"the loss and its derivatives take {taken}")
         return total
 
     def _summand(self, tensor: Tensor) -> Summand:
@@ -435,10 +437,10 @@ def _recorded(result: Result, part: Part) -> Handle:
 
 # Linear in their first operand, whatever else they are given, if none of that depends on the tokens.
 _LINEAR_IN_FIRST = {
-    *RESHAPES, *PERMUTATIONS, *COPIES, "sum", "mean", "neg", "getitem", "select", "narrow", "split", "chunk",
-    "tensor_split", "unbind", "index_select", "flip", "roll", "expand", "expand_as", "repeat", "repeat_interleave",
-    "cumsum", "diagonal", "masked_select", "gather", "take_along_dim", "broadcast_to", "sum_to_size", "tile",
-    "atleast_1d", "atleast_2d", "tril", "triu", "take",
+    *RESHAPES, *PERMUTATIONS, *COPIES, *SPLITS, "sum", "mean", "neg", "getitem", "select", "narrow", "index_select",
+    "flip", "roll", "expand", "expand_as", "repeat", "repeat_interleave", "cumsum", "diagonal", "masked_select",
+    "gather", "take", "take_along_dim", "broadcast_to", "sum_to_size", "tile", "atleast_1d", "atleast_2d", "tril",
+    "triu",
 }  # fmt: skip
 PRODUCTS = ("mul", "dot", "matmul", "mv", "mm", "bmm", "einsum", "inner", "outer", "vdot", "tensordot", "linear")
 _JOINS = ("cat", "stack", "hstack", "vstack")
