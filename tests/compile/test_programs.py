@@ -721,6 +721,14 @@ def sequences_one_by_one(x, a, m):
     return sum(((x - a).exp() * m).sum() / m.sum() for x, a, m in zip(*of_sequences, strict=True)) / len(x)
 
 
+@expect(IN_FORWARD)
+def masks_in_two_dtypes(x, a, m):
+    """A mask as a factor, and as it is."""
+    is_valid = m > 0
+    kept = torch.where(is_valid, x * is_valid.to(x.dtype) - a, 0.0)
+    return (kept.exp() * m).sum() / m.sum()
+
+
 @expect("operations on tokens, and 250 are the most")
 def many_operations(x):
     for _ in range(100):

@@ -370,7 +370,9 @@ class _Search:
             _check_factor(tensor, op)
         shape, picks = op.output.shape, self._picks[op.output]
         for handle, known in part.inputs.items():
+            # A mask has the number that it has as floats, too.
             is_same = self._program.value_number(known.tensor) == self._program.value_number(tensor)
+            is_same = is_same and known.tensor.dtype == tensor.dtype
             is_same = is_same and same_shape(known.tensor.shape, tensor.shape) and same_shape(known.shape, shape)
             is_same = is_same and _text(known.picks) == _text(picks)
             if known.ignored is None and not known.is_mask and is_same:
