@@ -729,6 +729,14 @@ def masks_in_two_dtypes(x, a, m):
     return (kept.exp() * m).sum() / m.sum()
 
 
+@expect(IN_FORWARD)
+def losses_that_a_mask_sets(s, y, a, m):
+    s, ratio = s.view_as(y), s.view_as(y) - a
+    s[y == -100] = 0.5
+    ratio[m == 0] = 0
+    return ((s * m).sum() + ratio.exp().sum()) / m.sum()
+
+
 @expect("operations on tokens, and 250 are the most")
 def many_operations(x):
     for _ in range(100):

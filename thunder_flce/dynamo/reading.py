@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_map
 
 from thunder_flce.matching.interpreter import LOSSES, NORMALISERS
-from thunder_flce.matching.program import NAMES, Op, Program, Source, Tensor, tensors_in
+from thunder_flce.matching.program import NAMES, Op, Program, Source, Tensor, is_number, same_shape, tensors_in
 from thunder_flce.matching.rules import LINEARS
 
 _OF_NUMPY = {"axis": "dim", "keepdims": "keepdim", "x": "input", "x1": "input", "x2": "other"}
@@ -223,6 +223,7 @@ def _name_anew(gm: GraphModule) -> None:
     """Has whoever reads a tensor after it was changed in place read what the change returns, which is that tensor."""
     latest: dict[Node, Node] = {}
     for node in gm.graph.nodes:
+        _write_fill(node)
         for operand in node.all_input_nodes:
             name = operand
             while name in latest:
@@ -233,6 +234,18 @@ def _name_anew(gm: GraphModule) -> None:
         is_same = isinstance(value_of(node), torch.Tensor) and not _is_of_numpy(node)
         if is_same and written and written == list(node.args[:1]):
             latest[written[0]] = node
+
+
+def _write_fill(node: Node) -> None:
+    """Writes `x[mask] = number` as the `masked_fill_` that it is, which returns x."""
+    if node.target is not operator.setitem:
+        return
+    written, mask, number = (value_of(each) if isinstance(each, Node) else each for each in node.args)
+    if not (isinstance(written, torch.Tensor) and isinstance(mask, torch.Tensor) and is_number(number)):
+        return
+    # Integers take fractions in this way alone.
+    if mask.dtype is torch.bool and same_shape(mask.shape, written.shape) and written.is_floating_point():
+        node.op, node.target, node.meta = "call_method", "masked_fill_", {**node.meta, "example_value": written}
 
 
 def _tensor(value: Any, node: Node) -> Any:
