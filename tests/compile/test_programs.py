@@ -737,6 +737,29 @@ def losses_that_a_mask_sets(s, y, a, m):
     return ((s * m).sum() + ratio.exp().sum()) / m.sum()
 
 
+@expect(IN_FORWARD, thunder=True)
+def many_sequences(x, a, m):
+    """Cut out of packed tokens: one loss of all, where a loss for each would be too many operations."""
+
+    def loss(cut):
+        x, a, m = map(cut, of_all)
+        ratio = (x - a).exp()
+        return (torch.max(-ratio * a, -ratio.clamp(0.8, 1.2) * a) * m).sum() / m.sum().clamp(min=1)
+
+    of_all = x.flatten(), a.flatten(), m.flatten()
+    return sum(loss(lambda z, end=end: z[end - 2 : end]) for end in range(2, 20, 2)) / 9 + loss(lambda z: z[-1:])
+
+
+@expect(IN_FORWARD)
+def sequences_that_overlap(x, a, m):
+    """Or read tensors that others read beside other ones."""
+    overlapping = sum((x[:, at : at + 2] * a[:, at : at + 2]).exp().mean() for at in range(3))
+    overlapping = overlapping + sum((x[at : at + 2] * m[at : at + 2]).exp().mean() for at in range(len(x) - 1))
+    in_order = sum((x[at] * a[at]).exp().sum() for at in range(len(x)))
+    shuffled = sum((x[at] + a[-at]).sigmoid().sum() + (x[at] - a[0]).tanh().sum() for at in range(len(x)))
+    return overlapping + in_order + shuffled + sum((x[at] + a[at]).sigmoid().sum() for at in range(len(x))[::-1])
+
+
 @expect("operations on tokens, and 250 are the most")
 def many_operations(x):
     for _ in range(100):

@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from thunder_flce.matching.algebra import Labels, Logits, Row, value
 from thunder_flce.matching.decisions import PLURALS, NotFused
 from thunder_flce.matching.interpreter import Interpreter, Result
@@ -27,6 +29,11 @@ class TokenInput:
     """Where it is for some tokens alone, or in another order: see `sums.Summand`"""
     is_mask: bool = False
     """Whether it is no tensor of the program, but says which tokens these are"""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of what the loss reads."""
+        return torch.bool if self.is_mask or self.ignored is not None else self.tensor.dtype
 
 
 @dataclass(eq=False)

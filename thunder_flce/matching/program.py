@@ -297,16 +297,21 @@ def depends_on_values(size: Any) -> bool:
     return not isinstance(size, int) and not size.node.has_hint()
 
 
-def has_elements(tensor: Tensor) -> bool:
-    """Whether it has elements, as far as that is known: the mean of none is NaN, and no sum.
+def holds(condition: Any) -> bool:
+    """Whether a condition of sizes holds, as far as that is known.
 
     Where lengths change, a guard makes sure of it for all other calls, unless a range is declared: see `agree`.
     """
-    count = tensor.numel
-    if isinstance(count, int) or depends_on_values(count):
-        return isinstance(count, int) and count > 0
-    symbols, bound = count.node.expr.free_symbols, count.node.shape_env.bound_sympy
-    return same(count > 0, True) or (not any(bound(each).upper.is_Integer for each in symbols) and bool(count > 0))
+    if isinstance(condition, bool) or same(condition, True):
+        return bool(condition)
+    node = condition.node
+    is_declared = any(node.shape_env.bound_sympy(each).upper.is_Integer for each in node.expr.free_symbols)
+    return node.has_hint() and bool(node.hint) and not is_declared and bool(condition)
+
+
+def has_elements(tensor: Tensor) -> bool:
+    """Whether it has elements, as far as that is known: the mean of none is NaN, and no sum."""
+    return not depends_on_values(tensor.numel) and holds(tensor.numel > 0)
 
 
 def same_shape(a: Sequence[Any], b: Sequence[Any]) -> bool:

@@ -307,7 +307,10 @@ def _check_sum(parts: Sequence[Part], total: TokenSum, options: Options) -> None
             raise NotASum("the losses have class weights")
     if len(parts) > 1:
         texts = [
-            [(summand.text, [each.ignored for each in summand.inputs]) for summand in total.of_part(part)]
+            [
+                (each.text, bool(each.picks), [given.ignored for given in each.inputs])
+                for each, *_ in total.of_part(part)
+            ]
             for part in parts
         ]
         if not is_plain and any(each != texts[0] for each in texts):

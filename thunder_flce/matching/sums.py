@@ -14,6 +14,7 @@ writes the graph asks autograd for.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from thunder_flce.matching.program import (
     Tensor,
     depends_on_values,
     has_elements,
+    holds,
     is_number,
     is_pick,
     keeps_elements,
@@ -53,8 +55,8 @@ CASTS = {*COPIES, "bool", "int", "long"}
 """Operations that change the dtype at most."""
 
 # A region runs the operations on tokens one by one for each chunk, where a compiler would fuse them. PPO with a penalty
-# for 1, 4, 8, 16 and 32 sequences, each of which is cut out and has a loss of its own, are 37, 148, 296, 592 and 1184:
-# 8192 × 151936 × 896 takes 10.7, 12.1, 12.5, 20.2 and 28.0 ms, and 12.8 to 13.0 where gradients wait (H100).
+# takes 37; of 37, 148, 296, 592 and 1184 operations, 8192 × 151936 × 896 takes 10.7, 12.1, 12.5, 20.2 and 28.0 ms, and
+# 12.8 to 13.0 where gradients wait (H100).
 MOST_OPERATIONS = 250
 
 
@@ -100,16 +102,33 @@ class TokenSum:
         signs, smoothings = list[int](), set[Fraction]()
         for part in self.parts:
             of_sources = {part.own[each.tensor]: each.as_loss for each in part.rows if each.tensor.needs_grad}
-            losses = {of_sources.get(summand.handle) for summand in self.of_part(part)}
+            losses = {of_sources.get(each.handle) for each in self.summands if each.part is part}
             if len(losses) != 1 or (loss := losses.pop()) is None:
                 return None
             signs.append(loss[0])
             smoothings.add(loss[1])
         return (signs, smoothings.pop()) if len(smoothings) == 1 else None
 
-    def of_part(self, part: Part) -> list[Summand]:
-        """The summands of a part."""
-        return [summand for summand in self.summands if summand.part is part]
+    def of_part(self, part: Part) -> list[list[Summand]]:
+        """The summands of a part; those that are the same loss of other tokens together: it is computed once."""
+        found: list[list[Summand]] = []
+        partners: dict[tuple[TokenInput, int], TokenInput] = {}
+        for summand in self.summands:
+            if summand.part is not part:
+                continue
+            for group in found:
+                first, number = group[0], len(group)
+                pairs = [*zip(first.inputs, summand.inputs, strict=False)]
+                is_same = first.text == summand.text and all(one.dtype == other.dtype for one, other in pairs)
+                # An input may be that of several losses.
+                is_same = is_same and all(partners.get((one, number), other) is other for one, other in pairs)
+                if is_same and _stands_behind(summand.picks, group[-1].picks):
+                    partners |= {(one, number): other for one, other in pairs}
+                    group.append(summand)
+                    break
+            else:
+                found.append([summand])
+        return found
 
     def counts_ignored(self, part: Part) -> bool:
         """Whether a row of a label that is ignored, whose loss is 0, may add something to the sum."""
@@ -123,7 +142,7 @@ class TokenSum:
                 any(each.ignored is None for each in summand.inputs)
                 or any(uses(summand.text, name) for name in VARIABLES[1:])
                 or evaluate(summand.text, nothing | {input_name(at): valid for at in range(len(summand.inputs))}).any()
-                for summand in self.of_part(part)
+                for summand, *_ in self.of_part(part)
             )
 
 
@@ -287,7 +306,7 @@ class _Search:
         live(self._program.ops, needed, given={place, *self._sources}, dropped=self._writes)
         kept = needed.intersection(self._sources) - {place}
         total = TokenSum(place, summands, order, self._parts, kept, self._writes, list(others or ()))
-        operations = sum(each.text.count(" = ") for each in summands)
+        operations = sum(each.text.count(" = ") for part in self._parts for each, *_ in total.of_part(part))
         if operations > MOST_OPERATIONS and total.as_losses is None:
             taken = f"{operations} operations on tokens, and {MOST_OPERATIONS} are the most"
             raise NotASum(f"the loss and its derivatives take {taken}")
@@ -411,6 +430,28 @@ class _Search:
         is_full = op.name in ("full", "new_full", "full_like", "new_tensor", "tensor", "as_tensor", "scalar_tensor")
         numbers = [each for each in (*op.args[1:], *op.kwargs.values()) if is_number(each)] if is_full else []
         return op.name in ("zeros", "zeros_like", "new_zeros") or (bool(numbers) and not any(numbers))
+
+
+def _stands_behind(picks: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether tokens are picked behind others: in a split, or by an index of the first dimension."""
+    differing: Any = ((one, other) for one, other in zip(picks, others, strict=False) if one is not other)
+    for one, other in differing:
+        if one.op is other.op:
+            return one.op.outs.index(one) > one.op.outs.index(other)
+        rows, before = _rows_picked(one.op), _rows_picked(other.op)
+        numbers = 0, before.start, before.stop, rows.start
+        are_known = one.op.operands[0] is other.op.operands[0] and all(type(x) in (int, torch.SymInt) for x in numbers)
+        return are_known and all(holds(x <= y) for x, y in pairwise(numbers))
+    return False
+
+
+def _rows_picked(op: Op) -> slice:
+    """The index of the first dimension, as a slice; without a start where it is none and no number."""
+    index: Any = op.args[1] if op.name == "getitem" else None
+    index = index[0] if isinstance(index, tuple) and index else index
+    if isinstance(index, slice) and index.step in (None, 1):
+        return slice(0 if index.start is None else index.start, index.stop)
+    return slice(index, index + 1) if type(index) in (int, torch.SymInt) else slice(None)
 
 
 def _text(picks: Sequence[Tensor]) -> str:

@@ -16,7 +16,7 @@ from thunder_flce.engine.plan import RECOMPUTE_LOGITS, SAVE_LOGITS
 from thunder_flce.matching.algebra import RowStep, Term, scaled
 from thunder_flce.matching.decisions import Decision, PlannedRegion
 from thunder_flce.matching.interpreter import Interpreter, Result
-from thunder_flce.matching.parts import Part
+from thunder_flce.matching.parts import Part, TokenInput
 from thunder_flce.matching.program import (
     COPIES,
     PERMUTATIONS,
@@ -245,28 +245,35 @@ class _Writing:
         assert total is not None
         starts = [*(each.tensor for each in total.summands), *total.others]
         found = self._writer.weights(total.ops, starts, total.place) if total.ops else [self._number(1.0)]
-        count = len(total.summands)
-        found, self._others = found[:count], list(zip(total.others, found[count:], strict=True))
-        weights = [self._of_rows_of(summand, weight) for summand, weight in zip(total.summands, found, strict=True)]
+        derivatives = dict(zip(starts, found, strict=True))
+        self._others = [(other, derivatives[other]) for other in total.others]
+        weights = [
+            [
+                (group, self._of_rows_of(group, [derivatives[each.tensor] for each in group]))
+                for group in total.of_part(part)
+            ]
+            for part in region.parts
+        ]
         if not self._keeps_ignored and region.parts[0].ignore_index != NOTHING_IGNORED:
-            self._of_ignored += [self._call(torch.sum, each) for each in weights]
+            self._of_ignored += [self._call(torch.sum, weight) for of_part in weights for _, weight in of_part]
         ignore_index = NOTHING_IGNORED if self._keeps_ignored else region.parts[0].ignore_index
         settings: dict[str, Any] = {"reduction": "sum", "ignore_index": ignore_index}
         if self._losses is not None:
             signs, smoothing = self._losses
             settings["label_smoothing"] = float(smoothing)
             of_parts = []
-            for part, sign in zip(region.parts, signs, strict=True):
-                own = [w for w, summand in zip(weights, total.summands, strict=True) if summand.part is part]
+            for part, sign, own in zip(region.parts, signs, weights, strict=True):
                 # Each has the shape that the program gave its tokens.
-                weight = reduce(partial(self._call, torch.add), (self._in_rows(w) if w.ndim else w for w in own))
+                in_rows = (self._in_rows(weight) if weight.ndim else weight for _, weight in own)
+                weight = reduce(partial(self._call, torch.add), in_rows)
                 of_parts.append(self._full(scaled(weight, sign, self._call), part))
             if self._has_several:
                 arguments["target_weights"] = self._call(torch.stack, of_parts, -1)
             else:
                 arguments["token_weights"] = self._of_all_parts(of_parts)
             return settings
-        texts, inputs, token_weights = zip(*(self._token_loss(part, weights) for part in region.parts), strict=True)
+        token_losses = map(self._token_loss, region.parts, weights)
+        texts, inputs, token_weights = zip(*token_losses, strict=True)
         settings["token_loss"] = texts[0]
         arguments["token_inputs"] = tuple(map(self._of_all_parts, zip(*inputs, strict=True)))
         if token_weights[0] is not None:
@@ -287,23 +294,26 @@ class _Writing:
         """One number of each token, of all parts one after another."""
         return self._call(torch.cat, tensors) if self._is_joined else tensors[0]
 
-    def _token_loss(self, part: Part, weights: Sequence[Tensor]) -> tuple[str, tuple[Tensor, ...], Tensor | None]:
+    def _token_loss(
+        self, part: Part, weights: Sequence[tuple[list[Summand], Tensor]]
+    ) -> tuple[str, tuple[Tensor, ...], Tensor | None]:
         """What a token of one part adds to the sum, the tensors that this reads, and the weights of the tokens."""
-        total = self._region.total
-        assert total is not None
         recorder = part.recorder.copy()
-        inputs: list[Any] = list(part.inputs.values())
-        own = {s: self._full(w, part) for s, w in zip(total.summands, weights, strict=True) if s.part is part}
+        inputs: list[Any] = [(each,) for each in part.inputs.values()]
+        numbers = {each: number for number, each in enumerate(part.inputs.values())}
+        own = [(group, self._full(weight, part)) for group, weight in weights]
         token_weights: Tensor | None = None
         if self._is_alone:
-            token_weights, *others = own.values()
+            token_weights, *others = (factor for _, factor in own)
             if others:
-                counts = (self._call(torch.ne, each, 0.0) for each in own.values())
+                counts = (self._call(torch.ne, factor, 0.0) for _, factor in own)
                 either = reduce(partial(self._call, torch.logical_or), counts)
                 token_weights = self._call(torch.Tensor.to, either, self._rows_dtype)
         result: Handle | None = None
-        for summand, factor in own.items():
-            handle = summand.handle
+        for group, factor in own:
+            summand, handle = group[0], group[0].handle
+            for several in zip(*(each.inputs for each in group), strict=True):
+                inputs[numbers[several[0]]] = max(inputs[numbers[several[0]]], several, key=len)
             if factor is not token_weights:
                 inputs.append(factor)
                 factor_handle: Any = recorder.add_input(torch.float32)
@@ -316,9 +326,13 @@ class _Writing:
         given = tuple(self._token_input(inputs[each]) for each in read)
         return text, given, token_weights
 
-    def _token_input(self, given: Any) -> Tensor:
+    def _token_input(self, given: "Tensor | tuple[TokenInput, ...]") -> Tensor:
+        """What a token loss reads: a weight, or an input, which may be others for other tokens."""
         if isinstance(given, Tensor):
             return given
+        return self._in_rows(self._of_all_tokens([*map(self._of_input, given)], [each.picks for each in given]))
+
+    def _of_input(self, given: TokenInput) -> Tensor:
         tensor = given.tensor
         if given.is_mask:
             tensor = self._call(torch.full, given.shape, True, dtype=torch.bool, device=tensor.device)
@@ -328,16 +342,26 @@ class _Writing:
             tensor = self._call(torch.detach, tensor)
         if not same_shape(tensor.shape, given.shape):
             tensor = self._call(torch.Tensor.expand, tensor, given.shape)
-        return self._in_rows(self._of_all_tokens(tensor, given.picks))
+        return tensor
 
-    def _of_all_tokens(self, tensor: Tensor, picks: Sequence[Tensor]) -> Tensor:
-        """One number of each token in order, from those of the tokens that were picked; all others have 0."""
-        ops = [each.op for each in picks if each.op]
-        if not ops:
-            return tensor
-        count = ops[0].operands[0].numel
-        numbers = self._call(torch.arange, count, device=tensor.device)
-        for op, picked in zip(ops, picks, strict=True):
+    def _of_all_tokens(self, tensors: Sequence[Tensor], picks: Sequence[Sequence[Tensor]]) -> Tensor:
+        """One number of each token in order, from those of the tokens that were picked for each; all others have 0."""
+        value, *others = tensors
+        if not picks[0]:
+            return value
+        numbers = [self._numbers(of, value.device) for of in picks]
+        number, value = numbers[0], self._call(torch.flatten, value)
+        if others:
+            number = self._call(torch.cat, numbers)
+            value = self._call(torch.cat, [value, *(self._call(torch.flatten, each) for each in others)])
+        found = self._call(torch.zeros, (_before(picks[0][0]).numel,), dtype=value.dtype, device=value.device)
+        return self._call(torch.scatter, found, 0, number, value)
+
+    def _numbers(self, picks: Sequence[Tensor], device: torch.device) -> Tensor:
+        """Of the tokens that were picked, which ones they are of all."""
+        numbers = self._call(torch.arange, _before(picks[0]).numel, device=device)
+        for picked in picks:
+            op: Any = picked.op
             numbers = self._call(torch.reshape, numbers, op.operands[0].shape)
             if op.name in PERMUTATIONS:
                 numbers = self._call(torch.permute, numbers, order_of(op))
@@ -347,14 +371,14 @@ class _Writing:
                 function = operator.getitem if op.name == "getitem" else getattr(torch.Tensor, op.name)
                 given, named = without_tensors(op)
                 numbers = self._call(function, numbers, *given, **named)
-        found = self._call(torch.zeros, (count,), dtype=tensor.dtype, device=tensor.device)
-        return self._call(torch.scatter, found, 0, *(self._call(torch.flatten, each) for each in (numbers, tensor)))
+        return self._call(torch.flatten, numbers)
 
-    def _of_rows_of(self, summand: Summand, weight: Tensor) -> Tensor:
-        """The weights of the tokens of a summand, from its own."""
-        part, result = summand.part, self._known.results.get(summand.tensor)
+    def _of_rows_of(self, group: Sequence[Summand], weights: Sequence[Tensor]) -> Tensor:
+        """The weights of the tokens of some summands, from their own."""
+        (summand, *_), (weight, *_) = group, weights
         if summand.picks:
-            return self._of_all_tokens(weight, summand.picks)
+            return self._of_all_tokens(weights, [each.picks for each in group])
+        part, result = summand.part, self._known.results.get(summand.tensor)
         if result is None or result.row.reduction == "none":
             return weight
         if result.row.ignore_index is None:
@@ -503,6 +527,12 @@ class _Writing:
             return None
         # A loss in 16 bits rounds its upstream gradient.
         return number if result is None or result.dtype.itemsize >= 4 else _rounded(number, result.dtype)
+
+
+def _before(picked: Tensor) -> Tensor:
+    """What tokens were picked of."""
+    assert picked.op is not None
+    return picked.op.operands[0]
 
 
 def _before_reshapes(labels: Tensor, rows: Sequence[Any], known: Interpreter) -> Tensor:

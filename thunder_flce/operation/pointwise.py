@@ -173,6 +173,11 @@ _WITH_NUMBER = ("where", "masked_fill", "add", "sub", "mul", "div", "pow", "eq",
 _NEUTRAL = {"mul": 1, "div": 1, "pow": 1, "add": 0, "sub": 0}
 
 
+def _in_order(name: Any) -> tuple[str, int, str]:
+    """By which names are sorted, those that end in numbers by these."""
+    return str(name).rstrip("0123456789"), len(str(name)), str(name)
+
+
 class Recorder(TorchDispatchMode):
     """Writes down, as a `TokenLoss`, what is done with tensors of a few tokens, forward and backward.
 
@@ -352,7 +357,7 @@ class Recorder(TorchDispatchMode):
         """The name of what an operation gives."""
         if name in ("add", "mul") and list(operands) == [0, 1]:
             # Numbers last, and a product with exchanged factors is the same product.
-            order = sorted((0, 1), key=lambda key: (not isinstance(operands[key], Handle), str(operands[key])))
+            order = sorted((0, 1), key=lambda key: (not isinstance(operands[key], Handle), _in_order(operands[key])))
             operands, given = ({key: each[order[key]] for key in (0, 1)} for each in (operands, given))
         is_neutral = not isinstance(operands.get(1), Handle) and operands.get(1) == _NEUTRAL.get(name, math.nan)
         if is_neutral and len(operands) == 2 and isinstance(operands[0], Handle) and given[0].dtype == of:
