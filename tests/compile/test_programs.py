@@ -190,6 +190,11 @@ PROGRAMS = {
     "picked twice": (FUSED, lambda x, a: (x[[0, 0, 1]].exp() * a[:3]).sum()),
     "by einsum": (IN_FORWARD, lambda x, m: -torch.einsum("bt,bt->", x, m)),
     "a sum times itself": (IN_FORWARD, lambda s, m: (total := (s * m).sum()) * total),
+    "none selected, added to zero": (
+        IN_FORWARD, lambda s, m: (
+            total := m.new_zeros(()), total.add_(s.masked_fill(m > -1, 0).sum()), total / (m < 0).sum(),
+        )[2],
+    ),
     # Its derivative depends on which are NaN.
     "without NaNs": ("nansum in line", lambda s, m: torch.nansum(s * m)),
     "stacked with zeros": (IN_FORWARD, lambda x, m: (torch.stack([torch.zeros_like(x), x], -1).sum(-1) * m).mean()),
@@ -533,6 +538,14 @@ PROGRAMS_OF_BOTH = {
     ),
     "by other tokens": ("mixes tokens", lambda x, a: (torch.exp(x - a) * x.detach().softmax(-1)).sum()),
     # thunder has its gradient from PyTorch, which wants one of each part.
+    # It is NaN, though no token has a weight that is.
+    "none selected": (IN_FORWARD, lambda s, m: torch.where(m < 0, s, 0.0).sum() / (m < 0).sum()),
+    "none of one sequence": (
+        IN_FORWARD, lambda h, w, y, m: (
+            count := (valid := (m > 0) & (torch.arange(B) > 0)[:, None]).sum(-1),
+            torch.where(count > 0, losses(h, w, y.where(valid, -100)).sum(-1) / count, 0.0).mean(),
+        )[1],
+    ),
     "of a part": ("hsplit in line", lambda x: x.hsplit([2])[0].sum()),
     "neighbours": ("reads several tokens at once", lambda x: (x[:, 1:] * x[:, :-1].detach()).sum()),
     "returned": ("and not detached", lambda x, a: (torch.exp(x - a).mean(), x)),

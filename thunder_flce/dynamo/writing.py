@@ -233,7 +233,7 @@ class _Graph:
                     return found
         raise KeyError(symbol)
 
-    def weights(self, ops: Sequence[Op], operands: Sequence[Tensor], result: Tensor) -> list[Tensor]:
+    def weights(self, ops: Sequence[Op], operands: Sequence[Tensor], result: Tensor, *, at_zero: bool) -> list[Tensor]:
         """See `Writer`: autograd's derivative of the nodes, as operations of ATen."""
         starts, nodes = [self._node(operand) for operand in operands], [op.handle for op in ops]
         known = {*starts, *nodes, *(each for node in (*starts, *nodes) for each in _readers_of_parts(node))}
@@ -278,8 +278,26 @@ class _Graph:
             for node in traced.graph.nodes:
                 if node in needed and node not in inlined:
                     inlined[node] = self._inlined(node, inlined, traced)
+            found = [self._made(inlined[each], each.meta["val"]) for each in output.args[0]]
+            found += [self._at_zero(ops, operands, result)] if at_zero else []
             self._graph.call_function(torch._C._set_grad_enabled, (True,))
-            return [self._made(inlined[each], each.meta["val"]) for each in output.args[0]]
+            return found
+
+    def _at_zero(self, ops: Sequence[Op], operands: Sequence[Tensor], result: Tensor) -> Tensor:
+        """What the operations make of zeros: copies of their nodes, whose operations thunder knows."""
+        copies: dict[Node, Node] = {}
+        for each in operands:
+            zeros = self.call(torch.zeros, tuple(each.shape), dtype=each.dtype, device=each.device)
+            copies[self._node(each)] = zeros.handle
+        made = {node for op in ops for node in (op.handle, *_readers_of_parts(op.handle))}
+        for each in (each for op in ops for each in op.writes):
+            if (node := self._node(each)) not in copies and node not in made:
+                copies[node] = self.call(torch.clone, each).handle  # Zeros that losses are added to.
+        for op in ops:
+            for node in (op.handle, *_readers_of_parts(op.handle)):
+                if node not in copies and name_of(node) != "item":
+                    copies[node] = self._graph.node_copy(node, lambda given: copies.get(given, given))
+        return self._made(copies[result.handle], value_of(result.handle).detach())
 
     def _inlined(self, node: Node, inlined: dict[Node, Any], traced: GraphModule) -> Any:
         """What stands here for a node of a derivative's graph."""

@@ -110,7 +110,7 @@ class _Writer:
     def _proxy(self, tensor: Tensor) -> TensorProxy:
         return self._swapped.get(variableify(tensor.handle), tensor.handle)
 
-    def weights(self, ops: Sequence[Op], operands: Sequence[Tensor], result: Tensor) -> list[Tensor]:
+    def weights(self, ops: Sequence[Op], operands: Sequence[Tensor], result: Tensor, *, at_zero: bool) -> list[Tensor]:
         """thunder's derivative of the operations."""
         made = {out.name for op in ops for out in op.outs}
         starts = [operand.handle for operand in operands]
@@ -140,11 +140,11 @@ class _Writer:
         one = ltorch.full((), 1.0, device=like.device, dtype=_wide(result.handle.dtype))
         scope = self.trace.peek_scope()
         start = len(scope)
-        _, gradients = vjp(total)((*rows, *given), (one,))
+        value, gradients = vjp(total)((*rows, *given), (one,))
         for bsym in scope[start:]:
             for out in bsym.flat_proxy_outs:
                 out.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
-        return [tensor_of(each, needs_grad=False) for each in gradients[: len(rows)]]
+        return [tensor_of(each, needs_grad=False) for each in (*gradients[: len(rows)], *[value] * at_zero)]
 
     def region(self, call: Call, group: Any) -> tuple[list[Tensor], PlannedRegion]:
         """The region's symbol, with its plan."""

@@ -33,7 +33,7 @@ from thunder_flce.matching.program import (
     without_tensors,
 )
 from thunder_flce.matching.regions import Region, is_compared_with_labels
-from thunder_flce.matching.sums import Summand
+from thunder_flce.matching.sums import PRODUCTS, Summand
 from thunder_flce.operation.call import Call, named_tensors, operand_names
 from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS, NOTHING_IGNORED, Loss
 from thunder_flce.operation.pointwise import Handle, numbered
@@ -46,8 +46,11 @@ class Writer(Protocol):
     def call(self, function: Callable, *args: Any, **kwargs: Any) -> Tensor:
         """The result of a function of PyTorch's, of tensors and sizes of the program."""
 
-    def weights(self, ops: Sequence[Op], operands: Sequence[Tensor], result: Tensor) -> list[Tensor]:
-        """The derivative of a scalar with respect to some tensors that it is linear in, by way of some operations."""
+    def weights(self, ops: Sequence[Op], operands: Sequence[Tensor], result: Tensor, *, at_zero: bool) -> list[Tensor]:
+        """The derivative of a scalar with respect to some tensors that it is linear in, by way of some operations.
+
+        With `at_zero`, the last is the scalar where all of these are 0: NaN where 0 is divided by 0, and 0 else.
+        """
 
     def region(self, call: Call, group: Any) -> tuple[list[Tensor], PlannedRegion]:
         """The loss of a region and its outputs, and how it runs. The call has tensors and numbers."""
@@ -77,8 +80,8 @@ class _Writing:
         self._has_several = is_plain and bool(others) and all(part.logits == first.logits for part in others)
         """Whether the parts are labels of the same rows, so that each row has several"""
         self._is_joined = bool(others) and not self._has_several
-        self._of_ignored: list[Tensor] = []
-        """What rows of ignored labels, whose loss is 0, are multiplied with, which may be infinite or NaN"""
+        self._of_none: list[Tensor] = []
+        """What is added to the sum: 0, or NaN where no token counts, and the sum is divided by their number"""
         self._others: list[tuple[Tensor, Tensor]] = []
         """The other losses that are added between the terms of the sum, and their factors"""
 
@@ -244,7 +247,11 @@ class _Writing:
         region, total = self._region, self._region.total
         assert total is not None
         starts = [*(each.tensor for each in total.summands), *total.others]
-        found = self._writer.weights(total.ops, starts, total.place) if total.ops else [self._number(1.0)]
+        may_be_none = self._leaves_out_tokens and any(op.name in ("div", *PRODUCTS) for op in total.ops)
+        found = [self._number(1.0)]
+        if total.ops:
+            found = self._writer.weights(total.ops, starts, total.place, at_zero=may_be_none)
+        self._of_none += [found.pop()] if may_be_none else []
         derivatives = dict(zip(starts, found, strict=True))
         self._others = [(other, derivatives[other]) for other in total.others]
         weights = [
@@ -254,8 +261,6 @@ class _Writing:
             ]
             for part in region.parts
         ]
-        if not self._keeps_ignored and region.parts[0].ignore_index != NOTHING_IGNORED:
-            self._of_ignored += [self._call(torch.sum, weight) for of_part in weights for _, weight in of_part]
         ignore_index = NOTHING_IGNORED if self._keeps_ignored else region.parts[0].ignore_index
         settings: dict[str, Any] = {"reduction": "sum", "ignore_index": ignore_index}
         if self._losses is not None:
@@ -279,6 +284,17 @@ class _Writing:
         if token_weights[0] is not None:
             arguments["token_weights"] = self._of_all_parts(token_weights)
         return settings
+
+    @property
+    def _leaves_out_tokens(self) -> bool:
+        """Whether a weight that is infinite or NaN, as of a sum that is divided by 0, may reach no token."""
+        total, ignore_index = self._region.total, self._region.parts[0].ignore_index
+        if total is None or any(
+            op.name in PRODUCTS[1:] and len({x.dtype for x in op.operands}) > 1 for op in total.ops
+        ):
+            return False  # A product of several dtypes needs autocast.
+        is_selected = any(op.name in ("where", "masked_fill") for op in total.ops)
+        return is_selected or (not self._keeps_ignored and ignore_index != NOTHING_IGNORED)
 
     def _plain_losses(self) -> tuple[list[int], Fraction] | None:
         total = self._region.total
@@ -386,9 +402,10 @@ class _Writing:
         is_valid = self._is_valid(part)
         if result.row.reduction == "mean":
             count = self._call(torch.Tensor.to, self._call(torch.sum, is_valid), self._rows_dtype)
-            self._of_ignored.append(self._call(torch.reciprocal, count))
+            reciprocal = self._call(torch.reciprocal, count)
+            self._of_none.append(self._call(torch.mul, reciprocal, 0.0))
             # Ignored rows have a gradient of 0, also where all are ignored.
-            of_tokens = self._call(torch.where, is_valid, self._of_ignored[-1], 0.0)
+            of_tokens = self._call(torch.where, is_valid, reciprocal, 0.0)
         else:
             of_tokens = self._call(torch.Tensor.to, is_valid, self._rows_dtype)
         return self._call(torch.mul, of_tokens, weight)
@@ -439,9 +456,8 @@ class _Writing:
         results: dict[Tensor, Tensor] = {}
         if total is not None:
             loss = found["loss"]
-            for factor in self._of_ignored:
-                # Such as NaN where all labels are ignored, and the sum is divided by their number.
-                loss = self._call(torch.add, loss, self._call(torch.mul, factor, 0.0))
+            for each in self._of_none:
+                loss = self._call(torch.add, loss, each)
             for other, factor in self._others:
                 loss = self._call(torch.add, loss, self._call(torch.mul, other, factor))
             results[total.place] = self._like(total.place, loss)
