@@ -536,7 +536,8 @@ PROGRAMS_OF_BOTH = {
     "means of sequences": (
         IN_FORWARD, lambda x, m: -((x * m).sum(1) / m.sum(1).clamp(min=1)).where(m.sum(1) > 0, m.new_zeros(())).mean(),
     ),
-    "by other tokens": ("mixes tokens", lambda x, a: (torch.exp(x - a) * x.detach().softmax(-1)).sum()),
+    "padded": ("after pad in line", lambda x, a: (F.pad(x, (0, 1)) * a[:, :1]).exp().sum()),
+    "by other tokens": ("mixes tokens, after softmax", lambda x, a: (torch.exp(x - a) * x.detach().softmax(-1)).sum()),
     # thunder has its gradient from PyTorch, which wants one of each part.
     # It is NaN, though no token has a weight that is.
     "none selected": (IN_FORWARD, lambda s, m: torch.where(m < 0, s, 0.0).sum() / (m < 0).sum()),
@@ -895,7 +896,7 @@ def chunks_backwards(z, y, a):
     return (torch.cat(chunks[::-1]) * a.flatten()).sum()
 
 
-@expect("is neither linear nor of single tokens", thunder=True)
+@expect("is neither linear nor of single tokens in their order, after sum in line", thunder=True)
 def gspo(x, a, m):
     """A ratio of whole sequences; and the gradient of equals, which thunder lacks."""
     log_ratios = (x - a) * m

@@ -339,14 +339,15 @@ class _Search:
             others.update(dict.fromkeys(added))
         if not is_linear:
             if any(each not in self._tokens and each not in self._with_grad for each in operands):
-                raise NotASum(f"{op} mixes tokens")
+                raise NotASum(f"{op} mixes tokens{self._after(op)}")
             if op.name in ("add", "sub") and len(operands) == 1 and tensor.ndim == 0:
                 raise NotASum(f"{op} adds another loss before all terms of this one: add that last")
             if op.name == "mean" and any(depends_on_values(each.numel) for each in operands):
                 raise NotASum(f"how many tokens {op} is of depends on values")
-            raise self._problems.get(tensor) or NotASum(f"{op} is neither linear nor of single tokens in their order")
+            problem = f"{op} is neither linear nor of single tokens in their order{self._after(op)}"
+            raise self._problems.get(tensor) or NotASum(problem)
         if tensor not in self._with_grad:
-            raise NotASum(f"{op} mixes tokens")
+            raise NotASum(f"{op} mixes tokens{self._after(op)}")
         if any(depends_on_values(size) for out in op.outs for size in out.shape):
             # Its derivative, traced, would have another size of that kind.
             raise NotASum(f"how many tokens {op} gives depends on values")
@@ -356,6 +357,14 @@ class _Search:
                 _check_factor(other, op)
         self._check_writes(op)
         return True
+
+    def _after(self, op: Op) -> str:
+        """Which operation has mixed the tokens that one reads."""
+        first: Op | None = op
+        while first is not None:
+            others = (each for each in self._operands(first) if each not in self._tokens and each not in self._sources)
+            found, first = first, next((each.op for each in others), None)
+        return "" if found is op else f", after {found}"
 
     def _written(self, op: Op, part: Part, has_grad: bool) -> Handle:
         """The result of an operation on single tokens."""
