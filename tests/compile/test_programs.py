@@ -751,6 +751,20 @@ def losses_that_a_mask_sets(s, y, a, m):
     return ((s * m).sum() + ratio.exp().sum()) / m.sum()
 
 
+@expect(IN_FORWARD)
+def losses_that_a_mask_sets_which_nothing_else_reads(x, m):
+    x = 2 * x
+    x[m == 0] = 0
+    return x.exp().sum()
+
+
+@expect(IN_FORWARD)
+def numbers_that_a_mask_makes_infinite(x, a, m):
+    a = a.half()
+    a[m == 0] = 1e9
+    return (x - a).exp().sum()
+
+
 @expect(IN_FORWARD, thunder=True)
 def many_sequences(x, a, m):
     """Cut out of packed tokens: one loss of all, where a loss for each would be too many operations."""
@@ -1356,6 +1370,9 @@ OF_VALUES = {
     ),
     "sliced": (
         "depends on values", lambda x, m: (x[:, : (n := (m[0] > 0).sum().item())].exp() * m[:, :n]).sum(),
+    ),
+    "a list": (
+        "depends on values", lambda x, m: (x[:, : (n := (m > 0).sum(1).tolist()[0])].exp() * m[:, :n]).sum(),
     ),
     # As a loss of diffusion has it: a mean of no other tokens, each with its own weight.
     "masked rows of logits": (

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_map
 
 from thunder_flce.matching.interpreter import LOSSES, NORMALISERS
-from thunder_flce.matching.program import NAMES, Op, Program, Source, Tensor, is_number, same_shape, tensors_in
+from thunder_flce.matching.program import NAMES, Op, Program, Source, Tensor, agree, is_number, tensors_in
 from thunder_flce.matching.rules import LINEARS
 
 _OF_NUMPY = {"axis": "dim", "keepdims": "keepdim", "x": "input", "x1": "input", "x2": "other"}
@@ -104,6 +104,12 @@ class _Reader:
 
     def _add(self, node: Node, inside: Node | None) -> None:
         value = value_of(node)
+        if value is None and node.target is operator.getitem:
+            of, index = value_of(node.args[0]), node.args[1]  # type: ignore[arg-type]
+            if isinstance(of, FakeTensor):
+                # Dynamo does not say what `tolist` reads.
+                with of.fake_mode, torch.set_grad_enabled(self._grad_mode):
+                    node.meta["example_value"] = value = of[index]  # type: ignore[index]
         written = [each for each in written_by(node) if isinstance(value_of(each), torch.Tensor)]
         outs = [each for each in tree_flatten(value)[0] if isinstance(each, torch.Tensor)]
         is_of_tensors = any(isinstance(value_of(each), torch.Tensor) for each in node.all_input_nodes)
@@ -240,11 +246,15 @@ def _write_fill(node: Node) -> None:
     """Writes `x[mask] = number` as the `masked_fill_` that it is, which returns x."""
     if node.target is not operator.setitem:
         return
+    number: Any
     written, mask, number = (value_of(each) if isinstance(each, Node) else each for each in node.args)
     if not (isinstance(written, torch.Tensor) and isinstance(mask, torch.Tensor) and is_number(number)):
         return
-    # Integers take fractions in this way alone.
-    if mask.dtype is torch.bool and same_shape(mask.shape, written.shape) and written.is_floating_point():
+    # Integers take fractions in this way alone, and float16 takes what overflows.
+    if mask.dtype is not torch.bool or not written.is_floating_point() or mask.ndim != written.ndim:
+        return
+    fits = abs(number) <= torch.finfo(written.dtype).max
+    if fits and all(map(agree, mask.shape, written.shape)):
         node.op, node.target, node.meta = "call_method", "masked_fill_", {**node.meta, "example_value": written}
 
 
