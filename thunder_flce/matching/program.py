@@ -25,7 +25,7 @@ NAMES = {
     "special_logsumexp": "logsumexp", "special_expit": "sigmoid", "torch_max": "max", "stop_gradient": "detach",
     "spmm": "mm", "mod": "remainder", "slice_prim": "slice", "_softmax": "softmax",
     "update_aliases": CHANGED, "__eq__": "eq", "__abs__": "abs",
-    "_get_data_attr": "detach",
+    "_get_data_attr": "detach", "numpy_T": "T",
 }  # fmt: skip
 """Other names of operations that have one here: one for each meaning."""
 
