@@ -328,6 +328,7 @@ class _Writing:
         result: Handle | None = None
         for group, factor in own:
             summand, handle = group[0], group[0].handle
+            # Of losses that read the same input, the one of most tokens says what it is for these.
             for several in zip(*(each.inputs for each in group), strict=True):
                 inputs[numbers[several[0]]] = max(inputs[numbers[several[0]]], several, key=len)
             if factor is not token_weights:
@@ -365,17 +366,19 @@ class _Writing:
         value, *others = tensors
         if not picks[0]:
             return value
-        numbers = [self._numbers(of, value.device) for of in picks]
+        first: Any = picks[0][0].op
+        count = first.operands[0].numel
+        of_all = self._call(torch.arange, count, device=value.device)
+        numbers = [self._picked(of_all, of) for of in picks]
         number, value = numbers[0], self._call(torch.flatten, value)
         if others:
             number = self._call(torch.cat, numbers)
             value = self._call(torch.cat, [value, *(self._call(torch.flatten, each) for each in others)])
-        found = self._call(torch.zeros, (_before(picks[0][0]).numel,), dtype=value.dtype, device=value.device)
+        found = self._call(torch.zeros, (count,), dtype=value.dtype, device=value.device)
         return self._call(torch.scatter, found, 0, number, value)
 
-    def _numbers(self, picks: Sequence[Tensor], device: torch.device) -> Tensor:
-        """Of the tokens that were picked, which ones they are of all."""
-        numbers = self._call(torch.arange, _before(picks[0]).numel, device=device)
+    def _picked(self, numbers: Tensor, picks: Sequence[Tensor]) -> Tensor:
+        """Of the numbers of all tokens, those of the tokens that were picked."""
         for picked in picks:
             op: Any = picked.op
             numbers = self._call(torch.reshape, numbers, op.operands[0].shape)
@@ -543,12 +546,6 @@ class _Writing:
             return None
         # A loss in 16 bits rounds its upstream gradient.
         return number if result is None or result.dtype.itemsize >= 4 else _rounded(number, result.dtype)
-
-
-def _before(picked: Tensor) -> Tensor:
-    """What tokens were picked of."""
-    assert picked.op is not None
-    return picked.op.operands[0]
 
 
 def _before_reshapes(labels: Tensor, rows: Sequence[Any], known: Interpreter) -> Tensor:
