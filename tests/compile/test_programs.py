@@ -492,6 +492,27 @@ PROGRAMS = {
             clipped(torch.cat([of_labels(z[at], y[at]) for at in (1, 0, 2, 3)]), a.flatten()) * m.flatten()
         ).sum(),
     ),
+    # As Dream has them, a diffusion model: the logits of a token stand at the one before.
+    "of the token before": (
+        IN_FORWARD, lambda z, y, m: (
+            (of_rows(torch.cat([z[:, :1], z[:, :-1]], dim=1), y, reduction="none") * m.flatten()).sum() / m.sum()
+        ),
+    ),
+    "of the token before, warmer": (
+        IN_FORWARD, lambda z, y, a, m: (
+            u := (z / a.exp()[..., None]).mT, x := torch.cat([u[..., :1], u[..., :-1]], -1).log_softmax(1),
+            (clipped(x.gather(1, y[:, None]).squeeze(1), a) * m).mean(),
+        )[2],
+    ),
+    "responses of packed tokens": (
+        IN_FORWARD, lambda z, y, a: (
+            u := z.flatten(0, 1), x := of_labels(torch.cat([u[1:4], u[-3:]]), y.flatten()[:6]),
+            clipped(x, a.flatten()[:6]).mean(),
+        )[2],
+    ),
+    "beside another head's": (
+        TRANSFORMED, lambda h, w, y: of_rows(torch.cat([F.linear(h, w), F.linear(h, w * 2)]), torch.cat([y, y])),
+    ),
     "split at indices that go back": (
         TRANSFORMED, lambda z, y: sum(
             of_rows(u, v, reduction="sum")

@@ -13,7 +13,7 @@ Each of these comes with its gradient or without: from `detach` on, and in what 
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -133,10 +133,11 @@ class RowStep:
     """An operation on the rows of logits, by what it does to the shape without the classes."""
 
     kind: str
-    """"reshape", "permute", "index", "take" for rows that tensors pick, or "mul" and "div" for a factor of each row"""
+    """"reshape", "permute", "index", "take" for rows that tensors pick, "mul" and "div" for a factor of each row, or
+    "cat" for several results of such operations"""
     argument: tuple[Any, ...]
-    """The new shape, the order of the dimensions, an index (a number or a slice) for each of them, or what is the same
-    for equal tensors"""
+    """The new shape, the order of the dimensions, an index (a number or a slice) for each of them, what is the same for
+    equal tensors, or the dimension of "cat" and the operations that give each of its operands"""
     shape: tuple[Any, ...] = field(default=(), compare=False)
     """The shape after it"""
     given: tuple[Any, ...] = field(default=(), compare=False)
@@ -183,7 +184,7 @@ class Logits:
     @property
     def given(self) -> dict[Tensor, int]:
         """The factors of rows, and what picks them, each with the position of what reads it."""
-        return {each: step.read_at for step in self.rows for each in tensors_in(step.given)}
+        return _given(self.rows)
 
     @property
     def linears(self) -> set[Tensor]:
@@ -211,6 +212,15 @@ class Logits:
     def dtype(self) -> torch.dtype:
         """That of the head's operands."""
         return self.terms[0].input.dtype
+
+
+def _given(steps: Sequence[RowStep]) -> dict[Tensor, int]:
+    found: dict[Tensor, int] = {}
+    for step in steps:
+        found |= dict.fromkeys(tensors_in(step.given), step.read_at)
+        for part in step.argument[1:] if step.kind == "cat" else ():
+            found |= _given(part)
+    return found
 
 
 @dataclass(frozen=True)

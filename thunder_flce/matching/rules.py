@@ -247,10 +247,13 @@ def _in_shape(of: Class, shape: tuple[Any, ...]) -> Class:
 
 def _with_step(of: Class, step: RowStep, rows_shape: tuple[Any, ...]) -> Logits:
     """The logits after one more operation on the rows, which come in the shape of `of`."""
-    logits, steps = of.logits, [replace(step, shape=rows_shape)]
-    if not same_shape(logits.rows_shape, of.rows_shape):
-        steps.insert(0, RowStep("reshape", of.rows_shape, of.rows_shape))
-    return replace(logits, rows=(*logits.rows, *steps))
+    return replace(of.logits, rows=(*_rows_in_shape(of), replace(step, shape=rows_shape)))
+
+
+def _rows_in_shape(of: Class) -> tuple[RowStep, ...]:
+    """The operations that give the rows in the shape of `of`."""
+    rows, shape = of.logits.rows, of.rows_shape
+    return rows if same_shape(of.logits.rows_shape, shape) else (*rows, RowStep("reshape", shape, shape))
 
 
 @rule(*PERMUTATIONS)
@@ -381,10 +384,12 @@ def _split(known: "Interpreter", op: Op, input: Class, *args: Any, **kwargs: Any
     return tuple(_pick(input, index, out.shape) for index, out in zip(indices, op.outs, strict=True))
 
 
-@rule("stack", "cat")
-def _join(known: "Interpreter", op: Op, tensors: Sequence[Tensor], dim: int = 0) -> Row:
+@rule("stack", "cat", "concat", "concatenate")
+def _join(known: "Interpreter", op: Op, tensors: Sequence[Tensor], dim: int = 0) -> Class | Row:
     """Numbers of the parts into which rows were split, such as the sequences of a batch, put together again."""
     found = [known.get(each) for each in tensors]
+    if op.name != "stack" and isinstance(found[0], Class):
+        return _joined_logits(found[0], found, dim, op.output.shape)
     parts = [each for each in found if isinstance(each, Row)]
     if dim != 0 or not parts or len(parts) < len(found):
         raise Unknown
@@ -423,6 +428,20 @@ def _join(known: "Interpreter", op: Op, tensors: Sequence[Tensor], dim: int = 0)
             numbers=tuple(number for each in of_parts for number in each.numbers),
         )
     return replace(first, logits=whole, shape=op.output.shape, labels=labels)
+
+
+def _joined_logits(first: Class, parts: Sequence[Any], dim: int, shape: tuple[Any, ...]) -> Class:
+    """Rows of the same logits in another order, such as those of the token before each, the first one's twice."""
+
+    def whole(of: Any) -> Any:
+        return isinstance(of, Class) and replace(of, logits=replace(of.logits, rows=()), shape=())
+
+    dim = dim % len(first.shape)
+    if dim == first.dim or any(whole(each) != whole(first) for each in parts):
+        raise Unknown("with other tensors")
+    rows_shape = (*shape[: first.dim], *shape[first.dim + 1 :])
+    step = RowStep("cat", (dim - (dim > first.dim), *map(_rows_in_shape, parts)), rows_shape)
+    return replace(first, logits=replace(first.logits, rows=(step,)), shape=shape)
 
 
 @rule("broadcast_tensors")

@@ -192,11 +192,13 @@ class _Writing:
         if (dim := term.hidden_dim) != input.ndim - 1:
             input = self._call(torch.permute, input, (*range(dim), *range(dim + 1, input.ndim), dim))
         # After the last operation that is no reshape, rows keep their number and their order.
-        for step in part.logits.rows:
-            input = self._step(step, input)
+        input = reduce(self._step, part.logits.rows, input)
         return input if term.factor == 1 else self._call(torch.mul, input, float(term.factor))
 
-    def _step(self, step: RowStep, hidden: Tensor) -> Tensor:
+    def _step(self, hidden: Tensor, step: RowStep) -> Tensor:
+        if step.kind == "cat":
+            dim, *parts = step.argument
+            return self._call(torch.cat, [reduce(self._step, part, hidden) for part in parts], dim)
         if step.kind == "reshape":
             return self._call(torch.reshape, hidden, (*step.argument, hidden.shape[-1]))
         if step.kind == "permute":
