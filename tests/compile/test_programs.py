@@ -1199,6 +1199,14 @@ def head_of_an_equation(h, w, y, a):
     return first - (second * a).sum() + F.cross_entropy(torch.einsum("...h,vh->...v", h[0].sin(), w), y[0])
 
 
+@expect(IN_FORWARD, thunder=True)
+def guarded_means_of_no_label(z, y, m):
+    """Beside a term that has tokens."""
+    none, some = torch.full_like(y, -100), y.where(m > 0, -100)
+    means = [torch.where((labels >= 0).any(), of_rows(z, labels), 0.0) for labels in (none, some)]
+    return means[0] / 2 + means[1] + z.logsumexp(-1).square().mean() / 9
+
+
 def _contrastive(h, w, y, a, m):
     """Beside the loss of a caption: all pairs of a batch, both ways."""
     image, text = h.mean(1), (h[:, 0] @ w[:H]).tanh()

@@ -5,7 +5,7 @@ All other nodes stay as they are, but where they use a result before the region 
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -233,7 +233,9 @@ class _Graph:
                     return found
         raise KeyError(symbol)
 
-    def weights(self, ops: Sequence[Op], operands: Sequence[Tensor], result: Tensor, *, at_zero: bool) -> list[Tensor]:
+    def weights(
+        self, ops: Sequence[Op], operands: Sequence[Tensor], result: Tensor, *, values: Sequence[Tensor | None] | None
+    ) -> list[Tensor]:
         """See `Writer`: autograd's derivative of the nodes, as operations of ATen."""
         starts, nodes = [self._node(operand) for operand in operands], [op.handle for op in ops]
         known = {*starts, *nodes, *(each for node in (*starts, *nodes) for each in _readers_of_parts(node))}
@@ -279,16 +281,19 @@ class _Graph:
                 if node in needed and node not in inlined:
                     inlined[node] = self._inlined(node, inlined, traced)
             found = [self._made(inlined[each], each.meta["val"]) for each in output.args[0]]
-            found += [self._at_zero(ops, operands, result)] if at_zero else []
+            found += [] if values is None else [self._run_on(ops, dict(zip(operands, values, strict=True)), result)]
             self._graph.call_function(torch._C._set_grad_enabled, (True,))
             return found
 
-    def _at_zero(self, ops: Sequence[Op], operands: Sequence[Tensor], result: Tensor) -> Tensor:
-        """What the operations make of zeros: copies of their nodes, whose operations thunder knows."""
+    def _run_on(self, ops: Sequence[Op], values: Mapping[Tensor, Tensor | None], result: Tensor) -> Tensor:
+        """What the operations make of other values: copies of their nodes, whose operations thunder knows."""
         copies: dict[Node, Node] = {}
-        for each in operands:
-            zeros = self.call(torch.zeros, tuple(each.shape), dtype=each.dtype, device=each.device)
-            copies[self._node(each)] = zeros.handle
+        for each, value in values.items():
+            if value is None:
+                value = self.call(torch.zeros, tuple(each.shape), dtype=each.dtype, device=each.device)
+            elif value.dtype != each.dtype:
+                value = self.call(torch.Tensor.to, value, each.dtype)
+            copies[self._node(each)] = value.handle
         made = {node for op in ops for node in (op.handle, *_readers_of_parts(op.handle))}
         for each in (each for op in ops for each in op.writes):
             if (node := self._node(each)) not in copies and node not in made:

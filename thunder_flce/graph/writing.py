@@ -110,7 +110,9 @@ class _Writer:
     def _proxy(self, tensor: Tensor) -> TensorProxy:
         return self._swapped.get(variableify(tensor.handle), tensor.handle)
 
-    def weights(self, ops: Sequence[Op], operands: Sequence[Tensor], result: Tensor, *, at_zero: bool) -> list[Tensor]:
+    def weights(
+        self, ops: Sequence[Op], operands: Sequence[Tensor], result: Tensor, *, values: Sequence[Tensor | None] | None
+    ) -> list[Tensor]:
         """thunder's derivative of the operations."""
         made = {out.name for op in ops for out in op.outs}
         starts = [operand.handle for operand in operands]
@@ -135,7 +137,11 @@ class _Writer:
             return env[result.name]
 
         # The derivative of something linear is the same at 0. Where it has nothing but shapes, thunder drops the zeros.
-        rows = [ltorch.zeros(proxy.shape, device=proxy.device, dtype=_wide(proxy.dtype)) for proxy in starts]
+        rows = [
+            ltorch.zeros(proxy.shape, device=proxy.device, dtype=_wide(proxy.dtype)) if known is None
+            else ltorch.to(known.handle, _wide(proxy.dtype))
+            for proxy, known in zip(starts, values or [None] * len(starts), strict=True)
+        ]  # fmt: skip
         like = starts[0]
         one = ltorch.full((), 1.0, device=like.device, dtype=_wide(result.handle.dtype))
         scope = self.trace.peek_scope()
@@ -144,7 +150,8 @@ class _Writer:
         for bsym in scope[start:]:
             for out in bsym.flat_proxy_outs:
                 out.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
-        return [tensor_of(each, needs_grad=False) for each in (*gradients[: len(rows)], *[value] * at_zero)]
+        found = [*gradients[: len(rows)], *([] if values is None else [value])]
+        return [tensor_of(each, needs_grad=False) for each in found]
 
     def region(self, call: Call, group: Any) -> tuple[list[Tensor], PlannedRegion]:
         """The region's symbol, with its plan."""

@@ -46,10 +46,12 @@ class Writer(Protocol):
     def call(self, function: Callable, *args: Any, **kwargs: Any) -> Tensor:
         """The result of a function of PyTorch's, of tensors and sizes of the program."""
 
-    def weights(self, ops: Sequence[Op], operands: Sequence[Tensor], result: Tensor, *, at_zero: bool) -> list[Tensor]:
+    def weights(
+        self, ops: Sequence[Op], operands: Sequence[Tensor], result: Tensor, *, values: Sequence[Tensor | None] | None
+    ) -> list[Tensor]:
         """The derivative of a scalar with respect to some tensors that it is linear in, by way of some operations.
 
-        With `at_zero`, the last is the scalar where all of these are 0: NaN where 0 is divided by 0, and 0 else.
+        With `values` of these tensors, of which None stands for zeros, the last is what the scalar is of them.
         """
 
     def region(self, call: Call, group: Any) -> tuple[list[Tensor], PlannedRegion]:
@@ -249,11 +251,13 @@ class _Writing:
         region, total = self._region, self._region.total
         assert total is not None
         starts = [*(each.tensor for each in total.summands), *total.others]
-        may_be_none = self._leaves_out_tokens and any(op.name in ("div", *PRODUCTS) for op in total.ops)
+        of_none: list[Tensor | None] = [*map(self._of_none_of, total.summands), *[None] * len(total.others)]
+        is_divided = self._leaves_out_tokens and any(op.name in ("div", *PRODUCTS) for op in total.ops)
+        is_followed = total.ops and not self._mixes_dtypes and (is_divided or any(each is not None for each in of_none))
         found = [self._number(1.0)]
         if total.ops:
-            found = self._writer.weights(total.ops, starts, total.place, at_zero=may_be_none)
-        self._of_none += [found.pop()] if may_be_none else []
+            found = self._writer.weights(total.ops, starts, total.place, values=of_none if is_followed else None)
+        self._of_none = [found.pop()] if is_followed else [each for each in of_none if each is not None]
         derivatives = dict(zip(starts, found, strict=True))
         self._others = [(other, derivatives[other]) for other in total.others]
         weights = [
@@ -291,12 +295,26 @@ class _Writing:
     def _leaves_out_tokens(self) -> bool:
         """Whether a weight that is infinite or NaN, as of a sum that is divided by 0, may reach no token."""
         total, ignore_index = self._region.total, self._region.parts[0].ignore_index
-        if total is None or any(
-            op.name in PRODUCTS[1:] and len({x.dtype for x in op.operands}) > 1 for op in total.ops
-        ):
-            return False  # A product of several dtypes needs autocast.
-        is_selected = any(op.name in ("where", "masked_fill") for op in total.ops)
+        is_selected = total is not None and any(op.name in ("where", "masked_fill") for op in total.ops)
         return is_selected or (not self._keeps_ignored and ignore_index != NOTHING_IGNORED)
+
+    @property
+    def _mixes_dtypes(self) -> bool:
+        """Whether a product of several dtypes leads to the sum: it needs autocast."""
+        ops = self._region.total.ops if self._region.total else []
+        return any(op.name in PRODUCTS[1:] and len({x.dtype for x in op.operands}) > 1 for op in ops)
+
+    def _of_none_of(self, summand: Summand) -> Tensor | None:
+        """What a mean is of ignored rows alone: 0, or NaN where all are; None for what is no such mean."""
+        result = self._known.results.get(summand.tensor)
+        if result is None or result.row.reduction != "mean" or result.row.ignore_index is None or summand.picks:
+            return None
+        return self._call(torch.mul, self._part_of_mean(summand.part), 0.0)
+
+    def _part_of_mean(self, part: Part) -> Tensor:
+        """What a mean over the rows that are not ignored takes of each."""
+        count = self._call(torch.Tensor.to, self._call(torch.sum, self._is_valid(part)), self._rows_dtype)
+        return self._call(torch.reciprocal, count)
 
     def _plain_losses(self) -> tuple[list[int], Fraction] | None:
         total = self._region.total
@@ -406,11 +424,8 @@ class _Writing:
             return weight if result.row.reduction == "sum" else self._call(torch.div, weight, part.count)
         is_valid = self._is_valid(part)
         if result.row.reduction == "mean":
-            count = self._call(torch.Tensor.to, self._call(torch.sum, is_valid), self._rows_dtype)
-            reciprocal = self._call(torch.reciprocal, count)
-            self._of_none.append(self._call(torch.mul, reciprocal, 0.0))
             # Ignored rows have a gradient of 0, also where all are ignored.
-            of_tokens = self._call(torch.where, is_valid, reciprocal, 0.0)
+            of_tokens = self._call(torch.where, is_valid, self._part_of_mean(part), 0.0)
         else:
             of_tokens = self._call(torch.Tensor.to, is_valid, self._rows_dtype)
         return self._call(torch.mul, of_tokens, weight)
