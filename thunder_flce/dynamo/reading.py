@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_map
 
 from thunder_flce.matching.interpreter import LOSSES, NORMALISERS
-from thunder_flce.matching.program import NAMES, Op, Program, Source, Tensor, agree, is_number, tensors_in
+from thunder_flce.matching.program import NAMES, Op, Program, Source, Tensor, agree, is_number, same, tensors_in
 from thunder_flce.matching.rules import LINEARS
 
 _OF_NUMPY = {"axis": "dim", "keepdims": "keepdim", "x": "input", "x1": "input", "x2": "other"}
@@ -229,6 +229,8 @@ def _name_anew(gm: GraphModule) -> None:
     """Has whoever reads a tensor after it was changed in place read what the change returns, which is that tensor."""
     latest: dict[Node, Node] = {}
     for node in gm.graph.nodes:
+        _write_joined(node)
+    for node in gm.graph.nodes:
         _write_fill(node)
         for operand in node.all_input_nodes:
             name = operand
@@ -240,6 +242,57 @@ def _name_anew(gm: GraphModule) -> None:
         is_same = isinstance(value_of(node), torch.Tensor) and not _is_of_numpy(node)
         if is_same and written and written == list(node.args[:1]):
             latest[written[0]] = node
+
+
+def _write_joined(made: Node) -> None:
+    """Writes a new tensor that is filled part by part, as by a loop over chunks, as what joins these parts."""
+    if name_of(made).removesuffix("_like").removeprefix("new_") not in _FILLED:
+        return
+    whole, graph = value_of(made), made.graph
+    writes = sorted(user for user in made.users if user.target is operator.setitem and user.args[0] is made)
+    readers = [user for user in made.users if user not in writes]
+    parts: list[Any] = [each.args[2] for each in writes]
+    values: list[Any] = [value_of(each) if isinstance(each, Node) else None for each in parts]
+    if not writes or made in parts or any(each < writes[-1] for each in readers):
+        return
+    between = [each for each in graph.nodes if writes[0] < each < writes[-1] and each not in writes]
+    written = [value_of(tensor) for each in between for tensor in written_by(each)]
+    if not all(isinstance(each, FakeTensor) and each.device == whole.device for each in (whole, *values, *written)):
+        return
+    storages = {StorageWeakRef(value.untyped_storage()) for value in values}
+    changes_part = any(StorageWeakRef(each.untyped_storage()) in storages for each in written)
+    switches = graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled)
+    if changes_part or not set(between).isdisjoint(switches):
+        return
+    is_stack, end = type(writes[0].args[1]) is int, 0
+    for write, value in zip(writes, values, strict=True):
+        key: Any = write.args[1]
+        start = key.start or 0 if isinstance(key, slice) and key.step in (None, 1) and not is_stack else key
+        sizes: list[Any] = [1, *value.shape] if is_stack else [*value.shape]
+        is_next = type(start) is int and start == end and len(sizes) == whole.ndim and type(sizes[0]) is int
+        if not is_next or not all(map(agree, sizes[1:], whole.shape[1:])):
+            return
+        end += sizes[0]
+    if not same(end, whole.shape[0]):
+        return
+    has_grad = next((bool(each.args[0]) for each in switches[::-1] if each < writes[-1]), torch.is_grad_enabled())
+
+    def call(function: Any, *args: Any) -> Node:
+        node = graph.call_function(function, args)
+        given = map_arg(args, value_of)
+        with whole.fake_mode, torch.set_grad_enabled(has_grad):
+            node.meta = {**writes[-1].meta, "example_value": function(*given)}
+        return node
+
+    with graph.inserting_before(writes[-1]):
+        parts = [
+            each if value.dtype == whole.dtype else call(torch.Tensor.to, each, whole.dtype)
+            for each, value in zip(parts, values, strict=True)
+        ]
+        joined = call(torch.stack if is_stack else torch.cat, parts)
+    made.replace_all_uses_with(joined, delete_user_cb=lambda user: user in readers)
+    for write in writes:
+        graph.erase_node(write)
 
 
 def _write_fill(node: Node) -> None:

@@ -384,11 +384,11 @@ def _split(known: "Interpreter", op: Op, input: Class, *args: Any, **kwargs: Any
     return tuple(_pick(input, index, out.shape) for index, out in zip(indices, op.outs, strict=True))
 
 
-@rule("stack", "cat", "concat", "concatenate")
+@rule("stack", "cat")
 def _join(known: "Interpreter", op: Op, tensors: Sequence[Tensor], dim: int = 0) -> Class | Row:
     """Numbers of the parts into which rows were split, such as the sequences of a batch, put together again."""
     found = [known.get(each) for each in tensors]
-    if op.name != "stack" and isinstance(found[0], Class):
+    if op.name == "cat" and isinstance(found[0], Class):
         return _joined_logits(found[0], found, dim, op.output.shape)
     parts = [each for each in found if isinstance(each, Row)]
     if dim != 0 or not parts or len(parts) < len(found):
@@ -412,7 +412,7 @@ def _join(known: "Interpreter", op: Op, tensors: Sequence[Tensor], dim: int = 0)
         is_next = index == number if is_stack else isinstance(index, slice) and same(index.start or 0, end)
         if not are_all or not is_next or (part.labels is None) != (first.labels is None):
             raise Unknown
-        end = number + 1 if is_stack else index.stop
+        end = number + 1 if is_stack else end + own.shape[0]
     # What is cut may have been reshaped before.
     is_in_shape = is_stack or len(first.shape) == len(first.logits.rows_shape)
     if not whole.rows_shape or not same(end, whole.rows_shape[0]) or not is_in_shape:
@@ -427,6 +427,8 @@ def _join(known: "Interpreter", op: Op, tensors: Sequence[Tensor], dim: int = 0)
             tensors=tuple(tensor for each in of_parts for tensor in each.tensors),
             numbers=tuple(number for each in of_parts for number in each.numbers),
         )
+    if whole.rows[-1:] and whole.rows[-1].kind == "reshape":
+        whole = replace(whole, rows=whole.rows[:-1])  # Before which others have read the same rows.
     return replace(first, logits=whole, shape=op.output.shape, labels=labels)
 
 
