@@ -34,6 +34,20 @@ def test_one_trace_for_all_lengths(jit, reduction):
     assert thunder.cache_misses(jitted) == 1
 
 
+@pytest.mark.parametrize("number", [
+    lambda x, scale: scale, lambda x, scale: 2 * scale, lambda x, scale: 1 / x.shape[0], lambda x, scale: x.shape[0],
+], ids=["number", "computed", "of a size", "size"])  # fmt: skip
+def test_symbolic_numbers(number):
+    """The symbol has them as constants: thunder compiles anew for others, also where they are made of sizes."""
+    program = lambda x, weight, target, scale: linear_cross_entropy(x, weight, target, logit_scale=number(x, scale))  # noqa: E731
+    jitted, weight = thunder_flce.jit(program, cache="symbolic values"), torch.randn(V, H, requires_grad=True)
+    for tokens, scale in ((7, 1.5), (5, 0.5), (7, 1.5)):
+        tensors = torch.randn(tokens, H, requires_grad=True), weight, torch.randint(V, (tokens,))
+        right = run(lambda *given, scale=scale: program(*given, scale), tensors)
+        torch.testing.assert_close(run(lambda *given, scale=scale: jitted(*given, scale), tensors), right)
+    assert thunder.cache_misses(jitted) == 2
+
+
 @pytest.mark.parametrize("dtype", [None, torch.float64, torch.float32, torch.bfloat16])
 def test_a_softmax_with_a_dtype_under_autocast(dtype, device):
     """As attention has it; not as a loss."""

@@ -4,8 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from thunder import clang
 from thunder.core import devices, dtypes
+from thunder.core.jit_ext import get_jit_ctx
 from thunder.core.proxies import NumberProxy, StringProxy, TensorProxy
+from thunder.core.trace import get_tracectx
 from torch.utils._pytree import tree_map
 
 from thunder_flce.operation.call import Call, Spec
@@ -24,9 +27,25 @@ def plain(values: Any) -> Any:
     def value(given: Any) -> Any:
         if isinstance(given, NumberProxy):
             given.make_static_constrained()
+            _check_origins(given)
         return given.value if isinstance(given, NumberProxy | StringProxy) else given
 
     return tree_map(value, values)
+
+
+def _check_origins(number: NumberProxy) -> None:
+    """Has thunder check a number when the program is called, or the sizes and numbers that it is computed from.
+
+    By itself it checks no sizes, and of numbers only those that an operation reads: a region has plain values.
+    """
+    if number.history is not None:
+        get_jit_ctx().add_constraint((clang.check_number_type_and_value, number, number.value))
+        return
+    for bsym in get_tracectx().bound_symbols:
+        if any(out is number for out in bsym.flat_proxy_outs):
+            for each in bsym.flat_proxy_args:
+                if isinstance(each, NumberProxy):
+                    _check_origins(each)
 
 
 def specs(call: Call) -> Call:
