@@ -48,6 +48,44 @@ def test_symbolic_numbers(number):
     assert thunder.cache_misses(jitted) == 2
 
 
+def test_numbers_that_are_read():
+    """A loss that is only logged does not keep it from being fused, and what does is said."""
+
+    def logged(h, w, y):
+        loss = F.cross_entropy(F.linear(h, w), y)
+        return loss, loss.detach().item()
+
+    tensors = torch.randn(7, H, requires_grad=True), torch.randn(V, H, requires_grad=True), torch.randint(V, (7,))
+    jitted = thunder_flce.jit(logged, strict=True)
+    loss, number = jitted(*tensors)
+    right = logged(*tensors)
+    torch.testing.assert_close((loss, number), right)
+    of_both = (torch.autograd.grad(each, tensors[:2]) for each in (loss, right[0]))
+    torch.testing.assert_close(*of_both)
+    assert_fused(jitted, times=1)
+
+    scaled = lambda h, w, y: F.cross_entropy(F.linear(h, w) * w.max().item(), y)  # noqa: E731
+    with pytest.warns(NotFusedWarning, match="reads a number from a tensor"):
+        torch.testing.assert_close(run(thunder_flce.jit(scaled), tensors), run(scaled, tensors))
+    with pytest.raises(TypeError, match="no number that a compiled program reads from a tensor"):
+        thunder_flce.jit(lambda h, w, y: linear_cross_entropy(h, w, y, logit_scale=w.max().item()))(*tensors)
+
+
+def test_a_number_that_changes_brings_no_other_reason():
+    """Dynamo reads it from a tensor, in the graph that thunder compiles."""
+
+    def program(h, w, y, scale):
+        logits = F.linear(h * scale, w)
+        return F.cross_entropy(logits, y), logits
+
+    compiled = thunder_flce.thunderfx(program)
+    tensors = torch.randn(7, H), torch.randn(V, H), torch.randint(V, (7,))
+    with pytest.warns(NotFusedWarning, match="returns its logits"):
+        for scale in (1.5, 2.5):
+            torch.testing.assert_close(compiled(*tensors, scale), program(*tensors, scale))
+    assert {decision.reason.name for decision in decisions(compiled)} == {"LOGITS_RETURNED"}
+
+
 @pytest.mark.parametrize("dtype", [None, torch.float64, torch.float32, torch.bfloat16])
 def test_a_softmax_with_a_dtype_under_autocast(dtype, device):
     """As attention has it; not as a loss."""

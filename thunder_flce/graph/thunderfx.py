@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from thunder.core.compile_data import using_symbolic_values
+from thunder.core.trace import TraceCtx
 from thunder.core.transform_common import Transform
 from thunder.dynamo.compiler import ThunderCompiler, ThunderFXCompiledObject
 from thunder.extend import Executor
@@ -64,6 +66,10 @@ class _PlanRegions(FuseLinearCrossEntropy):
     def match(self, known: Interpreter) -> tuple[list[Region], list[Decision]]:
         """Nothing."""
         return [], []
+
+    def unknown_losses(self, trace: TraceCtx) -> list[Decision]:
+        """Nothing, where it was said of Dynamo's graph."""
+        return super().unknown_losses(trace) if using_symbolic_values() else []
 
 
 class _Compiler(ThunderCompiler):

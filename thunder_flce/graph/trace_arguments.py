@@ -26,6 +26,8 @@ def plain(values: Any) -> Any:
 
     def value(given: Any) -> Any:
         if isinstance(given, NumberProxy):
+            if given.value is None:
+                raise TypeError("linear_cross_entropy takes no number that a compiled program reads from a tensor")
             given.make_static_constrained()
             _check_origins(given)
         return given.value if isinstance(given, NumberProxy | StringProxy) else given

@@ -5,7 +5,9 @@ from typing import Any, NamedTuple
 
 import thunder.torch as ltorch
 from thunder.core.compile_data import _compile_data as compile_data_and_stats
-from thunder.core.proxies import ProxyTag, variableify
+from thunder.core.compile_data import using_symbolic_values
+from thunder.core.prims import PrimIDs
+from thunder.core.proxies import ProxyTag, TensorProxy, variableify
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 from thunder.core.transform_common import Transform, dce
@@ -80,8 +82,8 @@ class FuseLinearCrossEntropy(Transform):
         # Reading logits.shape leaves a symbol in the trace that uses the logits, though its result is not used.
         trace = dce(_opened(computation_trace))
         _keep_forwards_out_of_backward(trace)
-        if (losses := dynamic_losses(trace)) is not None:
-            return computation_trace, losses
+        if not _is_known(trace):
+            return computation_trace, self.unknown_losses(trace)
         # The trace has its casts already; the region's symbol would be cast by them once more.
         with disable_autocast():
             known = Interpreter(read(trace))
@@ -95,6 +97,12 @@ class FuseLinearCrossEntropy(Transform):
     def match(self, known: Interpreter) -> tuple[list[Region], list[Decision]]:
         """What can be fused in a program."""
         return match(known, self.options)
+
+    def unknown_losses(self, trace: TraceCtx) -> list[Decision]:
+        """What is said of a program whose sizes or numbers are not known: nothing is fused then."""
+        reason = Reason.DYNAMIC if using_symbolic_values() else Reason.NUMBER_READ
+        losses = [bsym for bsym in trace.bound_symbols if bsym.sym.name in (*LOSSES, *NORMALISERS)]
+        return [Decision(source_of(bsym), reason=reason) for bsym in losses]
 
     def _check_regions(self, trace: TraceCtx) -> None:
         """Raises for regions that the user has written: thunder would gather their losses in place of logits."""
@@ -123,12 +131,11 @@ def _warn_of_many_compilations() -> None:
         )
 
 
-def dynamic_losses(trace: TraceCtx) -> list[Decision] | None:
-    """The losses of a trace whose sizes are not known: nothing is fused then. None where they are."""
-    if all(is_static(*bsym.flat_args, *bsym.flat_outs) for bsym in trace.bound_symbols):
-        return None
-    losses = [bsym for bsym in trace.bound_symbols if bsym.sym.name in (*LOSSES, *NORMALISERS)]
-    return [Decision(source_of(bsym), reason=Reason.DYNAMIC) for bsym in losses]
+def _is_known(trace: TraceCtx) -> bool:
+    """Whether all sizes, and all numbers that a trace computes with, are known; it may read others and return them."""
+    computing = (bsym for bsym in trace.bound_symbols if bsym.sym.id != PrimIDs.RETURN)
+    tensors = ((each for each in bsym.flat_outs if isinstance(each, TensorProxy)) for bsym in trace.bound_symbols)
+    return all(is_static(*bsym.flat_args) for bsym in computing) and all(is_static(*outs) for outs in tensors)
 
 
 def _opened(trace: TraceCtx) -> TraceCtx:

@@ -47,6 +47,7 @@ class Reason(Enum):
         'with cache="symbolic values", sizes are not known when the trace is compiled; linear_cross_entropy plans when '
         "it runs"
     )
+    NUMBER_READ = "the program reads a number from a tensor, as by item(), and computes with it; keep it as a tensor"
     LEFT_TO_INDUCTOR = (
         "it is left to Inductor: its matmuls take the device less time than the host, and its logits little memory"
     )
