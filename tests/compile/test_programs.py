@@ -488,9 +488,21 @@ PROGRAMS = {
         ).sum() / m.sum(),
     ),
     "sequences out of order": (
-        "is neither linear nor of single tokens", lambda z, y, a, m: (
+        IN_FORWARD, lambda z, y, a, m: (
             clipped(torch.cat([of_labels(z[at], y[at]) for at in (1, 0, 2, 3)]), a.flatten()) * m.flatten()
         ).sum(),
+    ),
+    "sequences twice": (
+        "is neither linear nor of single tokens", lambda z, y, a: (
+            clipped(torch.stack([of_labels(z[at], y[at]) for at in (1, 1)]), a[:2])
+        ).sum(),
+    ),
+    "responses cut out of packed tokens": (
+        IN_FORWARD, lambda z, y, a: (
+            u := z.flatten(0, 1), v := y.flatten(), pieces := [(u[i:j], v[i:j]) for i, j in ((2, 5), (7, 9), (9, 19))],
+            clipped(torch.cat([of_labels(*each) for each in pieces]), a.flatten()[:15]).mean()
+            - torch.cat([entropies_of(each) for each, _ in pieces]).mean() / 9,
+        )[3],
     ),
     # As Dream has them, a diffusion model: the logits of a token stand at the one before.
     "of the token before": (

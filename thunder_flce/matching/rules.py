@@ -250,9 +250,9 @@ def _with_step(of: Class, step: RowStep, rows_shape: tuple[Any, ...]) -> Logits:
     return replace(of.logits, rows=(*_rows_in_shape(of), replace(step, shape=rows_shape)))
 
 
-def _rows_in_shape(of: Class) -> tuple[RowStep, ...]:
+def _rows_in_shape(of: Class | Row) -> tuple[RowStep, ...]:
     """The operations that give the rows in the shape of `of`."""
-    rows, shape = of.logits.rows, of.rows_shape
+    rows, shape = of.logits.rows, of.rows_shape if isinstance(of, Class) else of.shape
     return rows if same_shape(of.logits.rows_shape, shape) else (*rows, RowStep("reshape", shape, shape))
 
 
@@ -386,40 +386,35 @@ def _split(known: "Interpreter", op: Op, input: Class, *args: Any, **kwargs: Any
 
 @rule("stack", "cat")
 def _join(known: "Interpreter", op: Op, tensors: Sequence[Tensor], dim: int = 0) -> Class | Row:
-    """Numbers of the parts into which rows were split, such as the sequences of a batch, put together again."""
-    found = [known.get(each) for each in tensors]
-    if op.name == "cat" and isinstance(found[0], Class):
-        return _joined_logits(found[0], found, dim, op.output.shape)
-    parts = [each for each in found if isinstance(each, Row)]
-    if dim != 0 or not parts or len(parts) < len(found):
-        raise Unknown
-    first = parts[0]
-    whole = replace(first.logits, rows=first.logits.rows[:-1])
-    # Of one number each, as by unbind: the parts of cat are those of stack, flattened.
-    is_stack = first.logits.rows[-1:] and type(first.logits.rows[-1].argument[0]) is int
-    if op.name == "stack" and not is_stack:
-        raise Unknown
-    end: Any = 0
-    for number, part in enumerate(parts):
-        own = part.logits.rows[-1] if part.logits.rows else None
-        alike = (part.sum, part.is_exp, part.factor) == (first.sum, first.is_exp, first.factor)
-        if own is None or own.kind != "index" or not alike:
+    """Rows of the same logits put together, such as the sequences of a batch, or those of the token before each."""
+    found: list[Any] = [known.get(each) for each in tensors]
+    first, shape = found[0], op.output.shape
+
+    def without_rows(of: Any) -> Any:
+        bare = replace(of, logits=replace(of.logits, rows=()), shape=(), labels=None)
+        return bare, of.labels is None, len(of.shape)
+
+    are_described = all(isinstance(each, Class | Row) for each in found)
+    if not are_described or any(without_rows(each) != without_rows(first) for each in found):
+        raise Unknown("with other tensors")
+    of_each = [part.logits.rows for part in found]
+    if any(of_each.count(rows) > 1 for rows in of_each):
+        raise Unknown("of the same rows twice")  # A region would compute them twice.
+    dim %= len(shape)
+    if isinstance(first, Class):
+        if op.name == "stack" or dim == first.dim:
             raise Unknown
-        index, *rest = own.argument
-        if replace(part.logits, rows=part.logits.rows[:-1]) != whole:
-            raise Unknown
-        are_all = all(isinstance(each, slice) and (each.start, each.stop, each.step) in _ALL for each in rest)
-        is_next = index == number if is_stack else isinstance(index, slice) and same(index.start or 0, end)
-        if not are_all or not is_next or (part.labels is None) != (first.labels is None):
-            raise Unknown
-        end = number + 1 if is_stack else end + own.shape[0]
-    # What is cut may have been reshaped before.
-    is_in_shape = is_stack or len(first.shape) == len(first.logits.rows_shape)
-    if not whole.rows_shape or not same(end, whole.rows_shape[0]) or not is_in_shape:
+        rows_shape = (*shape[: first.dim], *shape[first.dim + 1 :])
+        step = RowStep("cat", (dim - (dim > first.dim), *map(_rows_in_shape, found)), rows_shape)
+        return replace(first, logits=replace(first.logits, rows=(step,)), shape=shape)
+    of_parts = [part.labels for part in found if part.labels is not None]
+    if dim or len({each.wraps for each in of_parts}) > 1:
         raise Unknown
-    of_parts = [part.labels for part in parts if part.labels is not None]
-    if len({each.wraps for each in of_parts}) > 1:
-        raise Unknown
+    rows = _all_rows(found)
+    if rows is None:
+        one = (1,) * (op.name == "stack")
+        parts = [replace(part, shape=(*one, *part.shape)) for part in found]
+        rows = (RowStep("cat", (0, *map(_rows_in_shape, parts)), shape),)
     labels = None
     if of_parts:
         labels = replace(
@@ -427,23 +422,30 @@ def _join(known: "Interpreter", op: Op, tensors: Sequence[Tensor], dim: int = 0)
             tensors=tuple(tensor for each in of_parts for tensor in each.tensors),
             numbers=tuple(number for each in of_parts for number in each.numbers),
         )
-    if whole.rows[-1:] and whole.rows[-1].kind == "reshape":
-        whole = replace(whole, rows=whole.rows[:-1])  # Before which others have read the same rows.
-    return replace(first, logits=whole, shape=op.output.shape, labels=labels)
+    return replace(first, logits=replace(first.logits, rows=rows), shape=shape, labels=labels)
 
 
-def _joined_logits(first: Class, parts: Sequence[Any], dim: int, shape: tuple[Any, ...]) -> Class:
-    """Rows of the same logits in another order, such as those of the token before each, the first one's twice."""
-
-    def whole(of: Any) -> Any:
-        return isinstance(of, Class) and replace(of, logits=replace(of.logits, rows=()), shape=())
-
-    dim = dim % len(first.shape)
-    if dim == first.dim or any(whole(each) != whole(first) for each in parts):
-        raise Unknown("with other tensors")
-    rows_shape = (*shape[: first.dim], *shape[first.dim + 1 :])
-    step = RowStep("cat", (dim - (dim > first.dim), *map(_rows_in_shape, parts)), rows_shape)
-    return replace(first, logits=replace(first.logits, rows=(step,)), shape=shape)
+def _all_rows(parts: Sequence[Row]) -> tuple[RowStep, ...] | None:
+    """What gives the rows that were divided into parts of the first dimension; None where the parts are not these."""
+    before = parts[0].logits.rows[:-1]
+    end: Any = 0
+    for number, part in enumerate(parts):
+        *others, own = part.logits.rows or (None,)
+        if own is None or own.kind != "index" or tuple(others) != before:
+            return None
+        index, *rest = own.argument
+        is_number = type(index) is int
+        are_all = all(isinstance(each, slice) and (each.start, each.stop, each.step) in _ALL for each in rest)
+        is_next = index == number if is_number else isinstance(index, slice) and same(index.start or 0, end)
+        # What is cut may have been reshaped before.
+        if not are_all or not is_next or not (is_number or len(part.shape) == len(own.shape)):
+            return None
+        end = number + 1 if is_number else end + own.shape[0]
+    whole = replace(parts[0].logits, rows=before)
+    if not same(end, whole.rows_shape[0]):
+        return None
+    # Before a reshape, others have read the same rows.
+    return before[:-1] if before and before[-1].kind == "reshape" else before
 
 
 @rule("broadcast_tensors")
