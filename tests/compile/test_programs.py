@@ -237,6 +237,10 @@ PROGRAMS = {
         IN_FORWARD, lambda x, a, m: (x * m).mean() + x.flatten()[0] + (x.view(2, -1) * a.view(2, -1)).sum()
         + x[..., None].sum(1).sum(),
     ),
+    # A linear reads them, and not what they are made of.
+    "mean embedding of what is predicted": (
+        Reason.LOGITS_USED, lambda z, w, y: of_rows(z, y) + (z.softmax(-1) @ w).square().mean(),
+    ),
     # They are other tokens: of one number a token, it would be none.
     "transposed": (FUSED, lambda x, a, m: ((x.t().exp() + clipped(x.t(), a.t())) * m.t()).sum()),
     # The sums of sequences are computed there once more, and the region weighs its tokens by their derivative.

@@ -134,7 +134,8 @@ def _is_reported(part: Part, known: Interpreter) -> bool:
 def _problem(part: Part, known: Interpreter) -> NotFused | None:
     """Why a part cannot be fused, as far as it alone says so."""
     logits = part.logits
-    escapes = [each for each in known.escapes if not part.logits.linears.isdisjoint(each.value.logits.linears)]
+    escapes = [*known.escapes, *known.read_by_linears]
+    escapes = [each for each in escapes if not part.logits.linears.isdisjoint(each.value.logits.linears)]
     if escapes:
         return min(escapes, key=lambda each: each.user is not None).problem
     if all(atoms(each.row.sum) - {"1"} == {"y"} for each in part.rows):
