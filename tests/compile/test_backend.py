@@ -254,6 +254,27 @@ def test_saved_logits_of_many_lengths(largest, expected):
     assert [each.plan.strategy == "save_logits" for each in decisions] == expected
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("is_declared", [False, True])
+def test_pairs_of_many_lengths(is_declared):
+    """Labels and logits have other symbols, of which the program's own checks have bounded one, or made a number."""
+
+    def preference(hidden, weight, labels):
+        assert labels.shape[1] <= 64
+        chosen, rejected = _log_probs(hidden, weight, labels).sum(1).chunk(2)
+        return F.softplus(rejected - chosen).mean()
+
+    compiled = compiled_with(preference, fullgraph=True)
+    for sequences, tokens in ((4, 7), (4, 5), (2, 9), (6, 8)):
+        head = torch.randn(V, H, requires_grad=True)
+        tensors = torch.randn(sequences, tokens, H, requires_grad=True), head, torch.randint(V, (sequences, tokens))
+        if is_declared:
+            torch._dynamo.mark_dynamic(tensors[0], 0)  # No guard may make that a number.
+        torch.testing.assert_close(run(compiled, tensors), run(preference, tensors), **CLOSE)
+    found = thunder_flce.explain(compiled).decisions
+    assert all(each.fused for each in found) is not is_declared and found
+
+
 def test_no_tokens():
     """Their logits take no memory, which is no reason to save them."""
 

@@ -270,21 +270,36 @@ def same(a: Any, b: Any) -> bool:
 
 
 def agree(a: Any, b: Any) -> bool:
-    """Whether two sizes are equal. Where two symbols are so in this call, a guard makes sure of it for all others.
+    """Whether two sizes are equal. Where they are so in this call, a guard makes sure of it for all others.
 
-    Dynamo has a symbol for each input's length once lengths have changed, though labels have that of the logits.
+    Dynamo has a symbol for each input's length once lengths have changed, though labels have that of the logits. Of one
+    of them it may have the number instead, such as of the labels of two sequences, whose losses are split into two.
     """
     if same(a, b):
         return True
-    if not (isinstance(a, torch.SymInt) and isinstance(b, torch.SymInt)):
+    symbolic = [each for each in (a, b) if isinstance(each, torch.SymInt)]
+    if any(map(depends_on_values, symbolic)) or hint(a) != hint(b):
         return False
-    if not (a.node.has_hint() and b.node.has_hint()) or a.node.hint != b.node.hint:
-        return False
-    bounds = [each.node.shape_env.bound_sympy(each.node.expr) for each in (a, b)]
-    # A range that the caller has declared has an end, and no guard may narrow it. Without one, only guards have said
-    # where ranges begin, such as that of a slice of hidden states which a linear has read.
-    is_declared = any(each.upper.is_Integer for each in bounds)
-    return (not is_declared or bounds[0] == bounds[1]) and bool(a == b)
+    if len(symbolic) == 1:
+        # Nor one that the caller has said will change.
+        return all(each.warn_only for each in _declared(symbolic[0])) and bool(a == b)
+    bounds = [each.node.shape_env.bound_sympy(each.node.expr) for each in symbolic]
+    is_range = any(hasattr(each, "vr") for size in symbolic for each in _declared(size))
+    return (not is_range or bounds[0] == bounds[1]) and bool(a == b)
+
+
+def _declared(size: Any) -> list[Any]:
+    """What the caller has said of the lengths that a size is made of, as by `mark_dynamic`: no guard may narrow that.
+
+    Bounds of a symbol may come from guards alone, such as a model's check of the longest sequence.
+    """
+    node, found = size.node, []
+    for each in node.shape_env.tracked_fakes or ():
+        constraints = getattr(each.symbolic_context, "constraint_sizes", None) or ()
+        for length, constraint in zip(getattr(each.fake, "shape", ()), constraints, strict=False):
+            if constraint is not None and isinstance(length, torch.SymInt):
+                found += [constraint] * bool(length.node.expr.free_symbols & node.expr.free_symbols)
+    return found
 
 
 def hint(size: Any) -> int:
@@ -305,7 +320,7 @@ def holds(condition: Any) -> bool:
     if isinstance(condition, bool) or same(condition, True):
         return bool(condition)
     node = condition.node
-    is_declared = any(node.shape_env.bound_sympy(each).upper.is_Integer for each in node.expr.free_symbols)
+    is_declared = any(hasattr(each, "vr") for each in _declared(condition))
     return node.has_hint() and bool(node.hint) and not is_declared and bool(condition)
 
 
