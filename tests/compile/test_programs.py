@@ -237,6 +237,12 @@ PROGRAMS = {
         IN_FORWARD, lambda x, a, m: (x * m).mean() + x.flatten()[0] + (x.view(2, -1) * a.view(2, -1)).sum()
         + x[..., None].sum(1).sum(),
     ),
+    # Each with a factor of its own.
+    "labels smoothed to their neighbours": (
+        IN_FORWARD, lambda z, y: -(
+            0.7 * of_labels(z, y) + of_labels(z, y.roll(1, 1)) / 5 + 0.1 * of_labels(z, y.roll(-1, 1))
+        ).mean(),
+    ),
     # A linear reads them, and not what they are made of.
     "mean embedding of what is predicted": (
         Reason.LOGITS_USED, lambda z, w, y: of_rows(z, y) + (z.softmax(-1) @ w).square().mean(),

@@ -348,16 +348,16 @@ class Row:
         return None if self.labels is None else self.labels.ignore_index
 
     @property
-    def as_loss(self) -> tuple[int, Fraction] | None:
-        """Its sign and label smoothing s where it is a cross-entropy, L - (1 - s) u_y - s U, or the negative of one."""
+    def as_loss(self) -> tuple[Fraction, Fraction] | None:
+        """Its factor c and label smoothing s where it is c times a cross-entropy, L - (1 - s) u_y - s U."""
         factors = value(self.sum)
-        sign, of_label, of_mean = (factors.pop(name, Fraction(0)) for name in ("L", "y", "U"))
-        smoothing = -sign * of_mean
-        is_loss = abs(sign) == 1 and sign + of_label + of_mean == 0 and 0 <= smoothing <= 1
+        factor, of_label, of_mean = (factors.pop(name, Fraction(0)) for name in ("L", "y", "U"))
+        smoothing = -of_mean / factor if factor else Fraction(-1)
+        is_loss = factor + of_label + of_mean == 0 and 0 <= smoothing <= 1
         has_one_grad = len({atom.has_grad for atom, _ in self.sum}) == 1
         if not is_loss or not has_one_grad or factors or self.is_exp or self.labels is None:
             return None
-        return int(sign), smoothing
+        return factor, smoothing
 
     @property
     def variables(self) -> dict[str, tuple[Fraction, Fraction]]:

@@ -52,7 +52,7 @@ class Result:
         return self.value
 
     @property
-    def as_loss(self) -> tuple[int, Fraction] | None:
+    def as_loss(self) -> tuple[Fraction, Fraction] | None:
         """`Row.as_loss`, if it has the gradient of the program's tensor."""
         return self.row.as_loss if has_grad(self.row.sum) == self.tensor.needs_grad else None
 

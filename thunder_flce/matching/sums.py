@@ -97,17 +97,17 @@ class TokenSum:
     """Other losses that are added between its terms"""
 
     @property
-    def as_losses(self) -> tuple[list[int], Fraction] | None:
-        """The sign of each part and the label smoothing of all, where every summand has a `Result.as_loss`."""
-        signs, smoothings = list[int](), set[Fraction]()
+    def as_losses(self) -> tuple[list[Fraction], Fraction] | None:
+        """The factor of each part and the label smoothing of all, where every summand has a `Result.as_loss`."""
+        factors, smoothings = list[Fraction](), set[Fraction]()
         for part in self.parts:
             of_sources = {part.own[each.tensor]: each.as_loss for each in part.rows if each.tensor.needs_grad}
             losses = {of_sources.get(each.handle) for each in self.summands if each.part is part}
             if len(losses) != 1 or (loss := losses.pop()) is None:
                 return None
-            signs.append(loss[0])
+            factors.append(loss[0])
             smoothings.add(loss[1])
-        return (signs, smoothings.pop()) if len(smoothings) == 1 else None
+        return (factors, smoothings.pop()) if len(smoothings) == 1 else None
 
     def of_part(self, part: Part) -> list[list[Summand]]:
         """The summands of a part; those that are the same loss of other tokens together: it is computed once."""

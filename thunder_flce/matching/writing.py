@@ -76,7 +76,7 @@ class _Writing:
         self._keeps_ignored = any(map(self._needs_ignored, region.parts))
         """Whether rows whose label is ignored are computed, too"""
         self._losses = self._plain_losses()
-        """The signs of the parts' losses and their label smoothing, where the sum is of these alone"""
+        """The factors of the parts' losses and their label smoothing, where the sum is of these alone"""
         first, *others = region.parts
         is_plain = self._losses is not None and self._losses[1] == 0 and first.class_weight is None
         self._has_several = is_plain and bool(others) and all(part.logits == first.logits for part in others)
@@ -270,14 +270,14 @@ class _Writing:
         ignore_index = NOTHING_IGNORED if self._keeps_ignored else region.parts[0].ignore_index
         settings: dict[str, Any] = {"reduction": "sum", "ignore_index": ignore_index}
         if self._losses is not None:
-            signs, smoothing = self._losses
+            factors, smoothing = self._losses
             settings["label_smoothing"] = float(smoothing)
             of_parts = []
-            for part, sign, own in zip(region.parts, signs, weights, strict=True):
+            for part, factor, own in zip(region.parts, factors, weights, strict=True):
                 # Each has the shape that the program gave its tokens.
                 in_rows = (self._in_rows(weight) if weight.ndim else weight for _, weight in own)
                 weight = reduce(partial(self._call, torch.add), in_rows)
-                of_parts.append(self._full(scaled(weight, sign, self._call), part))
+                of_parts.append(self._full(scaled(weight, factor, self._call), part))
             if self._has_several:
                 arguments["target_weights"] = self._call(torch.stack, of_parts, -1)
             else:
@@ -316,7 +316,7 @@ class _Writing:
         count = self._call(torch.Tensor.to, self._call(torch.sum, self._is_valid(part)), self._rows_dtype)
         return self._call(torch.reciprocal, count)
 
-    def _plain_losses(self) -> tuple[list[int], Fraction] | None:
+    def _plain_losses(self) -> tuple[list[Fraction], Fraction] | None:
         total = self._region.total
         return None if total is None or self._keeps_ignored or not self._is_alone else total.as_losses
 
