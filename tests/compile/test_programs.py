@@ -243,6 +243,9 @@ PROGRAMS = {
             0.7 * of_labels(z, y) + of_labels(z, y.roll(1, 1)) / 5 + 0.1 * of_labels(z, y.roll(-1, 1))
         ).mean(),
     ),
+    "a factor that is trained": (
+        "needs a gradient, too", lambda h, x, a: (h.mean(-1).sigmoid() * x.exp() + a.sigmoid()).log().mean(),
+    ),
     # A linear reads them, and not what they are made of.
     "mean embedding of what is predicted": (
         Reason.LOGITS_USED, lambda z, w, y: of_rows(z, y) + (z.softmax(-1) @ w).square().mean(),

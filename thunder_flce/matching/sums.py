@@ -64,6 +64,10 @@ class NotASum(Exception):
     """Raised where gradients have to wait; says why."""
 
 
+class FactorNeedsGradient(NotASum):
+    """Raised for a factor that is trained itself, whatever follows it."""
+
+
 @dataclass(eq=False)
 class Summand:
     """A number of each token that is summed up with weights, or whose mean or sum the program has."""
@@ -213,9 +217,12 @@ class _Search:
             return
         if not all(each in self._tokens for each in operands):
             for each in operands:
-                before = each.op
-                if each in self._problems and before and not _is_linear(before, self._operands(before), self._is_zero):
-                    self._problems[outs[0]] = self._problems[each]
+                before, problem = each.op, self._problems.get(each)
+                if problem is None or before is None:
+                    continue
+                is_of_all = isinstance(problem, FactorNeedsGradient)
+                if is_of_all or not _is_linear(before, self._operands(before), self._is_zero):
+                    self._problems[outs[0]] = problem
             return
         part, *others = {self._tokens[each][0] for each in operands}
         of_picks = {_text(picks): picks for picks in (self._picks.get(each, ()) for each in operands)}
@@ -540,7 +547,7 @@ def _is_linear(op: Op, operands: Sequence[Tensor], is_zero: Callable[[Any, Op], 
 def _check_factor(tensor: Tensor, op: Op) -> None:
     """Raises for a factor that needs a gradient itself."""
     if tensor.needs_grad:
-        raise NotASum(f"{_name(tensor)} in {op} needs a gradient, too")
+        raise FactorNeedsGradient(f"{_name(tensor)} in {op} needs a gradient, too")
 
 
 def _name(tensor: Tensor) -> str:
