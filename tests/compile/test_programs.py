@@ -246,6 +246,23 @@ PROGRAMS = {
     "a factor that is trained": (
         "needs a gradient, too", lambda h, x, a: (h.mean(-1).sigmoid() * x.exp() + a.sigmoid()).log().mean(),
     ),
+    # They move behind the region, which gives what they read.
+    "logged in place before the sum": (
+        IN_FORWARD, lambda y, s, m: (
+            logged := torch.zeros(V, dtype=s.dtype), logged.index_add_(0, y.flatten(), s.detach().flatten()),
+            logged[0].add_(s.detach().mean()), logged.__setitem__(1, s.detach().sum()),
+            logged[2].add_(s.detach()[0, 0]), ((s * m).sum() / m.sum(), logged * 2),
+        )[-1],
+    ),
+    "weights that losses are added to in place": (
+        FUSED, lambda s, m: (weights := m * 1, weights.add_(s.detach()), (s * weights).sum() / m.sum())[2],
+    ),
+    "logged in place where it is a weight": (
+        ANY, lambda s, m: (w := m * 1, u := s * 2, v := w[1:], v.add_(u.detach()[1:]), (u * w).sum())[4],
+    ),
+    "logged in place in its own memory": (
+        ANY, lambda s, m: (u := s * 2, v := u.detach(), v.add_(s.detach()), (u * m).sum(), v)[3:],
+    ),
     # A linear reads them, and not what they are made of.
     "mean embedding of what is predicted": (
         Reason.LOGITS_USED, lambda z, w, y: of_rows(z, y) + (z.softmax(-1) @ w).square().mean(),

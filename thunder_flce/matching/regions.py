@@ -396,21 +396,31 @@ def _moves_across_a_write(
     for op in (each for each in behind if each.writes or each.position < last):
         passed = [item for item in before if item.position > op.position]
         read = [tensor for tensor, position in region.read_at.items() if position > op.position]
-        read += [each for item in passed for each in item.operands]
+        read += [each for item in passed if not _is_view(item) for each in item.operands]
         pairs = [(op, read), *((item, op.operands) for item in passed)]
         if any(may_share(each, other) for writer, others in pairs for each in writer.writes for other in others):
             return op
-    # What moves behind the region must not read, or write, what is written meanwhile.
+    # What moves behind the region must not read what is written meanwhile, unless that moves as well. It must not write
+    # what is made of the region's rows, either, which the region has read before.
     moved = [item for item in behind if item.position < region.place.position]
     for op in moved:
         for writer in program.writers(op.position, region.place.position):
             if (
-                writer is not op
+                writer not in moved
                 and writer not in dropped
                 and any(may_share(written, each) for written in writer.writes for each in op.operands)
             ):
                 return writer
-    return next((op for op in moved if op.writes), None)
+    of_rows = {result.tensor for part in region.parts for result in part.rows}
+    for op in program.ops:
+        if not op.writes and not of_rows.isdisjoint(op.operands):
+            of_rows.update(op.outs)
+    return next((op for op in moved if any(may_share(w, each) for w in op.writes for each in of_rows)), None)
+
+
+def _is_view(op: Op) -> bool:
+    """Whether it reads no numbers: its results are views."""
+    return not op.writes and bool(op.outs) and all(out.shares_memory(each) for out in op.outs for each in op.operands)
 
 
 def _loosen(region: Region, problem: NotFused, regions: list[Region]) -> None:
