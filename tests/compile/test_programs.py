@@ -243,6 +243,10 @@ PROGRAMS = {
             0.7 * of_labels(z, y) + of_labels(z, y.roll(1, 1)) / 5 + 0.1 * of_labels(z, y.roll(-1, 1))
         ).mean(),
     ),
+    "logged beside its neighbours": (
+        "something else needs numbers of its rows",
+        lambda z, y: (-(x := 0.8 * of_labels(z, y) + of_labels(z, y.roll(1, 1)) / 5).mean(), x.detach()),
+    ),
     "a factor that is trained": (
         "needs a gradient, too", lambda h, x, a: (h.mean(-1).sigmoid() * x.exp() + a.sigmoid()).log().mean(),
     ),

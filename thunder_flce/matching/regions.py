@@ -246,7 +246,8 @@ def _joined(parts: Sequence[Part], known: Interpreter, options: Options) -> list
         is_one = len(waiting) > 1 and together[0].has_grad
         if is_one:
             parts = [part for region in waiting for part in region.parts]
-            regions.append(Region(parts, note=waiting[0].note))
+            # To each alone, the numbers of the others would be factors that are trained.
+            regions.append(Region(parts, note=(joined if len(waiting) == len(alone) else waiting[0]).note))
         regions += [region for region in alone if not is_one or region not in waiting]
     taken: set[Op] = set()
     for region in list(regions):
