@@ -526,6 +526,7 @@ PROGRAMS = {
             clipped(torch.cat([of_labels(z[at], y[at]) for at in (1, 0, 2, 3)]), a.flatten()) * m.flatten()
         ).sum(),
     ),
+    "tokens left out at random": (IN_FORWARD, lambda s: (s * (torch.rand_like(s) < 2)).sum() / 3),
     "sequences twice": (
         "is neither linear nor of single tokens", lambda z, y, a: (
             clipped(torch.stack([of_labels(z[at], y[at]) for at in (1, 1)]), a[:2])

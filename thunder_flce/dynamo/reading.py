@@ -179,7 +179,7 @@ class _Reader:
         """Writes sizes, dtype and device in place of a tensor that is read for these alone: logits may be."""
         name, args, value = name_of(node), list(node.args), value_of(node)
         filled = name.removesuffix("_like").removeprefix("new_")
-        is_filled, like = filled in _FILLED and filled != name, _LIKE_OTHERS.get(name)
+        is_filled, like = filled in (*_FILLED, "rand", "randn") and filled != name, _LIKE_OTHERS.get(name)
         other = args.pop(0 if is_filled else 1) if is_filled and args or like and len(args) == 2 else None
         known = value_of(other) if isinstance(other, Node) and other.op != "placeholder" else None
         if type(known) is not FakeTensor or set(node.kwargs) - {"dtype", "device"}:
