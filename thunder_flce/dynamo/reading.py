@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch import eager_transforms
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
@@ -280,7 +281,8 @@ def _write_joined(made: Node) -> None:
     def call(function: Any, *args: Any) -> Node:
         node = graph.call_function(function, args)
         given = map_arg(args, value_of)
-        with whole.fake_mode, torch.set_grad_enabled(has_grad):
+        # Without Python's dispatcher, torch 2.8 has no views of symbolic sizes.
+        with whole.fake_mode, enable_python_dispatcher(), torch.set_grad_enabled(has_grad):
             node.meta = {**writes[-1].meta, "example_value": function(*given)}
         return node
 
