@@ -1246,6 +1246,23 @@ def head_of_an_equation(h, w, y, a):
     return first - (second * a).sum() + F.cross_entropy(torch.einsum("...h,vh->...v", h[0].sin(), w), y[0])
 
 
+@expect(IN_FORWARD, thunder=True)
+def heads_of_parts(h, w, y, a):
+    """As unsloth has it: a head for each part of the hidden states, whose tokens are read as one."""
+    rows, labels = h.flatten(0, 1).chunk(3), y.flatten().chunk(3)
+    packed = [of_labels(each @ w.t() / 0.9, own) for each, own in zip(rows, labels, strict=True)]
+    sequences = torch.stack([of_labels(F.linear(h[at], w).tanh() * 3, y[at]) for at in range(B)])
+    return clipped(torch.cat(packed), a.flatten()).mean() + clipped(sequences, a).mean()
+
+
+@expect(ANY)
+def heads_of_changed_parts(h, w, y, a):
+    first, second = (both := h * 1)[:2], both[2:]
+    x = of_labels(F.linear(first, w.detach()), y[:2])
+    both.mul_(2)  # Of a frozen head, no gradient needs what it was.
+    return clipped(torch.cat([x, of_labels(F.linear(second, w.detach()), y[2:])]), a).mean()
+
+
 @expect(IN_FORWARD)
 def filled_by_chunks(z, y, a):
     """As OpenRLHF has it, in chunks whose last one has fewer tokens."""

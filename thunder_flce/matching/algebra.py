@@ -108,8 +108,8 @@ class Term:
     """Whether gradients flow to the operands: not where the linear was detached, or computed without gradients."""
     changes: int = 0
     """How many changes in place the operands, and a bias, may have had before"""
-    output: Tensor | None = field(default=None, compare=False)
-    """What the linear returns"""
+    outputs: tuple[Tensor, ...] = field(default=(), compare=False)
+    """What the linear returns; what several return, where each had some of the input's rows"""
 
     @property
     def columns(self) -> Any:
@@ -189,7 +189,7 @@ class Logits:
     @property
     def linears(self) -> set[Tensor]:
         """What the linears return."""
-        return {term.output for term in self.terms if term.output is not None}
+        return {out for term in self.terms for out in term.outputs}
 
     @property
     def has_grad(self) -> bool:

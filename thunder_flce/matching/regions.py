@@ -83,8 +83,8 @@ class Region:
         for part in self.parts:
             logits, labels = part.logits, part.labels
             for term in logits.terms:
-                add(term.output.op.position, term.input, term.weight)  # type: ignore[union-attr]
-            add(logits.terms[0].output.op.position, logits.bias)  # type: ignore[union-attr]
+                add(term.outputs[0].op.position, term.input, term.weight)  # type: ignore[union-attr]
+            add(logits.terms[0].outputs[0].op.position, logits.bias)  # type: ignore[union-attr]
             for each, position in logits.given.items():
                 add(position, each)
             if labels is not None:

@@ -124,7 +124,9 @@ def _product(
         raise Unknown
     dims = of_weight.index(classes[0]), of_weight.index(features[0])
     changes = known.program.changes_before(op, *op.operands)
-    term = Term(input, weight, of_input.index(features[0]), dims, has_grad=out.needs_grad, changes=changes, output=out)
+    term = Term(
+        input, weight, of_input.index(features[0]), dims, has_grad=out.needs_grad, changes=changes, outputs=(out,)
+    )
     steps = () if rows == out_rows else (RowStep("permute", tuple(map(rows.index, out_rows)), out_shape),)
     logits = Logits((term,), bias, bias_has_grad=out.needs_grad, rows=steps)
     return Class(logits, dim, out.shape, poly(u=1))
@@ -316,14 +318,19 @@ def _at_index(of: Class, key: tuple[Any, ...], new_shape: tuple[Any, ...]) -> Cl
     """What an index picks, of the shape that comes out."""
     if not is_plain(key):
         raise Unknown("with an index that is neither an integer nor a slice")
-    dots = next((at for at, part in enumerate(key) if part is Ellipsis), len(key))
-    head, tail = key[:dots], key[dots + 1 :]
-    given = sum(part is not None for part in (*head, *tail))
-    full = (*head, *(slice(None),) * (len(of.shape) - given), *tail)
+    full = _of_all_dims(key, len(of.shape))
     sizes = iter(new_shape)
     shape = tuple(size for part in full if not isinstance(part, int) for size in [next(sizes)] if part is not None)
     picked = _pick(of, tuple(part for part in full if part is not None), shape)
     return picked if None not in full else _in_shape(picked, new_shape)
+
+
+def _of_all_dims(key: tuple[Any, ...], ndim: int) -> tuple[Any, ...]:
+    """An index with a part for each dimension."""
+    dots = next((at for at, part in enumerate(key) if part is Ellipsis), len(key))
+    head, tail = key[:dots], key[dots + 1 :]
+    given = sum(part is not None for part in (*head, *tail))
+    return (*head, *(slice(None),) * (ndim - given), *tail)
 
 
 def _pick(of: Class, key: tuple[Any, ...], shape: tuple[Any, ...]) -> Class:
@@ -388,25 +395,33 @@ def _split(known: "Interpreter", op: Op, input: Class, *args: Any, **kwargs: Any
 def _join(known: "Interpreter", op: Op, tensors: Sequence[Tensor], dim: int = 0) -> Class | Row:
     """Rows of the same logits put together, such as the sequences of a batch, or those of the token before each."""
     found: list[Any] = [known.get(each) for each in tensors]
+    if not all(isinstance(each, Class | Row) for each in found):
+        raise Unknown("with other tensors")
+    if len({each.logits.terms[0].input for each in found}) > 1:
+        found = [*map(_of_whole_input, found)]
     first, shape = found[0], op.output.shape
 
     def without_rows(of: Any) -> Any:
         bare = replace(of, logits=replace(of.logits, rows=()), shape=(), labels=None)
         return bare, of.labels is None, len(of.shape)
 
-    are_described = all(isinstance(each, Class | Row) for each in found)
-    if not are_described or any(without_rows(each) != without_rows(first) for each in found):
+    if any(without_rows(each) != without_rows(first) for each in found):
         raise Unknown("with other tensors")
     of_each = [part.logits.rows for part in found]
     if any(of_each.count(rows) > 1 for rows in of_each):
         raise Unknown("of the same rows twice")  # A region would compute them twice.
+    terms = (
+        replace(of[0], outputs=tuple(out for term in of for out in term.outputs))
+        for of in zip(*(part.logits.terms for part in found), strict=True)
+    )
+    whole = replace(first.logits, terms=tuple(terms))
     dim %= len(shape)
     if isinstance(first, Class):
         if op.name == "stack" or dim == first.dim:
             raise Unknown
         rows_shape = (*shape[: first.dim], *shape[first.dim + 1 :])
         step = RowStep("cat", (dim - (dim > first.dim), *map(_rows_in_shape, found)), rows_shape)
-        return replace(first, logits=replace(first.logits, rows=(step,)), shape=shape)
+        return replace(first, logits=replace(whole, rows=(step,)), shape=shape)
     of_parts = [part.labels for part in found if part.labels is not None]
     if dim or len({each.wraps for each in of_parts}) > 1:
         raise Unknown
@@ -422,7 +437,33 @@ def _join(known: "Interpreter", op: Op, tensors: Sequence[Tensor], dim: int = 0)
             tensors=tuple(tensor for each in of_parts for tensor in each.tensors),
             numbers=tuple(number for each in of_parts for number in each.numbers),
         )
-    return replace(first, logits=replace(first.logits, rows=rows), shape=shape, labels=labels)
+    return replace(first, logits=replace(whole, rows=rows), shape=shape, labels=labels)
+
+
+def _of_whole_input(of: Class | Row) -> Class | Row:
+    """Logits of some rows of a tensor, such as a chunk, as some of the logits of all its rows."""
+    (term, *others), rows = of.logits.terms, of.logits.rows
+    input = term.input
+    while (index := _index_of(input)) and index[-1] == slice(None):
+        rows = (RowStep("index", index[:-1], input.shape[:-1]), *rows)
+        input = input.op.operands[0]  # type: ignore[union-attr]
+    if others or input is term.input or term.hidden_dim != term.input.ndim - 1:
+        raise Unknown("with other tensors")
+    term = replace(term, input=input, hidden_dim=input.ndim - 1)
+    return replace(of, logits=replace(of.logits, terms=(term,), rows=rows))
+
+
+def _index_of(picked: Tensor) -> tuple[Any, ...] | None:
+    """The index into another tensor that a tensor is, of numbers and slices; None where it is none."""
+    op = picked.op
+    if op is None or op.name not in ("getitem", *SPLITS) or op.operands[0].needs_grad != picked.needs_grad:
+        return None
+    if op.name in SPLITS:
+        indices = split_indices(op)
+        return indices and indices[op.outs.index(picked)]  # type: ignore[return-value]
+    key = op.args[1] if isinstance(op.args[1], tuple) else (op.args[1],)
+    is_known = is_plain(key) and all(part is not None for part in key)
+    return _of_all_dims(key, op.operands[0].ndim) if is_known else None
 
 
 def _all_rows(parts: Sequence[Row]) -> tuple[RowStep, ...] | None:
