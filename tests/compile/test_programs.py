@@ -1255,6 +1255,15 @@ def heads_of_parts(h, w, y, a):
     return clipped(torch.cat(packed), a.flatten()).mean() + clipped(sequences, a).mean()
 
 
+@expect(IN_FORWARD, thunder=True)
+def heads_of_parts_of_each_sequence(h, w, y, a):
+    """Joined twice, along the tokens; and token by token."""
+    x = [of_labels(F.linear(h[:, at], w), y[:, at]) for at in (slice(2), slice(2, 3), slice(3, None))]
+    by_token = torch.stack([of_labels(F.linear(h[:, at], w) * 0.5, y[:, at]) for at in (2, 0)], dim=1)
+    twice = torch.cat([torch.cat(x[:2], 1), x[2]], dim=-1)
+    return clipped(twice, a).mean() + clipped(by_token, a[:, :2]).mean()
+
+
 @expect(ANY)
 def heads_of_changed_parts(h, w, y, a):
     first, second = (both := h * 1)[:2], both[2:]

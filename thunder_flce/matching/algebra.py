@@ -301,7 +301,7 @@ class Labels:
     """The labels of rows, compared by their values."""
 
     tensors: tuple[Tensor, ...] = field(compare=False)
-    """Several where parts of the rows were joined"""
+    """Several where parts of the rows were joined, in `shapes` along `dim`"""
     numbers: tuple[tuple[int, int], ...]
     """`Program.number_at` of each"""
     read_at: int = field(compare=False)
@@ -313,6 +313,8 @@ class Labels:
     fills: tuple[tuple[int, int], int | None] | None = field(default=None, compare=False)
     """Where they are other labels with 0 in place of one label, or of all that are negative (None): the number of these
     and that label"""
+    shapes: tuple[tuple[Any, ...], ...] = field(default=(), compare=False)
+    dim: int = 0
 
     def are_filled(self, others: "Labels | None") -> bool:
         """Whether they are others with 0 in place of their ignore_index."""

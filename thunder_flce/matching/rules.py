@@ -422,22 +422,34 @@ def _join(known: "Interpreter", op: Op, tensors: Sequence[Tensor], dim: int = 0)
         rows_shape = (*shape[: first.dim], *shape[first.dim + 1 :])
         step = RowStep("cat", (dim - (dim > first.dim), *map(_rows_in_shape, found)), rows_shape)
         return replace(first, logits=replace(whole, rows=(step,)), shape=shape)
-    of_parts = [part.labels for part in found if part.labels is not None]
-    if dim or len({each.wraps for each in of_parts}) > 1:
-        raise Unknown
-    rows = _all_rows(found)
+    one = (1,) * (op.name == "stack")
+    parts = [replace(part, shape=(*part.shape[:dim], *one, *part.shape[dim:])) for part in found]
+    rows = _all_rows(found, dim)
     if rows is None:
-        one = (1,) * (op.name == "stack")
-        parts = [replace(part, shape=(*one, *part.shape)) for part in found]
-        rows = (RowStep("cat", (0, *map(_rows_in_shape, parts)), shape),)
-    labels = None
-    if of_parts:
-        labels = replace(
-            min(of_parts, key=lambda each: each.read_at),
-            tensors=tuple(tensor for each in of_parts for tensor in each.tensors),
-            numbers=tuple(number for each in of_parts for number in each.numbers),
-        )
-    return replace(first, logits=replace(whole, rows=rows), shape=shape, labels=labels)
+        rows = (RowStep("cat", (dim, *map(_rows_in_shape, parts)), shape),)
+    return replace(first, logits=replace(whole, rows=rows), shape=shape, labels=_joined_labels(parts, dim))
+
+
+def _joined_labels(parts: Sequence[Row], dim: int) -> Labels | None:
+    pairs = [(part.labels, part.shape) for part in parts if part.labels is not None]
+    for labels, shape in pairs:
+        # What was joined before must have been so along the same dimension.
+        is_same = all(same_shape(_without(each, dim), _without(shape, dim)) for each in labels.shapes)
+        if labels.wraps != pairs[0][0].wraps or (labels.shapes and not (is_same and labels.dim == dim)):
+            raise Unknown
+    if not pairs:
+        return None
+    return replace(
+        min((labels for labels, _ in pairs), key=lambda each: each.read_at),
+        tensors=tuple(each for labels, _ in pairs for each in labels.tensors),
+        numbers=tuple(each for labels, _ in pairs for each in labels.numbers),
+        shapes=tuple(each for labels, shape in pairs for each in labels.shapes or (shape,)),
+        dim=dim,
+    )
+
+
+def _without(shape: tuple[Any, ...], dim: int) -> tuple[Any, ...]:
+    return (*shape[:dim], *shape[dim + 1 :])
 
 
 def _of_whole_input(of: Class | Row) -> Class | Row:
@@ -447,8 +459,8 @@ def _of_whole_input(of: Class | Row) -> Class | Row:
     while (index := _index_of(input)) and index[-1] == slice(None):
         rows = (RowStep("index", index[:-1], input.shape[:-1]), *rows)
         input = input.op.operands[0]  # type: ignore[union-attr]
-    if others or input is term.input or term.hidden_dim != term.input.ndim - 1:
-        raise Unknown("with other tensors")
+    if others or term.hidden_dim != term.input.ndim - 1:
+        return of
     term = replace(term, input=input, hidden_dim=input.ndim - 1)
     return replace(of, logits=replace(of.logits, terms=(term,), rows=rows))
 
@@ -466,24 +478,24 @@ def _index_of(picked: Tensor) -> tuple[Any, ...] | None:
     return _of_all_dims(key, op.operands[0].ndim) if is_known else None
 
 
-def _all_rows(parts: Sequence[Row]) -> tuple[RowStep, ...] | None:
-    """What gives the rows that were divided into parts of the first dimension; None where the parts are not these."""
+def _all_rows(parts: Sequence[Row], dim: int) -> tuple[RowStep, ...] | None:
+    """What gives the rows that were divided along a dimension into parts; None where the parts are not these."""
     before = parts[0].logits.rows[:-1]
     end: Any = 0
     for number, part in enumerate(parts):
         *others, own = part.logits.rows or (None,)
-        if own is None or own.kind != "index" or tuple(others) != before:
+        if own is None or own.kind != "index" or tuple(others) != before or dim >= len(own.argument):
             return None
-        index, *rest = own.argument
+        index, rest = own.argument[dim], (*own.argument[:dim], *own.argument[dim + 1 :])
         is_number = type(index) is int
         are_all = all(isinstance(each, slice) and (each.start, each.stop, each.step) in _ALL for each in rest)
         is_next = index == number if is_number else isinstance(index, slice) and same(index.start or 0, end)
         # What is cut may have been reshaped before.
-        if not are_all or not is_next or not (is_number or len(part.shape) == len(own.shape)):
+        if not are_all or not is_next or len(part.shape) != len(own.shape):
             return None
-        end = number + 1 if is_number else end + own.shape[0]
+        end = number + 1 if is_number else end + own.shape[dim]
     whole = replace(parts[0].logits, rows=before)
-    if not same(end, whole.rows_shape[0]):
+    if not same(end, whole.rows_shape[dim]):
         return None
     # Before a reshape, others have read the same rows.
     return before[:-1] if before and before[-1].kind == "reshape" else before

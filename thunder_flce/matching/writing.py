@@ -155,10 +155,10 @@ class _Writing:
         if part.labels is None:
             zeros = self._call(torch.zeros, rows, dtype=torch.int64, device=inputs[0].device)
             return inputs, zeros
-        first, *others = part.labels.tensors
-        labels = _before_reshapes(first, rows, self._known)
-        if others:
-            labels = self._call(torch.cat, [self._flat(each) for each in part.labels.tensors])
+        labels = _before_reshapes(part.labels.tensors[0], rows, self._known)
+        if shapes := part.labels.shapes:
+            pairs = zip(part.labels.tensors, shapes, strict=True)
+            labels = self._call(torch.cat, [self._call(torch.reshape, *each) for each in pairs], part.labels.dim)
         if self._keeps_ignored and part.ignore_index != NOTHING_IGNORED:
             is_valid = self._call(torch.ne, labels, part.ignore_index)
             labels = self._call(torch.where, is_valid, labels, 0)
