@@ -1312,6 +1312,15 @@ def filled_twice_and_read_meanwhile(z, y, m):
     return (filled * m).sum() + first
 
 
+@expect("changes a tensor in place")
+def filled_and_a_view_of_it_changed(z, y, m):
+    filled = torch.zeros_like(m)
+    for at in range(B):
+        filled[at] = of_labels(z[at], y[at])
+    filled[1].mul_(3)
+    return (filled * m).sum()
+
+
 @expect(IN_FORWARD, thunder=True)
 def guarded_means_of_no_label(z, y, m):
     """Beside a term that has tokens."""

@@ -292,6 +292,8 @@ def _write_joined(made: Node) -> None:
             for each, value in zip(parts, values, strict=True)
         ]
         joined = call(torch.stack if is_stack else torch.cat, parts)
+        # Its views have the storage that this has.
+        joined.meta["example_value"] = whole
     made.replace_all_uses_with(joined, delete_user_cb=lambda user: user in readers)
     for write in writes:
         graph.erase_node(write)
