@@ -1321,6 +1321,15 @@ def filled_and_a_view_of_it_changed(z, y, m):
     return (filled * m).sum()
 
 
+@expect(IN_FORWARD)
+def filled_in_the_memory_of_others(z, y, m):
+    weights = m * 1
+    filled = torch.zeros(m.shape, dtype=m.dtype, out=weights)
+    for at in range(B):
+        filled[at] = y[at] * 2.0
+    return (of_labels(z, y) * weights).mean()
+
+
 @expect(IN_FORWARD, thunder=True)
 def guarded_means_of_no_label(z, y, m):
     """Beside a term that has tokens."""

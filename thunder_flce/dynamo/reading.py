@@ -247,7 +247,7 @@ def _name_anew(gm: GraphModule) -> None:
 
 def _write_joined(made: Node) -> None:
     """Writes a new tensor that is filled part by part, as by a loop over chunks, as what joins these parts."""
-    if name_of(made).removesuffix("_like").removeprefix("new_") not in _FILLED:
+    if name_of(made).removesuffix("_like").removeprefix("new_") not in _FILLED or "out" in made.kwargs:
         return
     whole, graph = value_of(made), made.graph
     writes = sorted(user for user in made.users if user.target is operator.setitem and user.args[0] is made)
