@@ -1330,6 +1330,17 @@ def filled_in_the_memory_of_others(z, y, m):
     return (of_labels(z, y) * weights).mean()
 
 
+@expect(IN_FORWARD)
+def filled_in_another_memory_format(z, y, m):
+    filled = torch.zeros_like(m.t().contiguous().t())
+    for at in range(B):
+        filled[at] = m[at]
+    parts = m.new_ones(B, 2, 2, 2).contiguous(memory_format=torch.channels_last) * m.sum()
+    other = m.new_empty(B, 2, 2, 2)
+    other[:B] = parts
+    return (of_labels(z, y) * filled).sum() * filled.stride(0) + other.view(-1).mean()
+
+
 @expect(IN_FORWARD, thunder=True)
 def guarded_means_of_no_label(z, y, m):
     """Beside a term that has tokens."""

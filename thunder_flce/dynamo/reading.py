@@ -276,6 +276,11 @@ def _write_joined(made: Node) -> None:
         end += sizes[0]
     if not same(end, whole.shape[0]):
         return
+    join = torch.stack if is_stack else torch.cat
+    with whole.fake_mode, torch.no_grad():
+        like = join([value.to(whole.dtype) for value in values])
+    if not all(map(same, like.stride(), whole.stride())):
+        return  # Such as one in another memory format.
     has_grad = next((bool(each.args[0]) for each in switches[::-1] if each < writes[-1]), torch.is_grad_enabled())
 
     def call(function: Any, *args: Any) -> Node:
@@ -291,7 +296,7 @@ def _write_joined(made: Node) -> None:
             each if value.dtype == whole.dtype else call(torch.Tensor.to, each, whole.dtype)
             for each, value in zip(parts, values, strict=True)
         ]
-        joined = call(torch.stack if is_stack else torch.cat, parts)
+        joined = call(join, parts)
         # Its views have the storage that this has.
         joined.meta["example_value"] = whole
     made.replace_all_uses_with(joined, delete_user_cb=lambda user: user in readers)
