@@ -1341,6 +1341,14 @@ def filled_in_another_memory_format(z, y, m):
     return (of_labels(z, y) * filled).sum() * filled.stride(0) + other.view(-1).mean()
 
 
+@expect("changes a tensor in place")
+def sums_in_views(s, m):
+    found = torch.zeros(2, dtype=s.dtype)
+    found.add_(s.sum())
+    found[1].add_((s * m).sum())
+    return found.sum()
+
+
 @expect(IN_FORWARD, thunder=True)
 def guarded_means_of_no_label(z, y, m):
     """Beside a term that has tokens."""

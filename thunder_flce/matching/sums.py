@@ -277,7 +277,10 @@ class _Search:
         for op in self._program.ops:
             if reached.isdisjoint(op.operands):
                 continue
-            if op.writes and not op.outs:
+            # What a view is changed to reaches all that read what it is a view of.
+            has_grad = any(out.needs_grad for out in op.outs)
+            is_seen = has_grad and any(self._is_read_after(each, op) for each in op.writes)
+            if is_seen or (op.writes and not op.outs):
                 return f"{op} changes a tensor in place"
             reached.update(out for out in op.outs if out.needs_grad and out is not place)
         is_returned = not reached.isdisjoint(self._program.results)
