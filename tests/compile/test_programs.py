@@ -1349,6 +1349,14 @@ def sums_in_views(s, m):
     return found.sum()
 
 
+@expect("a tensor is changed in place")
+def views_that_losses_are_copied_to(z, y, m):
+    found = torch.zeros_like(m)
+    for at in range(B):
+        found[at].copy_(of_labels(z[at], y[at]))
+    return (found * m).sum()
+
+
 @expect(IN_FORWARD, thunder=True)
 def guarded_means_of_no_label(z, y, m):
     """Beside a term that has tokens."""

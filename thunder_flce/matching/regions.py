@@ -397,7 +397,9 @@ def _moves_across_a_write(
     for op in (each for each in behind if each.writes or each.position < last):
         passed = [item for item in before if item.position > op.position]
         read = [tensor for tensor, position in region.read_at.items() if position > op.position]
-        read += [each for item in passed if not _is_view(item) for each in item.operands]
+        # Autograd takes a view for a leaf if what it is a view of has its gradient from a change after it.
+        gives_gradient = op.grad_mode and any(each.needs_grad for each in op.operands)
+        read += [each for item in passed if gives_gradient or not _is_view(item) for each in item.operands]
         pairs = [(op, read), *((item, op.operands) for item in passed)]
         if any(may_share(each, other) for writer, others in pairs for each in writer.writes for other in others):
             return op
