@@ -277,28 +277,22 @@ def _write_joined(made: Node) -> None:
     if not same(end, whole.shape[0]):
         return
     join = torch.stack if is_stack else torch.cat
-    with whole.fake_mode, torch.no_grad():
-        like = join([value.to(whole.dtype) for value in values])
-    if not all(map(same, like.stride(), whole.stride())):
-        return  # Such as one in another memory format.
     has_grad = next((bool(each.args[0]) for each in switches[::-1] if each < writes[-1]), torch.is_grad_enabled())
-
-    def call(function: Any, *args: Any) -> Node:
-        node = graph.call_function(function, args)
-        given = map_arg(args, value_of)
-        # Without Python's dispatcher, torch 2.8 has no views of symbolic sizes.
-        with whole.fake_mode, enable_python_dispatcher(), torch.set_grad_enabled(has_grad):
-            node.meta = {**writes[-1].meta, "example_value": function(*given)}
-        return node
-
+    # Without Python's dispatcher, torch 2.8 has no views of symbolic sizes.
+    with whole.fake_mode, enable_python_dispatcher(), torch.set_grad_enabled(has_grad):
+        values = [each.to(whole.dtype) for each in values]
+        like = join(values)
+    if not all(map(same, like.stride(), whole.stride())) or like.requires_grad != whole.requires_grad:
+        return  # Such as one in another memory format.
+    meta = writes[-1].meta
     with graph.inserting_before(writes[-1]):
-        parts = [
-            each if value.dtype == whole.dtype else call(torch.Tensor.to, each, whole.dtype)
-            for each, value in zip(parts, values, strict=True)
-        ]
-        joined = call(join, parts)
-        # Its views have the storage that this has.
-        joined.meta["example_value"] = whole
+        for at, value in enumerate(values):
+            if value is not value_of(parts[at]):
+                parts[at] = graph.call_method("to", (parts[at], whole.dtype))
+                parts[at].meta = {**meta, "example_value": value}
+        joined = graph.call_function(join, (parts,))
+    # Its views have the storage that this has.
+    joined.meta = {**meta, "example_value": whole}
     made.replace_all_uses_with(joined, delete_user_cb=lambda user: user in readers)
     for write in writes:
         graph.erase_node(write)
