@@ -1362,7 +1362,8 @@ def guarded_means_of_no_label(z, y, m):
     """Beside a term that has tokens."""
     none, some = torch.full_like(y, -100), y.where(m > 0, -100)
     means = [torch.where((labels >= 0).any(), of_rows(z, labels), 0.0) for labels in (none, some)]
-    return means[0] / 2 + means[1] + z.logsumexp(-1).square().mean() / 9
+    total = of_rows(z, none, reduction="sum", label_smoothing=0.1) / (count := (none >= 0).sum())
+    return means[0] / 2 + means[1] + z.logsumexp(-1).square().mean() / 9 + torch.where(count > 0, total, 0.0)
 
 
 def _contrastive(h, w, y, a, m):

@@ -422,13 +422,10 @@ class _Writing:
             return weight
         if result.row.ignore_index is None:
             return weight if result.row.reduction == "sum" else self._call(torch.div, weight, part.count)
-        is_valid = self._is_valid(part)
         if result.row.reduction == "mean":
-            # Ignored rows have a gradient of 0, also where all are ignored.
-            of_tokens = self._call(torch.where, is_valid, self._part_of_mean(part), 0.0)
-        else:
-            of_tokens = self._call(torch.Tensor.to, is_valid, self._rows_dtype)
-        return self._call(torch.mul, of_tokens, weight)
+            weight = self._call(torch.mul, self._part_of_mean(part), weight)
+        # Ignored rows have none, also where all are ignored, and the sum is divided by their number.
+        return self._call(torch.where, self._is_valid(part), weight, 0.0)
 
     def _is_valid(self, part: Part) -> Tensor:
         """Whether a row's label is not ignored."""
