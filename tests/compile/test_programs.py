@@ -539,6 +539,11 @@ PROGRAMS = {
             - torch.cat([entropies_of(each) for each, _ in pieces]).mean() / 9,
         )[3],
     ),
+    "every other sequence, and the last ones": (
+        IN_FORWARD, lambda z, y, a: (
+            clipped(torch.cat([of_labels(z[at], y[at]) for at in (slice(0, 4, 2), slice(2, 4))]), a).mean()
+        ),
+    ),
     # As Dream has them, a diffusion model: the logits of a token stand at the one before.
     "of the token before": (
         IN_FORWARD, lambda z, y, m: (
