@@ -544,6 +544,12 @@ PROGRAMS = {
             clipped(torch.cat([of_labels(z[at], y[at]) for at in (slice(0, 4, 2), slice(2, 4))]), a).mean()
         ),
     ),
+    "columns of tokens in another shape": (
+        IN_FORWARD, lambda z, y, a: (
+            u := z[:, :4], x := [of_labels(u[:, at], y[:, at]).view(2, 4) for at in (slice(2), slice(2, 4))],
+            clipped(torch.cat(x, dim=1), a[:, :4].reshape(2, 8)).mean(),
+        )[2],
+    ),
     # As Dream has them, a diffusion model: the logits of a token stand at the one before.
     "of the token before": (
         IN_FORWARD, lambda z, y, m: (

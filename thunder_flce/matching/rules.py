@@ -490,8 +490,8 @@ def _all_rows(parts: Sequence[Row], dim: int) -> tuple[RowStep, ...] | None:
         is_number, has_step = type(index) is int, isinstance(index, slice) and index.step not in (None, 1)
         are_all = all(isinstance(each, slice) and (each.start, each.stop, each.step) in _ALL for each in rest)
         is_next = index == number if is_number else isinstance(index, slice) and same(index.start or 0, end)
-        # What is cut may have been reshaped before.
-        if not are_all or not is_next or has_step or len(part.shape) != len(own.shape):
+        # What is cut may have been reshaped before, but not since.
+        if not are_all or not is_next or has_step or not same_shape(part.shape, own.shape):
             return None
         end = number + 1 if is_number else end + own.shape[dim]
     whole = replace(parts[0].logits, rows=before)
