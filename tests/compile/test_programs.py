@@ -1266,6 +1266,14 @@ def heads_of_parts(h, w, y, a):
     return clipped(torch.cat(packed), a.flatten()).mean() + clipped(sequences, a).mean()
 
 
+@expect("is neither linear nor of single tokens", thunder=True)
+def accuracy_of_each_part(h, w, y, a):
+    """A region of all parts has no argmax of one."""
+    of_parts = [F.linear(h[at], w) for at in range(B)]
+    x = torch.stack([of_labels(z, y[at]) for at, z in enumerate(of_parts)])
+    return clipped(x, a).mean(), sum((z.argmax(-1) == y[at]).sum() for at, z in enumerate(of_parts))
+
+
 @expect(IN_FORWARD, thunder=True)
 def heads_of_parts_of_each_sequence(h, w, y, a):
     """Joined twice, along the tokens; and token by token."""

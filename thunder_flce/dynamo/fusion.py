@@ -47,7 +47,7 @@ def _graphs(gm: GraphModule) -> list[GraphModule]:
 
 
 def _fuse(gm: GraphModule, options: Options, *, leaves_small: bool) -> list[Decision]:
-    known, regions, refused = _matched(gm, options)
+    known, regions, refused = match(read(gm), options)
     if leaves_small and options == Options() and regions and all(map(is_small, regions)):
         left = [(part.first.source, part.kind) for region in regions for part in region.parts]
         decisions = [Decision(line, reason=Reason.LEFT_TO_INDUCTOR, kind=kind) for line, kind in left]
@@ -55,17 +55,12 @@ def _fuse(gm: GraphModule, options: Options, *, leaves_small: bool) -> list[Deci
     while checkpoints := _checkpoints_of(regions, known, gm):
         for checkpoint in checkpoints:
             _open(gm, checkpoint)
-        known, regions, refused = _matched(gm, options)
+        known, regions, refused = match(read(gm), options)
     if not regions:
         return in_order(refused)
     decisions = write_regions(gm, regions, known, options)
     gm.recompile()
     return in_order([*decisions, *refused])
-
-
-def _matched(gm: GraphModule, options: Options) -> tuple[Interpreter, list[Region], list[Decision]]:
-    known = Interpreter(read(gm))
-    return known, *match(known, options)
 
 
 def _checkpoints_of(regions: list[Region], known: Interpreter, gm: GraphModule) -> set[Any]:

@@ -19,6 +19,7 @@ from thunder_flce.graph.plugin import with_fusion
 from thunder_flce.graph.transform import FuseLinearCrossEntropy
 from thunder_flce.matching.decisions import Decision, NotFusedError
 from thunder_flce.matching.interpreter import Interpreter
+from thunder_flce.matching.program import Program
 from thunder_flce.matching.regions import Region
 from thunder_flce.options import Options, as_options
 
@@ -63,9 +64,9 @@ def thunderfx(
 class _PlanRegions(FuseLinearCrossEntropy):
     """Makes the plans of the regions that the user wrote; all that can be fused is fused before."""
 
-    def match(self, known: Interpreter) -> tuple[list[Region], list[Decision]]:
+    def match(self, program: Program) -> tuple[Interpreter, list[Region], list[Decision]]:
         """Nothing."""
-        return [], []
+        return Interpreter(program), [], []
 
     def unknown_losses(self, trace: TraceCtx) -> list[Decision]:
         """Nothing, where it was said of Dynamo's graph."""

@@ -19,6 +19,7 @@ from thunder_flce.graph.reading import is_static, read, source_of, tensors_writt
 from thunder_flce.graph.writing import write_regions
 from thunder_flce.matching.decisions import Decision, Reason, in_order, report
 from thunder_flce.matching.interpreter import LOSSES, NORMALISERS, Interpreter
+from thunder_flce.matching.program import Program
 from thunder_flce.matching.regions import Region, match
 from thunder_flce.options import Options, as_options
 
@@ -86,17 +87,16 @@ class FuseLinearCrossEntropy(Transform):
             return computation_trace, self.unknown_losses(trace)
         # The trace has its casts already; the region's symbol would be cast by them once more.
         with disable_autocast():
-            known = Interpreter(read(trace))
-            regions, refused = self.match(known)
+            known, regions, refused = self.match(read(trace))
             if not regions and not any(map(symbols.is_region, trace.bound_symbols)):
                 return computation_trace, in_order(refused)
             trace, decisions = write_regions(trace, regions, known, options=self.options)
         trace.set_provenance(TraceProvenance("Fuse linear and cross-entropy"))
         return trace, in_order([*decisions, *refused])
 
-    def match(self, known: Interpreter) -> tuple[list[Region], list[Decision]]:
-        """What can be fused in a program."""
-        return match(known, self.options)
+    def match(self, program: Program) -> tuple[Interpreter, list[Region], list[Decision]]:
+        """What is known of a program, and what can be fused in it."""
+        return match(program, self.options)
 
     def unknown_losses(self, trace: TraceCtx) -> list[Decision]:
         """What is said of a program whose sizes or numbers are not known: nothing is fused then."""

@@ -90,8 +90,11 @@ class _Lost:
 class Interpreter:
     """What is known of each tensor of a program, what is asked for, and what cannot be described."""
 
-    def __init__(self, program: Program):
+    def __init__(self, program: Program, *, joins: bool = True):
         self.program = program
+        self.joins = joins
+        """Whether rows that a program joins are those of one call, but for all rows of a linear in order"""
+        self.has_joined = False
         self.values: dict[Tensor, Value] = {}
         self.results: dict[Tensor, Result] = {}
         self.escapes: list[Escape] = []

@@ -98,8 +98,19 @@ class Region:
         return found
 
 
-def match(known: Interpreter, options: Options) -> tuple[list[Region], list[Decision]]:
-    """The regions of a program, in order, and why other losses are none."""
+def match(program: Program, options: Options) -> tuple[Interpreter, list[Region], list[Decision]]:
+    """What is known of a program, its regions, in order, and why other losses are none."""
+    known = Interpreter(program)
+    found = _regions_of(known, options)
+    if known.has_joined and found[1]:
+        # Such as for an argmax of one of the parts that were joined.
+        apart = Interpreter(program, joins=False)
+        if len((others := _regions_of(apart, options))[1]) < len(found[1]):
+            return apart, *others
+    return known, *found
+
+
+def _regions_of(known: Interpreter, options: Options) -> tuple[list[Region], list[Decision]]:
     parts = parts_of(known)
     for part in parts:
         part.problem = _problem(part, known)

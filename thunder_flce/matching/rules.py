@@ -397,8 +397,8 @@ def _join(known: "Interpreter", op: Op, tensors: Sequence[Tensor], dim: int = 0)
     found: list[Any] = [known.get(each) for each in tensors]
     if not all(isinstance(each, Class | Row) for each in found):
         raise Unknown("with other tensors")
-    if len({each.logits.terms[0].input for each in found}) > 1:
-        found = [*map(_of_whole_input, found)]
+    are_of_one = len({each.logits.terms[0].input for each in found}) == 1
+    found = found if are_of_one else [*map(_of_whole_input, found)]
     first, shape = found[0], op.output.shape
 
     def without_rows(of: Any) -> Any:
@@ -416,6 +416,11 @@ def _join(known: "Interpreter", op: Op, tensors: Sequence[Tensor], dim: int = 0)
     )
     whole = replace(first.logits, terms=tuple(terms))
     dim %= len(shape)
+    rows = _all_rows(found, dim) if isinstance(first, Row) else None
+    if rows is None or not are_of_one:
+        known.has_joined = True
+        if not known.joins:
+            raise Unknown
     if isinstance(first, Class):
         if op.name == "stack" or dim == first.dim:
             raise Unknown
@@ -424,7 +429,6 @@ def _join(known: "Interpreter", op: Op, tensors: Sequence[Tensor], dim: int = 0)
         return replace(first, logits=replace(whole, rows=(step,)), shape=shape)
     one = (1,) * (op.name == "stack")
     parts = [replace(part, shape=(*part.shape[:dim], *one, *part.shape[dim:])) for part in found]
-    rows = _all_rows(found, dim)
     if rows is None:
         rows = (RowStep("cat", (dim, *map(_rows_in_shape, parts)), shape),)
     return replace(first, logits=replace(whole, rows=rows), shape=shape, labels=_joined_labels(parts, dim))
