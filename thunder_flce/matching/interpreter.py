@@ -93,7 +93,7 @@ class Interpreter:
     def __init__(self, program: Program, *, joins: bool = True):
         self.program = program
         self.joins = joins
-        """Whether rows that a program joins are those of one call, but for all rows of a linear in order"""
+        """Whether rows that a program joins become those of one call; all rows of one linear, in order, always do"""
         self.has_joined = False
         self.values: dict[Tensor, Value] = {}
         self.results: dict[Tensor, Result] = {}
