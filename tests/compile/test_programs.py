@@ -1292,6 +1292,39 @@ def heads_of_changed_parts(h, w, y, a):
 
 
 @expect(IN_FORWARD)
+def heads_of_copied_parts(h, w, y, a):
+    rows = [each.to(h.dtype).clone() for each in h.flatten(0, 1).chunk(3)]
+    packed = [of_labels(each @ w.t(), own) for each, own in zip(rows, y.flatten().chunk(3), strict=True)]
+    return clipped(torch.cat(packed), a.flatten()).mean()
+
+
+@expect(ANY)
+def heads_of_copied_parts_that_change(h, w, y, a):
+    parts = h[:2].clone(), h[2:].clone()
+    packed = []
+    for each, own in zip(parts, y.split(2), strict=True):
+        each[0].mul_(2)
+        packed.append(of_labels(F.linear(each, w), own))
+    return clipped(torch.cat(packed), a).mean()
+
+
+@expect(ANY)
+def heads_of_copied_parts_of_what_changes(h, w, y, a):
+    x = h * 1
+    parts = x[:2].clone(), x[2:].clone()
+    x.mul_(2)
+    packed = [of_labels(F.linear(each, w), own) for each, own in zip(parts, y.split(2), strict=True)]
+    return clipped(torch.cat(packed), a).mean()
+
+
+@expect(ANY)
+def heads_of_parts_that_are_rounded(h, w, y, a):
+    """Only the last cast is the linear's own."""
+    packed = [of_labels(F.linear(h[at].half().to(h.dtype), w), y[at]) for at in range(B)]
+    return clipped(torch.stack(packed), a).mean()
+
+
+@expect(IN_FORWARD)
 def filled_by_chunks(z, y, a):
     """As OpenRLHF has it, in chunks whose last one has fewer tokens."""
     u = z.flatten(0, 1)
@@ -1724,6 +1757,25 @@ def test_regions_share_a_cast_of_autocast():
     for found, right in zip(run(compiled, given), run(program, given), strict=True):
         torch.testing.assert_close(found, right, rtol=0.02, atol=0.002)
     assert [each.plan.strategy for each in decisions(compiled)] == ["loss_only", "gradients_in_forward"]
+
+
+@pytest.mark.parametrize("of_heads", [
+    lambda h, w, y, a: clipped(torch.stack([log_probs(h[at], w, y[at]) for at in range(B)]), a).mean(),
+    lambda h, w, y, a: of_rows(F.linear(h, w), y) + of_rows(F.linear(h.flip(1), w), y) / 2,
+    lambda h, w, y, a: (log_probs(h, w, y) * a).mean() + entropies(h, w).mean(),
+], ids=["parts of tokens", "two heads", "twice the same"])  # fmt: skip
+def test_casts_of_one_parameter_are_one(of_heads):
+    """Autocast has one for each linear."""
+
+    @torch.autocast("cpu", torch.bfloat16)
+    def program(h, w, y, a):
+        return of_heads(h, w, y, a)
+
+    h, w, y, a, _ = operands(6)
+    compiled, given = by_dynamo(program), (*(each.detach().float().requires_grad_() for each in (h, w)), y, a.float())
+    for found, right in zip(run(compiled, given), run(program, given), strict=True):
+        torch.testing.assert_close(found, right, rtol=0.02, atol=0.002)
+    assert [each.plan.strategy for each in decisions(compiled)] == ["gradients_in_forward"]
 
 
 @pytest.mark.parametrize("of_logits", [

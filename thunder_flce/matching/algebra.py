@@ -103,6 +103,8 @@ class Term:
     """Where H is in the input's shape"""
     weight_dims: tuple[int, int]
     """Where V and H are in the weight's shape"""
+    dtype: torch.dtype
+    """What the input is cast to, where it has another one"""
     factor: Fraction = Fraction(1)
     has_grad: bool = True
     """Whether gradients flow to the operands: not where the linear was detached, or computed without gradients."""
@@ -211,7 +213,7 @@ class Logits:
     @property
     def dtype(self) -> torch.dtype:
         """That of the head's operands."""
-        return self.terms[0].input.dtype
+        return self.terms[0].dtype
 
 
 def _given(steps: Sequence[RowStep]) -> dict[Tensor, int]:

@@ -105,6 +105,7 @@ class Interpreter:
         self.broadcast: dict[Tensor, Tensor] = {}
         """The tensors that `broadcast_tensors` gave the shape of logits, and what they were"""
         self._lost: dict[Tensor, _Lost] = {}
+        self._first: dict[Any, Tensor] = {}
         self.followed: list[Op] = []
         """The changes in place that are described"""
         for op in program.ops:
@@ -298,6 +299,11 @@ class Interpreter:
         if not is_first_column or not same(source.shape[-1], 1) or not same(source.numel, index.numel):
             raise Unknown("labels that are broadcast to other rows")
         return source
+
+    def first_of(self, operand: Tensor, op: Op) -> Tensor:
+        """The first of the operands that are equal, such as a parameter that autocast casts for each linear anew."""
+        key = self.program.number_at(operand, op), operand.needs_grad
+        return self._first.setdefault(key, operand)
 
     def begins(self, tensor: Tensor) -> bool:
         """Whether logits begin with a tensor, as a linear returns it."""

@@ -123,11 +123,12 @@ def _product(
     if not is_one or not is_of_rows or not same_shape(out_shape, [sizes[name] for name in out_rows]):
         raise Unknown
     dims = of_weight.index(classes[0]), of_weight.index(features[0])
-    changes = known.program.changes_before(op, *op.operands)
     term = Term(
-        input, weight, of_input.index(features[0]), dims, has_grad=out.needs_grad, changes=changes, outputs=(out,)
-    )
+        known.first_of(input, op), known.first_of(weight, op), of_input.index(features[0]), dims, input.dtype,
+        has_grad=out.needs_grad, changes=known.program.changes_before(op, *op.operands), outputs=(out,),
+    )  # fmt: skip
     steps = () if rows == out_rows else (RowStep("permute", tuple(map(rows.index, out_rows)), out_shape),)
+    bias = None if bias is None else known.first_of(bias, op)
     logits = Logits((term,), bias, bias_has_grad=out.needs_grad, rows=steps)
     return Class(logits, dim, out.shape, poly(u=1))
 
@@ -398,7 +399,7 @@ def _join(known: "Interpreter", op: Op, tensors: Sequence[Tensor], dim: int = 0)
     if not all(isinstance(each, Class | Row) for each in found):
         raise Unknown("with other tensors")
     are_of_one = len({each.logits.terms[0].input for each in found}) == 1
-    found = found if are_of_one else [*map(_of_whole_input, found)]
+    found = found if are_of_one else [_of_whole_input(known, each) for each in found]
     first, shape = found[0], op.output.shape
 
     def without_rows(of: Any) -> Any:
@@ -416,14 +417,14 @@ def _join(known: "Interpreter", op: Op, tensors: Sequence[Tensor], dim: int = 0)
     )
     whole = replace(first.logits, terms=tuple(terms))
     dim %= len(shape)
+    if isinstance(first, Class) and (op.name == "stack" or dim == first.dim):
+        raise Unknown
     rows = _all_rows(found, dim) if isinstance(first, Row) else None
     if rows is None or not are_of_one:
         known.has_joined = True
         if not known.joins:
             raise Unknown
     if isinstance(first, Class):
-        if op.name == "stack" or dim == first.dim:
-            raise Unknown
         rows_shape = (*shape[: first.dim], *shape[first.dim + 1 :])
         step = RowStep("cat", (dim - (dim > first.dim), *map(_rows_in_shape, found)), rows_shape)
         return replace(first, logits=replace(whole, rows=(step,)), shape=shape)
@@ -456,13 +457,21 @@ def _without(shape: tuple[Any, ...], dim: int) -> tuple[Any, ...]:
     return (*shape[:dim], *shape[dim + 1 :])
 
 
-def _of_whole_input(of: Class | Row) -> Class | Row:
+def _of_whole_input(known: "Interpreter", of: Class | Row) -> Class | Row:
     """Logits of some rows of a tensor, such as a chunk, as some of the logits of all its rows."""
     (term, *others), rows = of.logits.terms, of.logits.rows
     input = term.input
-    while (index := _index_of(input)) and index[-1] == slice(None):
-        rows = (RowStep("index", index[:-1], input.shape[:-1]), *rows)
-        input = input.op.operands[0]  # type: ignore[union-attr]
+    while (before := input.op) is not None and before.operands and before.operands[0].needs_grad == input.needs_grad:
+        source = before.operands[0]
+        if before.name in COPIES:
+            is_exact = input.dtype in (source.dtype, term.dtype) and input.device == source.device
+            if not is_exact or any(map(known.program.may_have_changed, (source, input))):
+                break
+        elif (index := _index_of(input)) and index[-1] == slice(None):
+            rows = (RowStep("index", index[:-1], input.shape[:-1]), *rows)
+        else:
+            break
+        input = source
     if others or term.hidden_dim != term.input.ndim - 1:
         return of
     term = replace(term, input=input, hidden_dim=input.ndim - 1)
@@ -472,7 +481,7 @@ def _of_whole_input(of: Class | Row) -> Class | Row:
 def _index_of(picked: Tensor) -> tuple[Any, ...] | None:
     """The index into another tensor that a tensor is, of numbers and slices; None where it is none."""
     op = picked.op
-    if op is None or op.name not in ("getitem", *SPLITS) or op.operands[0].needs_grad != picked.needs_grad:
+    if op is None or op.name not in ("getitem", *SPLITS):
         return None
     if op.name in SPLITS:
         indices = split_indices(op)

@@ -188,7 +188,7 @@ class _Writing:
         return self._call(torch.flatten, tensor, 0, tensor.ndim - ndim)
 
     def _input(self, term: Term, part: Part) -> Tensor:
-        input = term.input
+        input = self._call(torch.Tensor.to, term.input, term.dtype)
         if part.logits.has_grad and not term.has_grad:
             input = self._call(torch.detach, input)
         if (dim := term.hidden_dim) != input.ndim - 1:
