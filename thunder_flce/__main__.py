@@ -15,7 +15,9 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m thunder_flce", description=__doc__)
-    parser.add_argument("command", choices=COMMANDS)
+    parser.add_argument(
+        "command", choices=COMMANDS, help="bench measures; trace prints what thunder makes of a program"
+    )
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the command's own; see COMMAND --help")
     parsed = parser.parse_args(arguments)
     try:

@@ -34,7 +34,7 @@ def count_items(target: Tensor, ignore_index: int = -100, group: "ProcessGroup |
 
     Raises:
         TypeError, ValueError: where target is not a tensor of integers, or with group a DTensor; where
-            ignore_index is no int, or group is none.
+            ignore_index is not an int, or group not a group of ranks.
     """
     _check("target", target, ignore_index)
     # In a narrow dtype, ignore_index would wrap around.

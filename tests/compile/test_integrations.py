@@ -448,6 +448,13 @@ def test_data_parallel(tmp_path, not_fused):
     torch.testing.assert_close(loss, trainer.model(**inputs).loss)
 
 
+def test_options_that_are_no_dictionary(tmp_path, monkeypatch):
+    monkeypatch.setattr(OurTrainer, "backend_options", thunder_flce.Options(chunk_rows=4))
+    trainer = OurTrainer(model=tiny.model(num_hidden_layers=0), args=arguments(tmp_path))
+    with pytest.raises(Exception, match='options must be a dict, such as .*"chunk_rows": 512.*, but got Options'):
+        trainer.training_step(trainer.model, collate(tiny.rows(4)))
+
+
 def test_batches_without_labels(tmp_path):
     rows, no_labels = tiny.rows(4), lambda rows: {"input_ids": collate(rows)["input_ids"]}
     given = {"args": arguments(tmp_path), "train_dataset": rows, "data_collator": no_labels}

@@ -195,6 +195,8 @@ def test_an_output_without_the_loss(jit, reduction):
 def test_our_options_as_arguments(front_end):
     with pytest.raises(TypeError, match=r"chunk_rows is no argument .* options=thunder_flce.Options\(chunk_rows=…\)"):
         front_end(torch.nn.Linear(2, 2), chunk_rows=512)
+    with pytest.raises(TypeError, match="stict is no argument; did you mean strict"):
+        front_end(torch.nn.Linear(2, 2), stict=True, sharp_edges="allow")
 
 
 def test_the_executor_alone():

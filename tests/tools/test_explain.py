@@ -106,7 +106,7 @@ def test_what_we_did_not_compile():
     wrapped.module = SimpleNamespace(module=wrapped)
     by_eager = torch.compile(programs.litgpt, backend="eager")
     for compiled, kind in ((programs.litgpt, "function"), (by_eager, "function"), (wrapped, "SimpleNamespace")):
-        with pytest.raises(TypeError, match=f"compiled must be of thunder, or of torch.compile .*, but got {kind}"):
+        with pytest.raises(TypeError, match=f"compiled must be what thunder_flce.jit, .* returned, but got {kind}"):
             thunder_flce.explain(compiled)
 
 
@@ -119,7 +119,7 @@ def test_thunders_own_front_ends(of_thunder):
         thunder_flce.explain(of_thunder(Model()))
     for transforms in ([FuseLinearCrossEntropy()], []):
         compiled = of_thunder(Model(), executors=executors, transforms=transforms)
-        assert "nothing is compiled yet" in str(thunder_flce.explain(compiled))
+        assert "no decision yet" in str(thunder_flce.explain(compiled))
         compiled(*batch()).backward()
         report = thunder_flce.explain(compiled)
         assert report[0].compiled_by == name and [decision.fused for decision in report.decisions] == [True]
@@ -150,6 +150,7 @@ WRAPPERS = {
     "an object that forwards": Forwarding,
     "a forward": lambda module: SimpleNamespace(module=nn.Identity(), forward=module),
     "a copy": copy.deepcopy,
+    "a trainer": lambda module: SimpleNamespace(model=nn.Identity(), compiled_loss=module),
 }
 
 
@@ -167,7 +168,7 @@ def test_all_of_the_process():
     """The latest decisions, whoever compiled."""
     decisions.LOG.clear()
     report = thunder_flce.explain()
-    assert len(report) == 0 and "nothing is compiled yet" in str(report)
+    assert len(report) == 0 and "no decision yet" in str(report)
     _explained(programs.litgpt)
     _explained(programs.logits_returned, jit=thunder_flce.thunderfx)
     _explained(mixed, jit=lambda program: torch.compile(program, backend=compile_graph))

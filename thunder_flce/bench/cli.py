@@ -167,7 +167,9 @@ def main(arguments: Sequence[str], subsets: Mapping[str, Subset] = SUBSETS, prog
 
 
 def _parser(subsets: Mapping[str, Subset], program: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=program, description=f"Without a subset: {next(iter(subsets))}.")
+    parser = argparse.ArgumentParser(
+        prog=program, description=f"Without a subset: {next(iter(subsets))}. SUBSET --help has its options."
+    )
     names = parser.add_subparsers(dest="subset", required=True, metavar="SUBSET")
     for name, subset in subsets.items():
         of_subset = names.add_parser(name, help=subset.help, description=subset.help)

@@ -3,6 +3,7 @@
 To import this module registers all rules.
 """
 
+import difflib
 import warnings
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -52,7 +53,7 @@ def jit(
         **thunder_options: passed on to `thunder.jit`.
 
     Raises:
-        TypeError: for a field of `Options` among them, which thunder would ignore.
+        TypeError: for a field of `Options` among them, or a misspelt argument of ours, which thunder would ignore.
     """
     _warn_of_transformers(fn)
     fusion = FuseLinearCrossEntropy(options, strict=strict)
@@ -85,6 +86,10 @@ def with_fusion(
     """
     if ours := [name for name in others if name in OPTIONS]:
         raise TypeError(f"{ours[0]} is no argument but a field of Options: options=thunder_flce.Options({ours[0]}=…)")
+    known = ("options", "strict", "executors", "transforms", *OPTIONS)
+    for name in others:
+        if meant := difflib.get_close_matches(name, known, n=1, cutoff=0.8):
+            raise TypeError(f"{name} is no argument; did you mean {meant[0]}?")
     executors = thunder.get_default_executors() if executors is None else executors
     return {"executors": [executor, *executors], "transforms": [fusion, *(transforms or ())], **others}
 

@@ -102,7 +102,7 @@ class Report(list[Compilation]):
     def lines(self) -> Iterator[str]:
         """The report, line by line."""
         if not self:
-            yield _heading("nothing is compiled yet: call it first")
+            yield _heading("no decision yet: call what is compiled first")
             return
         yield _heading(f"thunder_flce: {self._fused()}")
         for number, compilation in enumerate(self):
@@ -140,7 +140,8 @@ def explain(compiled: Callable | None = None) -> Report:
     Args:
         compiled: what `thunder_flce.jit`, `thunder_flce.thunderfx`, `thunder.jit` with our executor or transform,
             `thunder.compile` with our plugin, or `torch.compile` with the backend "thunder_flce" returned; also as
-            Fabric and accelerate wrap it. None: the latest 1024 decisions of this process, as where a trainer compiles.
+            Fabric and accelerate wrap it, or a trainer that has the mixin. None: the latest 1024 decisions of this
+            process, as where a trainer compiles.
 
     Returns:
         A `Report`: print it, call its `to_dict()`, or read `report[0].decisions[0]`.
@@ -160,12 +161,13 @@ def explain(compiled: Callable | None = None) -> Report:
             if (found := compilations(each)) is not None:
                 return Report(found)
     raise TypeError(
-        'compiled must be of thunder, or of torch.compile with the backend "thunder_flce", but got '
-        f"{type(compiled).__name__}"
+        'compiled must be what thunder_flce.jit, thunder_flce.thunderfx or torch.compile(…, backend="thunder_flce") '
+        f"returned, but got {type(compiled).__name__}"
     )
 
 
-_WRAPPED = ("_forward_module", "module", "_original_module", "_orig_mod", "__wrapped__", "forward")
+# The last is `LossTrainerMixin`'s.
+_WRAPPED = ("_forward_module", "module", "_original_module", "_orig_mod", "__wrapped__", "forward", "compiled_loss")
 
 
 def _unwrapped(compiled: Any) -> Iterator[Any]:

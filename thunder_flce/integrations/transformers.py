@@ -76,7 +76,7 @@ class LossTrainerMixin:
                 f"{type(self).__name__} has LossTrainerMixin before a compute_loss of its own, which takes the model "
                 "and its output; leave the mixin out, and compile that loss by the backend thunder_flce"
             )
-        self.compiled_loss = torch.compile(self._loss, backend=compile_graph, options=dict(self.backend_options))
+        self.compiled_loss = torch.compile(self._loss, backend=compile_graph, options=self.backend_options)
         self._needs_loss_only = False
         self._is_settled = False  # whether the step has the compiled loss, or has said why not
         # Older ones break the graph around it.

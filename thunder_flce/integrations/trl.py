@@ -34,7 +34,7 @@ def replace_trl_head(*, options: Options | None = None) -> None:
 
     Raises:
         ImportError: where TRL is not installed, or has another head than that of TRL 1.16.
-        TypeError: where options are none.
+        TypeError: where `options` is not an `Options`.
     """
     from trl import __version__
     from trl.trainer import utils
