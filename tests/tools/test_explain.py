@@ -100,6 +100,15 @@ def test_a_plan_for_any_number_of_tokens():
     assert str(second).endswith(", chunks of 6 tokens (for 6 tokens; other numbers have plans of their own)")
 
 
+def test_a_probability_is_called_one():
+    """Such as that of "yes", which a reranker takes."""
+    compiled = torch.compile(lambda x, w: F.linear(x, w).softmax(-1)[:, 3].sum(), backend=compile_graph)
+    with pytest.warns(
+        thunder_flce.NotFusedWarning, match="the probability at .*: not fused, because the logits are changed"
+    ):
+        compiled(torch.randn(8, H), torch.randn(V, H, requires_grad=True))
+
+
 def test_what_we_did_not_compile():
     """Also an object that is wrapped in itself, such as one that keeps who it belongs to."""
     wrapped = SimpleNamespace()

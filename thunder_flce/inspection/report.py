@@ -125,7 +125,7 @@ class Report(list[Compilation]):
         for kind, plural in PLURALS.items():
             fused = [decision.fused for decision in self.decisions if decision.kind == kind]
             counts += [f"{sum(fused)} of {len(fused)} {plural}"] if fused else []
-        return f"{', '.join(counts)} fused" if counts else f"no {', '.join(PLURALS)}"
+        return f"{', '.join(counts)} fused" if counts else f"no {', '.join(PLURALS)} to fuse"
 
     def __str__(self) -> str:
         return "\n".join(self.lines())

@@ -18,6 +18,7 @@ PLURALS = {
     "entropy": "entropies",
     "sum over the classes": "sums over the classes",
     "log-sum-exp": "log-sum-exps",
+    "probability": "probabilities",
 }
 """What the matcher looks for."""
 

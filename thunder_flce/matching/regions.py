@@ -230,7 +230,7 @@ def _escaped(known: Interpreter, parts: Sequence[Part]) -> list[Decision]:
                 text += "; `linear_kl_divergence` takes a teacher's hidden states and head"
         elif name in ("gather", "take_along_dim", "index_select", "take", "getitem", "view", "reshape", "flatten"):
             reason, text = Reason.NOT_A_LOG_PROBABILITY, detail or text
-        kind = "entropy" if form else "log-probability"
+        kind = {"": "log-probability", "exp": "probability", "p": "entropy"}[form]
         found.append(Decision(escape.user.source, reason=reason, detail=text, kind=kind))
     return found
 
