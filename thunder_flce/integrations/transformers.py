@@ -48,7 +48,7 @@ class LossTrainerMixin:
             numbers before them and for its loss.
     """
 
-    backend_options: Mapping[str, Any] = {}
+    backend_options: dict[str, Any] = {}
     compile_layers: bool = False
     # The Trainer's.
     accelerator: Any
