@@ -298,7 +298,16 @@ def losses_of_slices(logits, labels):
     return (losses[:, 1:] * labels[:, :-1].remainder(3)).sum() + losses[:, -3:].exp().mean() + losses[1:, 0].sum()
 
 
-@pytest.mark.parametrize("loss", [flattened_loss, weighted_loss, losses_of_slices])
+def losses_in_another_order(logits, labels):
+    """Joined by a `cat` whose derivative is slices, and chosen by a `where`; what is logged is detached."""
+    pairs = zip(logits.flatten(0, 1).split(8), labels.flatten().split(8), strict=True)
+    losses = torch.cat([F.cross_entropy(*pair, reduction="none") for pair in pairs][::-1]).view(labels.shape)
+    with torch.no_grad():
+        logged = logits[:, 1:].logsumexp(-1).mean()
+    return torch.where(labels > 3, losses, 0.0).sum(), logged
+
+
+@pytest.mark.parametrize("loss", [flattened_loss, weighted_loss, losses_of_slices, losses_in_another_order])
 def test_new_shapes(loss):
     """Dynamo makes the first dimension that changes a dynamic one; thunder still gets a trace for each of its sizes.
 
@@ -314,6 +323,32 @@ def test_new_shapes(loss):
     assert compiled_so_far in (2, 3, 4)
     compiled(*arguments)
     assert len(decisions(compiled)) == compiled_so_far
+    assert not any(each.split_reasons for each in compiled._backend.subgraph_infos)
+
+
+def of_sequences_in_16_bits(hidden, weight, labels):
+    """Their weights are in float32, and expanded."""
+    losses = F.cross_entropy(F.linear(hidden.to(torch.bfloat16), weight.to(torch.bfloat16)), labels, reduction="none")
+    return (losses.view(4, 6) @ torch.ones(6, dtype=torch.bfloat16)).mean()
+
+
+def labels_changed_after_a_logged_loss(hidden, weight, labels):
+    """thunder takes a row of them for all of them, where both are arguments of a part of the graph."""
+    labels = labels.view(4, 6)
+    logits = F.linear(hidden, weight)
+    with torch.no_grad():
+        losses = F.cross_entropy(logits[:6], labels[0], reduction="none")
+        labels.mul_(0)
+    return losses, labels, hidden.sum()
+
+
+@pytest.mark.parametrize("program", [of_sequences_in_16_bits, labels_changed_after_a_logged_loss])
+def test_what_is_written_stays_in_thunder(program):
+    compiled = thunder_flce.thunderfx(program)
+    tensors = torch.randn(24, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
+    found, right = (run(lambda *given, of=of: of(*given, torch.arange(24)), tensors) for of in (compiled, program))
+    torch.testing.assert_close(found, right, rtol=2e-2, atol=2e-2)
+    assert_fused(compiled, times=1)
     assert not any(each.split_reasons for each in compiled._backend.subgraph_infos)
 
 

@@ -390,7 +390,12 @@ def _index_put(given: torch.Tensor, indices: Sequence[Any], values: torch.Tensor
     return given.reshape(-1).scatter_add(0, numbers.reshape(-1), values).view(given.shape)
 
 
+def _scalar_tensor(value: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> torch.Tensor:
+    return torch.full((), value, dtype=dtype, device=device)
+
+
 _AS_OTHERS: dict[Any, Callable] = {
+    torch.ops.aten.scalar_tensor.default: _scalar_tensor,
     torch.ops.aten.index_put.default: _index_put,
     torch.ops.aten.slice_backward.default: _slice_backward,
     torch.ops.aten.select_backward.default: _select_backward,

@@ -1,12 +1,14 @@
 """`thunderfx`, thunder behind `torch.compile`: the fusion is done in Dynamo's graphs, before thunder sees them."""
 
 import inspect
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from thunder.core.compile_data import using_symbolic_values
+from thunder.core.jit_ext import register_general_jit_lookaside
 from thunder.core.trace import TraceCtx
 from thunder.core.transform_common import Transform
 from thunder.dynamo.compiler import ThunderCompiler, ThunderFXCompiledObject
@@ -15,7 +17,9 @@ from thunder.torch import _torch_to_thunder_function_map as torch_to_thunder_fun
 
 from thunder_flce.backend import raising
 from thunder_flce.dynamo.fusion import fuse
+from thunder_flce.dynamo.reading import value_of
 from thunder_flce.graph.plugin import with_fusion
+from thunder_flce.graph.thunder_fixes import traced_by
 from thunder_flce.graph.transform import FuseLinearCrossEntropy
 from thunder_flce.matching.decisions import Decision, NotFusedError
 from thunder_flce.matching.interpreter import Interpreter
@@ -98,16 +102,38 @@ class _Compiler(ThunderCompiler):
 def _as_thunder_knows_them(gm: torch.fx.GraphModule) -> None:
     """Turns ATen's operations, in which the weights of a sum are written, into functions that thunder has.
 
-    Others thunder would leave to Inductor, and neither can be given sizes that the other has computed.
+    Others thunder would leave to Inductor, and neither can be given sizes that the other has computed. If a tensor is
+    changed in place, nor can thunder be given two of other sizes that share memory.
     """
     for node in gm.graph.nodes:
         if node.target is torch.sym_sum:
             node.target = sum
         elif node.target is torch.ops.aten.constant_pad_nd.default:
             node.target, node.args = F.pad, (*node.args[:2], "constant", *node.args[2:])
+        elif node.target is torch.ops.aten.slice.Tensor and len(node.args) > 3 and not node.kwargs:
+            given, dim, *ends = node.args
+            index = [slice(None)] * value_of(given).ndim
+            index[dim] = slice(*ends)
+            node.target, node.args = operator.getitem, (given, tuple(index))
         elif isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten":
-            named = [getattr(place, node.target._opname, None) for place in (torch, torch.Tensor)]
+            name = _OTHER_NAMES.get(node.target._opname, node.target._opname)
+            named = [getattr(place, name, None) for place in (torch, torch.Tensor)]
             if known := [each for each in named if each in torch_to_thunder_functions]:
                 node.target = known[0]
-                node.kwargs = {name: each for name, each in node.kwargs.items() if name not in ("layout", "pin_memory")}
+                given = {name: each for name, each in node.kwargs.items() if name not in ("layout", "pin_memory")}
+                node.kwargs = {name: each for name, each in given.items() if each is not torch.contiguous_format}
+        if node.target is torch.detach:
+            node.target = _detach
     gm.recompile()
+
+
+_OTHER_NAMES = {"_to_copy": "to", "_unsafe_view": "reshape", "mm": "matmul"}
+
+
+def _detach(given: Any) -> Any:
+    """PyTorch's, which thunder traces, but leaves to Inductor where a node calls it."""
+    return torch.detach(given)
+
+
+torch_to_thunder_functions[_detach] = torch_to_thunder_functions[torch.detach]
+register_general_jit_lookaside(_detach)(traced_by[torch.detach])
