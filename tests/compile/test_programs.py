@@ -1418,6 +1418,21 @@ def guarded_means_of_no_label(z, y, m):
     return means[0] / 2 + means[1] + z.logsumexp(-1).square().mean() / 9 + torch.where(count > 0, total, 0.0)
 
 
+@expect(IN_FORWARD)
+def a_sum_of_no_label_beside_a_metric(z, y):
+    """What is logged is of ignored rows, too."""
+    y = torch.full_like(y, -100)
+    return of_rows(z, y, reduction="sum") / (y >= 0).sum(), z.detach().logsumexp(-1).mean()
+
+
+@expect("is neither linear nor of single tokens in their order")
+def a_head_of_a_part_after_another_of_the_same(h, w):
+    """They are one region, right behind the split."""
+    first = F.logsigmoid(F.linear(h.tanh(), w).logsumexp(-1).sum(1)).mean()
+    _, part = h.split((2, h.shape[1] - 2), 1)
+    return first + F.logsigmoid(F.linear(part, w).logsumexp(-1).sum(1)).mean()
+
+
 def _contrastive(h, w, y, a, m):
     """Beside the loss of a caption: all pairs of a batch, both ways."""
     image, text = h.mean(1), (h[:, 0] @ w[:H]).tanh()

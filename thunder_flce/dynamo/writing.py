@@ -94,6 +94,10 @@ class _Graph:
                     self._last = each
         else:
             self._at, self._last = self._positions[node], node
+            # What is put behind it may read one of several results.
+            for each in _readers_of_parts(node) if not isinstance(value_of(node), torch.Tensor) else ():
+                self._last.append(each)
+                self._last = each
 
     @contextmanager
     def behind(self, op: Op, *, has_grad: bool) -> Iterator[None]:

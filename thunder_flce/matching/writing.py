@@ -296,7 +296,8 @@ class _Writing:
         """Whether a weight that is infinite or NaN, as of a sum that is divided by 0, may reach no token."""
         total, ignore_index = self._region.total, self._region.parts[0].ignore_index
         is_selected = total is not None and any(op.name in ("where", "masked_fill") for op in total.ops)
-        return is_selected or (not self._keeps_ignored and ignore_index != NOTHING_IGNORED)
+        is_reduced = any(each.row.reduction != "none" for part in self._region.parts for each in part.rows)
+        return is_selected or ((is_reduced or not self._keeps_ignored) and ignore_index != NOTHING_IGNORED)
 
     @property
     def _mixes_dtypes(self) -> bool:
