@@ -1630,6 +1630,14 @@ OF_VALUES = {
     "a list": (
         "depends on values", lambda x, m: (x[:, : (n := (m > 0).sum(1).tolist()[0])].exp() * m[:, :n]).sum(),
     ),
+    # What reads a size of what a region gives stays where it is.
+    "logged before the loss": (
+        "whose size depends on values", lambda x, a, m: (x.detach()[m > 0].mean(), (x * a).sum()),
+    ),
+    "before another loss of the head": (
+        "whose size depends on values", lambda h, w, x, m: x[m > 0].sum()
+        + F.logsigmoid(F.linear(h.sin(), w).logsumexp(-1).sum(-1)).sum(),
+    ),
     # As a loss of diffusion has it: a mean of no other tokens, each with its own weight.
     "masked rows of logits": (
         IN_FORWARD, lambda z, y, a, m: (

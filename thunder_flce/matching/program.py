@@ -312,6 +312,16 @@ def depends_on_values(size: Any) -> bool:
     return not isinstance(size, int) and not size.node.has_hint()
 
 
+def gives_a_size(op: Op) -> bool:
+    """Whether a size of its result depends on values, and no size of an operand says it."""
+    sizes, known = ([size for each in of for size in each.shape] for of in (op.outs, op.operands))
+    if not any(map(depends_on_values, sizes)):
+        return False
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return not free_unbacked_symbols(sizes) <= free_unbacked_symbols(known)
+
+
 def holds(condition: Any) -> bool:
     """Whether a condition of sizes holds, as far as that is known.
 

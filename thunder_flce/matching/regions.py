@@ -21,6 +21,7 @@ from thunder_flce.matching.program import (
     Op,
     Program,
     Tensor,
+    gives_a_size,
     keeps_elements,
     live,
     may_share,
@@ -381,6 +382,14 @@ def _stuck(regions: Sequence[Region], known: Interpreter) -> tuple[Region, NotFu
     if stuck := [region for region in regions if region not in order]:
         sums = [region for region in stuck if region.total is not None]
         return (sums or stuck)[0], NotFused(Reason.LOGITS_USED, "the loss depends on their argmax or entropy")
+    last, region = -1, None
+    for item in order:
+        if isinstance(item, Region):
+            region = item
+        elif region is not None and item.position < last and gives_a_size(item):
+            # What checks that size, or has it as a number, would not move with it.
+            return region, NotFused(Reason.LOGITS_USED, f"by {item}, whose size depends on values")
+        last = max(last, item.position if isinstance(item, Op) else item.place.position)
     for region in regions:
         writer = _moves_across_a_write(region, order, regions, known)
         if writer is not None:
@@ -442,7 +451,9 @@ def _loosen(region: Region, problem: NotFused, regions: list[Region]) -> None:
     """Has the program compute the sum itself, or refuses what is left of a region."""
     if region.total is not None or len(region.parts) > 1:
         is_written = problem.reason is Reason.OPERAND_MODIFIED
+        is_size = problem.detail.endswith("depends on values")
         why = "a tensor is changed in place" if is_written else "its weights depend on what needs its results"
+        why = f"its results are used {problem.detail}" if is_size else why
         _wait(region, why, regions)
         return
     for part in region.parts:
