@@ -1291,6 +1291,17 @@ def heads_of_changed_parts(h, w, y, a):
     return clipped(torch.cat([x, of_labels(F.linear(second, w.detach()), y[2:])]), a).mean()
 
 
+@expect(IN_FORWARD, thunder=True)
+def logits_of_each_sequence(h, w, y, a):
+    """Stacked in front, behind the tokens, and behind the classes; and joined as they were cut, or in another order."""
+    one_by_one = [F.linear(each, w) for each in h]
+    by_token = torch.stack([F.linear(h[:, at], w) * 2 for at in (2, 0)], dim=-2)
+    behind = torch.stack([F.linear(each, w) for each in h.tanh()], dim=-1)
+    by_token, behind = of_labels(by_token, y[:, 1:3]), behind.log_softmax(1).gather(1, y.t()[:, None]).squeeze(1)
+    turned = of_rows(torch.cat([each[None] for each in one_by_one[::-1]]), y)
+    return of_rows(torch.stack(one_by_one), y) + turned - clipped(behind.t(), a).mean() + (by_token * a[:, :2]).sum()
+
+
 @expect(IN_FORWARD)
 def heads_of_copied_parts(h, w, y, a):
     rows = [each.to(h.dtype).clone() for each in h.flatten(0, 1).chunk(3)]

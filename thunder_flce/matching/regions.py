@@ -106,7 +106,8 @@ def match(program: Program, options: Options) -> tuple[Interpreter, list[Region]
     if known.has_joined and found[1]:
         # Such as for an argmax of one of the parts that were joined.
         apart = Interpreter(program, joins=False)
-        if len((others := _regions_of(apart, options))[1]) < len(found[1]):
+        others = _regions_of(apart, options)
+        if others[0] and len(others[1]) < len(found[1]):
             return apart, *others
     return known, *found
 

@@ -416,26 +416,26 @@ def _join(known: "Interpreter", op: Op, tensors: Sequence[Tensor], dim: int = 0)
         for of in zip(*(part.logits.terms for part in found), strict=True)
     )
     whole = replace(first.logits, terms=tuple(terms))
-    dim %= len(shape)
-    if isinstance(first, Class) and (op.name == "stack" or dim == first.dim):
-        raise Unknown
-    rows = _all_rows(found, dim) if isinstance(first, Row) else None
+    dim, one = dim % len(shape), (1,) * (op.name == "stack")
+    parts = [replace(part, shape=(*part.shape[:dim], *one, *part.shape[dim:])) for part in found]
+    rows_dim, rows_shape = dim, shape
+    if isinstance(first, Class):
+        classes = first.dim + (bool(one) and dim <= first.dim)
+        if dim == classes:
+            raise Unknown
+        parts = [replace(part, dim=classes) for part in parts]
+        rows_dim, rows_shape = dim - (dim > classes), _without(shape, classes)
+    rows = _all_rows(found, rows_dim)
     if rows is None or not are_of_one:
         known.has_joined = True
         if not known.joins:
             raise Unknown
-    if isinstance(first, Class):
-        rows_shape = (*shape[: first.dim], *shape[first.dim + 1 :])
-        step = RowStep("cat", (dim - (dim > first.dim), *map(_rows_in_shape, found)), rows_shape)
-        return replace(first, logits=replace(whole, rows=(step,)), shape=shape)
-    one = (1,) * (op.name == "stack")
-    parts = [replace(part, shape=(*part.shape[:dim], *one, *part.shape[dim:])) for part in found]
     if rows is None:
-        rows = (RowStep("cat", (dim, *map(_rows_in_shape, parts)), shape),)
-    return replace(first, logits=replace(whole, rows=rows), shape=shape, labels=_joined_labels(parts, dim))
+        rows = (RowStep("cat", (rows_dim, *map(_rows_in_shape, parts)), rows_shape),)
+    return replace(parts[0], logits=replace(whole, rows=rows), shape=shape, labels=_joined_labels(parts, dim))
 
 
-def _joined_labels(parts: Sequence[Row], dim: int) -> Labels | None:
+def _joined_labels(parts: Sequence[Class | Row], dim: int) -> Labels | None:
     pairs = [(part.labels, part.shape) for part in parts if part.labels is not None]
     for labels, shape in pairs:
         # What was joined before must have been so along the same dimension.
@@ -491,7 +491,7 @@ def _index_of(picked: Tensor) -> tuple[Any, ...] | None:
     return _of_all_dims(key, op.operands[0].ndim) if is_known else None
 
 
-def _all_rows(parts: Sequence[Row], dim: int) -> tuple[RowStep, ...] | None:
+def _all_rows(parts: Sequence[Class | Row], dim: int) -> tuple[RowStep, ...] | None:
     """What gives the rows that were divided along a dimension into parts; None where the parts are not these."""
     before = parts[0].logits.rows[:-1]
     end: Any = 0
@@ -504,7 +504,8 @@ def _all_rows(parts: Sequence[Row], dim: int) -> tuple[RowStep, ...] | None:
         are_all = all(isinstance(each, slice) and (each.start, each.stop, each.step) in _ALL for each in rest)
         is_next = index == number if is_number else isinstance(index, slice) and same(index.start or 0, end)
         # What is cut may have been reshaped before, but not since.
-        if not are_all or not is_next or has_step or not same_shape(part.shape, own.shape):
+        shape = part.rows_shape if isinstance(part, Class) else part.shape
+        if not are_all or not is_next or has_step or not same_shape(shape, own.shape):
             return None
         end = number + 1 if is_number else end + own.shape[dim]
     whole = replace(parts[0].logits, rows=before)
