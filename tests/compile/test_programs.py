@@ -1329,6 +1329,14 @@ def heads_of_copied_parts_of_what_changes(h, w, y, a):
 
 
 @expect(ANY)
+def heads_of_equal_inputs_with_other_gradients(h, w, y):
+    factor = w[0]
+    with torch.no_grad():
+        frozen = h * 2
+    return losses(frozen * factor, w, y).mean() + losses(h * 2 * factor, w, y).mean()
+
+
+@expect(ANY)
 def heads_of_parts_that_are_rounded(h, w, y, a):
     """Only the last cast is the linear's own."""
     packed = [of_labels(F.linear(h[at].half().to(h.dtype), w), y[at]) for at in range(B)]

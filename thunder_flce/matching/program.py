@@ -227,7 +227,8 @@ class Program:
         given = tree_map_only(Tensor, lambda x: (self.value_number(x), x.shape, x.dtype), (op.args, op.kwargs))
         key = op.name, repr(given)
         for at, out in enumerate(outs):
-            of_out = (*key, at, str(out.dtype))
+            # What is made of one without a gradient has less of a gradient, too.
+            of_out = (*key, at, str(out.dtype), out.needs_grad)
             if of_out not in self._numbers:
                 self._numbers[of_out] = next(self._count)
             self._number_of[out] = self._numbers[of_out]
