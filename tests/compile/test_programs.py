@@ -1801,11 +1801,19 @@ def test_regions_share_a_cast_of_autocast():
     assert [each.plan.strategy for each in decisions(compiled)] == ["loss_only", "gradients_in_forward"]
 
 
+def _heads_of_parts_that_change_since(h, w, y, a):
+    x = h * 1
+    loss = sum(of_rows(F.linear(each, w), own) for each, own in zip(x.chunk(2), y.chunk(2), strict=True))
+    x.mul_(2)
+    return loss
+
+
 @pytest.mark.parametrize("of_heads", [
     lambda h, w, y, a: clipped(torch.stack([log_probs(h[at], w, y[at]) for at in range(B)]), a).mean(),
     lambda h, w, y, a: of_rows(F.linear(h, w), y) + of_rows(F.linear(h.flip(1), w), y) / 2,
     lambda h, w, y, a: (log_probs(h, w, y) * a).mean() + entropies(h, w).mean(),
-], ids=["parts of tokens", "two heads", "twice the same"])  # fmt: skip
+    _heads_of_parts_that_change_since,
+], ids=["parts of tokens", "two heads", "twice the same", "parts of what changes since"])  # fmt: skip
 def test_casts_of_one_parameter_are_one(of_heads):
     """Autocast has one for each linear."""
 

@@ -210,7 +210,9 @@ class _Reader:
                 with node.graph.inserting_before(node):
                     cast = node.graph.call_method("to", (operand, dtype))
                 with given.fake_mode, torch.set_grad_enabled(self._grad_mode):
-                    cast.meta = {**node.meta, "example_value": given.to(dtype)}
+                    # Autograd has no view any more whose base was changed in place since.
+                    value = given.detach().to(dtype).requires_grad_(self._grad_mode and given.requires_grad)
+                cast.meta = {**node.meta, "example_value": value}
                 node.replace_input_with(operand, cast)
                 self._add(cast, inside)
 
