@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from sys import float_info
 from typing import Any, NamedTuple
 
 import torch
@@ -209,6 +210,14 @@ class Logits:
     def is_linear(self) -> bool:
         """Whether these are all of the linears' columns, times a factor at most."""
         return self.softcap is None and self.vocab_size is None
+
+    @property
+    def has_float_factors(self) -> bool:
+        """Whether scale, softcap and the factors of the terms, which may be products, and what is added are finite."""
+        softcap = Fraction(1) if self.softcap is None else self.softcap
+        factors = (softcap, self.scale * softcap, *(term.factor for term in self.terms))
+        are_floats = all(float_info.min <= abs(factor) <= float_info.max for factor in factors)
+        return are_floats and abs(self.shift / self.scale) <= torch.finfo(self.dtype).max
 
     @property
     def dtype(self) -> torch.dtype:

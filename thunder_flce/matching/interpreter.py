@@ -10,7 +10,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any, get_args
 
-from thunder_flce.matching.algebra import Argmax, Class, Logits, Row, Value, has_grad
+from thunder_flce.matching.algebra import Argmax, Class, Logits, Row, Unknown, Value, has_grad
 from thunder_flce.matching.decisions import Decision, NotFused, Reason
 from thunder_flce.matching.program import (
     CHANGED,
@@ -25,7 +25,7 @@ from thunder_flce.matching.program import (
     keeps_elements,
     same,
 )
-from thunder_flce.matching.rules import LINEARS, RULES, Unknown
+from thunder_flce.matching.rules import LINEARS, RULES
 
 LOSSES = ("cross_entropy", "nll_loss")
 NORMALISERS = ("log_softmax", "logsumexp")

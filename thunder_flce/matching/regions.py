@@ -27,7 +27,6 @@ from thunder_flce.matching.program import (
     may_share,
     same_shape,
 )
-from thunder_flce.matching.rules import has_float_factors
 from thunder_flce.matching.sums import NotASum, TokenSum, find_sum
 from thunder_flce.options import Options
 
@@ -159,7 +158,7 @@ def _problem(part: Part, known: Interpreter) -> NotFused | None:
     if part.class_weight is not None and any(each.as_loss is None for each in part.rows):
         # A region has weighted losses, and no log-probabilities to make other ones of.
         return NotFused(Reason.CLASS_WEIGHTS, "of a loss with another gradient than its logits'")
-    if not has_float_factors(logits):
+    if not logits.has_float_factors:
         return NotFused(Reason.TRANSFORMED_LOGITS, "by factors whose product is no float")
     tensors = [*logits.operands, *logits.given, *(part.labels.tensors if part.labels else ())]
     if not all(each.is_plain for each in tensors):

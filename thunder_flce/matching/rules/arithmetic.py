@@ -1,0 +1,287 @@
+"""Pointwise arithmetic on logits, and on numbers of each row."""
+
+from dataclasses import replace
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from thunder_flce.matching.algebra import (
+    ONE,
+    Class,
+    Labels,
+    Logits,
+    Row,
+    RowStep,
+    Unknown,
+    Value,
+    added,
+    atoms,
+    has_grad,
+    poly,
+    value,
+)
+from thunder_flce.matching.program import COPIES, Op, Tensor, hint, is_number, same, same_shape
+from thunder_flce.matching.rules.registry import rule
+from thunder_flce.matching.rules.shapes import with_step
+
+if TYPE_CHECKING:
+    from thunder_flce.matching.interpreter import Interpreter
+
+
+@rule("mul")
+def _mul(known: "Interpreter", op: Op, input: Any, other: Any) -> Value:
+    a, b = known.get(input), known.get(other)
+    if isinstance(a, Class) and isinstance(b, Class):
+        return weighted(a, b) if a.form == "exp" else weighted(b, a)
+    found, factor = (a, other) if a is not None else (b, input)
+    if not isinstance(found, Class | Row):
+        raise Unknown
+    if isinstance(found, Class) and all(user.name == "sum" for user in op.output.users):
+        if (of_labels := at_one_hot(known, found, factor)) is not None:
+            return of_labels
+    return _with_factor(known, op, found, factor) or times(found, _number(factor))
+
+
+def _with_factor(known: "Interpreter", op: Op, of: Class | Row, factor: Any) -> Class | None:
+    """Logits times a tensor of one number for each row, or for all, or over it, such as the temperatures of sequences.
+
+    It is a factor of the rows of hidden states, which it rounds: a bias would not have it. So is a number that Dynamo
+    has a symbol for, such as an argument that changes, or a length.
+    """
+    logits = of.logits
+    if not isinstance(of, Class) or not of.is_logits or logits.bias is not None or logits.softcap is not None:
+        return None
+    if isinstance(factor, torch.SymFloat | torch.SymInt) and factor.node.has_hint():
+        step = RowStep(op.name, (factor.node.expr,), given=(factor,))
+        return replace(of, logits=with_step(of, step, of.rows_shape))
+    is_factor = isinstance(factor, Tensor) and factor.dtype.is_floating_point and not factor.needs_grad
+    if not is_factor or factor.ndim > len(of.shape) or known.hangs_on(factor, logits):
+        return None
+    shape = (*(1,) * (len(of.shape) - factor.ndim), *factor.shape)
+    if not all(same(size, 1) or same(size, row) for size, row in zip(shape, of.kept_shape, strict=True)):
+        return None
+    step = RowStep(
+        op.name, (known.program.number_at(factor, op),), given=(factor,),
+        factor_shape=(*shape[: of.dim], *shape[of.dim + 1 :], 1), read_at=op.position,
+    )  # fmt: skip
+    return replace(of, logits=with_step(of, step, of.rows_shape))
+
+
+def at_one_hot(known: "Interpreter", of: Class, one_hot: Any) -> Class | None:
+    """The product with the one-hot vectors of labels."""
+    made = [one_hot] if isinstance(one_hot, Tensor) else []
+    while made and (before := made[-1].op) is not None and before.name in COPIES:
+        made.append(before.operands[0])
+    op = made[-1].op if made and not any(map(known.program.may_have_changed, made)) else None
+    if op is None or op.name != "one_hot" or of.form == "p" or not same_shape(one_hot.shape, of.shape):
+        return None
+    index = op.operands[0]
+    if of.dim != len(of.shape) - 1 or known.hangs_on(index, of.logits):
+        return None
+    return replace(of, labels=Labels((index,), (known.program.number_at(index, op),), op.position))
+
+
+def weighted(p: Class, of: Class) -> Class:
+    """The product p (a u + r)."""
+    is_p = replace(p, factor=Fraction(1)).is_probability
+    if not is_p or p.logits != of.logits or p.dim != of.dim or of.form or not same_shape(p.shape, of.shape):
+        raise Unknown
+    return replace(of, form="p", sum=added((p.factor, of.sum)), p_has_grad=has_grad(p.sum))
+
+
+@rule("div")
+def _div(known: "Interpreter", op: Op, input: Any, other: Any, *, rounding_mode: str | None = None) -> Value:
+    a, b = known.get(input), known.get(other)
+    if rounding_mode is not None or a is None:
+        raise Unknown
+    if isinstance(a, Class) and isinstance(b, Row):
+        # exp(s) / exp(t), as in a softmax that is spelled out.
+        if a.form != "exp" or not b.is_exp or not known.is_row_of(b, a) or op.output.dtype != input.dtype:
+            raise Unknown
+        return replace(a, sum=added((1, a.sum), (-1, b.sum)), factor=a.factor / b.factor)
+    if not isinstance(a, Class | Row):
+        raise Unknown
+    if (found := _with_factor(known, op, a, other)) is not None:
+        return found
+    number = _number(other)
+    if number == 0:
+        raise Unknown
+    return times(a, 1 / number)
+
+
+@rule("neg")
+def _neg(known: "Interpreter", op: Op, input: Class | Row) -> Value:
+    return times(input, Fraction(-1))
+
+
+_Scaled = TypeVar("_Scaled", bound=Class | Row)
+
+
+def times(of: _Scaled, factor: Fraction) -> _Scaled:
+    """It times a number that is not 0: of logits alone, their factor."""
+    if factor == 0:
+        raise Unknown
+    if isinstance(of, Row):
+        return replace(of, factor=of.factor * factor) if of.is_exp else replace(of, sum=added((factor, of.sum)))
+    if of.form == "exp":
+        return replace(of, factor=of.factor * factor)
+    is_u_alone = of.is_shifted_logits and atoms(of.rest) <= {"M", "1"}
+    if not is_u_alone or (factor < 0 and (of.rest or of.logits.softcap is not None)):
+        return replace(of, sum=added((factor, of.sum)))
+    constant = value(of.rest).get("1", 0)
+    name = "scale" if of.logits.softcap is None else "softcap"
+    logits = replace(of.logits, **{name: getattr(of.logits, name) * factor})
+    return replace(of, logits=logits, sum=added((1, of.sum), ((factor - 1) * constant, ONE)))
+
+
+def _number(given: Any) -> Fraction:
+    if isinstance(given, Tensor):
+        if given.needs_grad:
+            raise Unknown("with a tensor that requires a gradient")
+        if not same(given.numel, 1):
+            raise Unknown
+    if not is_number(given):
+        raise Unknown("with a number that is not known when the program is compiled")
+    return Fraction(given)
+
+
+@rule("add", "sub")
+def _add(known: "Interpreter", op: Op, input: Any, other: Any, *, alpha: Any = 1) -> Value:
+    if alpha != 1:
+        raise Unknown
+    sign = 1 if op.name == "add" else -1
+    a, b = known.get(input), known.get(other)
+    if isinstance(a, Row) and isinstance(b, Row):
+        return _sum_of_rows(a, b, sign)
+    if isinstance(a, Class) and isinstance(b, Row):
+        if not known.is_row_of(b, a) or b.is_exp or a.form or b.labels is not None:
+            raise Unknown
+        return replace(a, sum=added((1, a.sum), (sign, b.sum)))
+    if isinstance(a, Class) and isinstance(b, Class):
+        if a.logits == b.logits and a.dim == b.dim and not a.form and not b.form and same_shape(a.shape, b.shape):
+            return replace(a, sum=added((1, a.sum), (sign, b.sum)))
+        if sign == 1:
+            return _sum_of_linears(known, a, b, op)
+        raise Unknown
+    of, bias = (a, other) if isinstance(a, Class) else (b, input)
+    if isinstance(of, Class) and not of.form and is_number(bias) and (sign == 1 or of is a):
+        return replace(of, sum=added((1, of.sum), (sign * Fraction(bias), ONE)))
+    if not isinstance(of, Class) or not isinstance(bias, Tensor) or sign != 1:
+        raise Unknown
+    return _with_bias(of, bias, known.program.changes_before(op, bias))
+
+
+def _sum_of_rows(a: Row, b: Row, sign: int) -> Row:
+    b = _in_terms_of(b, a.logits) or b
+    a = a if a.logits == b.logits else _in_terms_of(a, b.logits) or a
+    labels = [row.labels for row in (a, b) if row.labels is not None]
+    is_one = len(set(labels)) <= 1
+    if a.logits != b.logits or a.is_exp or b.is_exp or not is_one or not same_shape(a.shape, b.shape):
+        raise Unknown
+    first = min(labels, key=lambda each: each.read_at, default=None)
+    return replace(a, sum=added((1, a.sum), (sign, b.sum)), labels=first)
+
+
+def _in_terms_of(row: Row, logits: Logits) -> Row | None:
+    """u_y, a mean or a maximum, of the same logits without their last factor; None where that can't be said."""
+    own = row.logits
+    if own.softcap is not None or replace(own, scale=logits.scale) != logits:
+        return None
+    ratio = own.scale / logits.scale
+    if ratio == 1 or not atoms(row.sum) <= ({"y", "U"} if ratio < 0 else {"y", "U", "M"}):
+        return row if ratio == 1 else None
+    return replace(row, logits=logits, sum=added((ratio, row.sum)))
+
+
+def _with_bias(of: Class, bias: Tensor, changes: int) -> Class:
+    logits = of.logits
+    is_plain = of.is_logits and of.dim == len(of.shape) - 1 and logits.is_linear and len(of.shape) > 1
+    is_row = bias.ndim <= len(of.shape) and same_shape(bias.shape, (*[1] * (bias.ndim - 1), of.columns))
+    if not is_plain or not is_row:
+        raise Unknown
+    if logits.bias is not None or logits.scale != 1:
+        raise Unknown("with a bias after another or after a factor")
+    if logits.group is not None:
+        raise Unknown("with a bias that is not divided among ranks")
+    terms = tuple(
+        replace(term, has_grad=term.has_grad and has_grad(of.sum), changes=term.changes + changes)
+        for term in logits.terms
+    )
+    logits = replace(logits, terms=terms, bias=bias, bias_has_grad=bias.needs_grad)
+    return replace(of, logits=logits, sum=poly(u=1))
+
+
+def _sum_of_linears(known: "Interpreter", a: Class, b: Class, op: Op) -> Class:
+    """Such as x @ W.T + y @ B.T, a head and its low-rank adapter: the terms of both."""
+    both = (a, b)
+    alike = a.dim == b.dim == len(a.shape) - 1 and same_shape(a.shape, b.shape) and a.logits.group == b.logits.group
+    is_plain = all(of.is_logits and of.logits.is_linear and not of.logits.rows for of in both)
+    if not alike or not is_plain or all(of.logits.bias is not None for of in both):
+        raise Unknown
+    scale = a.logits.scale
+    if scale != b.logits.scale:
+        # The factor of a term multiplies its input, which rounds it; that of a bias has no such place.
+        if any(of.logits.bias is not None and of.logits.scale != 1 for of in both):
+            raise Unknown
+        scale = Fraction(1)
+    terms = [
+        replace(term, factor=term.factor * of.logits.scale / scale, has_grad=term.has_grad and has_grad(of.sum))
+        for of in both
+        for term in of.logits.terms
+    ]
+    head = max(terms, key=lambda term: hint(term.features))
+    with_bias = a if b.logits.bias is None else b
+    logits = replace(
+        a.logits,
+        terms=(head, *(term for term in terms if term is not head)),
+        scale=scale,
+        bias=with_bias.logits.bias,
+        bias_has_grad=with_bias.logits.bias_has_grad and has_grad(with_bias.sum),
+    )
+    return replace(a, logits=logits, sum=poly(u=1))
+
+
+@rule("tanh", "sigmoid")
+def _capped(known: "Interpreter", op: Op, input: Class) -> Class:
+    """sigmoid(u) is (1 + tanh(u / 2)) / 2."""
+    logits, shift = input.logits, value(input.rest).get("1", Fraction(0))
+    if not input.is_shifted_logits or not atoms(input.rest) <= {"1"} or logits.softcap is not None:
+        raise Unknown("after their maximum was subtracted" if "M" in atoms(input.sum) else "")
+    if shift and (op.operands[0].dtype != logits.dtype or logits.group is not None):
+        # A region adds it in the linear's dtype, and ranks have parts of the vocabulary.
+        raise Unknown("after a constant was added")
+    if op.name == "tanh":
+        return replace(input, logits=replace(logits, softcap=Fraction(1), shift=shift), sum=input.u)
+    half = Fraction(1, 2)
+    logits = replace(logits, scale=half * logits.scale, shift=half * shift, softcap=half)
+    return replace(input, logits=logits, sum=added((1, input.u), (half, ONE)))
+
+
+@rule("exp")
+def _exp(known: "Interpreter", op: Op, input: Class | Row) -> Value:
+    if isinstance(input, Row) and not input.is_exp:
+        return replace(input, is_exp=True)
+    if not isinstance(input, Class) or not input.is_shifted_logits:
+        raise Unknown
+    return replace(input, form="exp")
+
+
+@rule("log")
+def _log(known: "Interpreter", op: Op, input: Class | Row) -> Value:
+    """Where a probability underflows, the region has the finite log_softmax, and PyTorch minus infinity."""
+    if input.factor != 1:
+        raise Unknown
+    if isinstance(input, Row) and input.is_exp:
+        return replace(input, is_exp=False)
+    if not isinstance(input, Class) or input.form != "exp":
+        raise Unknown
+    return replace(input, form="")
+
+
+@rule("clamp", "clamp_min")
+def _clamp(known: "Interpreter", op: Op, input: Class, min: Any = None, max: Any = None) -> Class:
+    """Only -inf is changed, as by `Categorical.entropy`, lest its product with a probability of 0 be NaN."""
+    if max is not None or not isinstance(min, float) or min != torch.finfo(op.output.dtype).min:
+        raise Unknown
+    return input

@@ -1,0 +1,146 @@
+"""Rows of the same logits that are put together, such as the chunks of a batch or the sequences of packed tokens."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from thunder_flce.matching.algebra import Class, Labels, Row, RowStep, Unknown
+from thunder_flce.matching.program import (
+    COPIES,
+    SPLITS,
+    Op,
+    Tensor,
+    is_plain,
+    same,
+    same_shape,
+    split_indices,
+)
+from thunder_flce.matching.rules.picks import ALL, of_all_dims
+from thunder_flce.matching.rules.registry import rule
+from thunder_flce.matching.rules.shapes import rows_in_shape
+
+if TYPE_CHECKING:
+    from thunder_flce.matching.interpreter import Interpreter
+
+
+@rule("stack", "cat")
+def _join(known: "Interpreter", op: Op, tensors: Sequence[Tensor], dim: int = 0) -> Class | Row:
+    """Rows of the same logits put together, such as the sequences of a batch, or those of the token before each."""
+    found: list[Any] = [known.get(each) for each in tensors]
+    if not all(isinstance(each, Class | Row) for each in found):
+        raise Unknown("with other tensors")
+    are_of_one = len({each.logits.terms[0].input for each in found}) == 1
+    found = found if are_of_one else [_of_whole_input(known, each) for each in found]
+    first, shape = found[0], op.output.shape
+
+    def without_rows(of: Any) -> Any:
+        bare = replace(of, logits=replace(of.logits, rows=()), shape=(), labels=None)
+        return bare, of.labels is None, len(of.shape)
+
+    if any(without_rows(each) != without_rows(first) for each in found):
+        raise Unknown("with other tensors")
+    of_each = [part.logits.rows for part in found]
+    if any(of_each.count(rows) > 1 for rows in of_each):
+        raise Unknown("of the same rows twice")  # A region would compute them twice.
+    terms = (
+        replace(of[0], outputs=tuple(out for term in of for out in term.outputs))
+        for of in zip(*(part.logits.terms for part in found), strict=True)
+    )
+    whole = replace(first.logits, terms=tuple(terms))
+    dim, one = dim % len(shape), (1,) * (op.name == "stack")
+    parts = [replace(part, shape=(*part.shape[:dim], *one, *part.shape[dim:])) for part in found]
+    rows_dim, rows_shape = dim, shape
+    if isinstance(first, Class):
+        classes = first.dim + (bool(one) and dim <= first.dim)
+        if dim == classes:
+            raise Unknown
+        parts = [replace(part, dim=classes) for part in parts]
+        rows_dim, rows_shape = dim - (dim > classes), _without(shape, classes)
+    rows = _all_rows(found, rows_dim)
+    if rows is None or not are_of_one:
+        known.has_joined = True
+        if not known.joins:
+            raise Unknown
+    if rows is None:
+        rows = (RowStep("cat", (rows_dim, *map(rows_in_shape, parts)), rows_shape),)
+    return replace(parts[0], logits=replace(whole, rows=rows), shape=shape, labels=_joined_labels(parts, dim))
+
+
+def _joined_labels(parts: Sequence[Class | Row], dim: int) -> Labels | None:
+    pairs = [(part.labels, part.shape) for part in parts if part.labels is not None]
+    for labels, shape in pairs:
+        # What was joined before must have been so along the same dimension.
+        is_same = all(same_shape(_without(each, dim), _without(shape, dim)) for each in labels.shapes)
+        if labels.wraps != pairs[0][0].wraps or (labels.shapes and not (is_same and labels.dim == dim)):
+            raise Unknown
+    if not pairs:
+        return None
+    return replace(
+        min((labels for labels, _ in pairs), key=lambda each: each.read_at),
+        tensors=tuple(each for labels, _ in pairs for each in labels.tensors),
+        numbers=tuple(each for labels, _ in pairs for each in labels.numbers),
+        shapes=tuple(each for labels, shape in pairs for each in labels.shapes or (shape,)),
+        dim=dim,
+    )
+
+
+def _without(shape: tuple[Any, ...], dim: int) -> tuple[Any, ...]:
+    return (*shape[:dim], *shape[dim + 1 :])
+
+
+def _of_whole_input(known: "Interpreter", of: Class | Row) -> Class | Row:
+    """Logits of some rows of a tensor, such as a chunk, as some of the logits of all its rows."""
+    (term, *others), rows = of.logits.terms, of.logits.rows
+    input = term.input
+    while (before := input.op) is not None and before.operands and before.operands[0].needs_grad == input.needs_grad:
+        source = before.operands[0]
+        if before.name in COPIES:
+            is_exact = input.dtype in (source.dtype, term.dtype) and input.device == source.device
+            if not is_exact or any(map(known.program.may_have_changed, (source, input))):
+                break
+        elif (index := _index_of(input)) and index[-1] == slice(None):
+            rows = (RowStep("index", index[:-1], input.shape[:-1]), *rows)
+        else:
+            break
+        input = source
+    if others or term.hidden_dim != term.input.ndim - 1:
+        return of
+    term = replace(term, input=input, hidden_dim=input.ndim - 1)
+    return replace(of, logits=replace(of.logits, terms=(term,), rows=rows))
+
+
+def _index_of(picked: Tensor) -> tuple[Any, ...] | None:
+    """The index into another tensor that a tensor is, of numbers and slices; None where it is none."""
+    op = picked.op
+    if op is None or op.name not in ("getitem", *SPLITS):
+        return None
+    if op.name in SPLITS:
+        indices = split_indices(op)
+        return indices and indices[op.outs.index(picked)]  # type: ignore[return-value]
+    key = op.args[1] if isinstance(op.args[1], tuple) else (op.args[1],)
+    is_known = is_plain(key) and all(part is not None for part in key)
+    return of_all_dims(key, op.operands[0].ndim) if is_known else None
+
+
+def _all_rows(parts: Sequence[Class | Row], dim: int) -> tuple[RowStep, ...] | None:
+    """What gives the rows that were divided along a dimension into parts; None where the parts are not these."""
+    before = parts[0].logits.rows[:-1]
+    end: Any = 0
+    for number, part in enumerate(parts):
+        *others, own = part.logits.rows or (None,)
+        if own is None or own.kind != "index" or tuple(others) != before or dim >= len(own.argument):
+            return None
+        index, rest = own.argument[dim], (*own.argument[:dim], *own.argument[dim + 1 :])
+        is_number, has_step = type(index) is int, isinstance(index, slice) and index.step not in (None, 1)
+        are_all = all(isinstance(each, slice) and (each.start, each.stop, each.step) in ALL for each in rest)
+        is_next = index == number if is_number else isinstance(index, slice) and same(index.start or 0, end)
+        # What is cut may have been reshaped before, but not since.
+        shape = part.rows_shape if isinstance(part, Class) else part.shape
+        if not are_all or not is_next or has_step or not same_shape(shape, own.shape):
+            return None
+        end = number + 1 if is_number else end + own.shape[dim]
+    whole = replace(parts[0].logits, rows=before)
+    if not same(end, whole.rows_shape[dim]):
+        return None
+    # Before a reshape, others have read the same rows.
+    return before[:-1] if before and before[-1].kind == "reshape" else before

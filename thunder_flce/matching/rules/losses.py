@@ -1,0 +1,64 @@
+"""PyTorch's own losses."""
+
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from thunder_flce.matching.algebra import LOG_PROBABILITY, Class, Labels, Logits, Row, Unknown, added, value, with_u_as
+from thunder_flce.matching.decisions import NotFused, Reason
+from thunder_flce.matching.program import Op, Tensor
+from thunder_flce.matching.rules.picks import text_of
+from thunder_flce.matching.rules.reductions import wrong_dimension
+from thunder_flce.matching.rules.registry import rule
+
+if TYPE_CHECKING:
+    from thunder_flce.matching.interpreter import Interpreter
+
+
+@rule("cross_entropy", "nll_loss")
+def _loss(
+    known: "Interpreter", op: Op, input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None,
+    ignore_index: Any = -100, reduce: Any = None, reduction: Any = "mean", label_smoothing: Any = 0.0,
+) -> Row:  # fmt: skip
+    of = known.get(input)
+    if not isinstance(of, Class):
+        raise known.why_unknown(input)
+    if isinstance(label_smoothing, torch.SymFloat):
+        # AOTAutograd makes Dynamo trace again, with a number, and this graph is dropped.
+        raise Unknown
+    if isinstance(ignore_index, torch.SymInt):
+        ignore_index = int(ignore_index)  # With a guard: another one compiles anew.
+    if size_average is not None or reduce is not None:
+        raise NotFused(Reason.DEPRECATED_ARGUMENT)
+    if target.dtype.is_floating_point or target.ndim == input.ndim:
+        raise NotFused(Reason.CLASS_PROBABILITIES)
+    if of.dim != min(1, input.ndim - 1):
+        raise wrong_dimension(known, of, f"logits of shape {text_of(input.shape)}")
+    if of.form:
+        raise NotFused(Reason.TRANSFORMED_LOGITS, "by softmax" if of.is_probability else "by exp")
+    is_nll = op.name == "nll_loss"
+    if is_nll and value(of.sum) != value(LOG_PROBABILITY):
+        raise NotFused(Reason.NOT_LOG_PROBABILITIES)
+    if not of.is_shifted_logits:
+        raise NotFused(Reason.TRANSFORMED_LOGITS, "by a factor after log_softmax")
+    if weight is not None:
+        _check_class_weights(weight, of.logits)
+    labels = Labels((target,), (known.program.number_at(target, op),), op.position, ignore_index=ignore_index)
+    smoothing = Fraction(label_smoothing)
+    if is_nll:
+        # Its gradient is that of its input, also where a log-sum-exp was detached.
+        of_row = added((-1, with_u_as("y", of.sum)))
+    else:
+        factors = {"L": 1, "y": smoothing - 1, "U": -smoothing}
+        of_row = added(*((factor, with_u_as(name, of.u)) for name, factor in factors.items()))
+    return Row(of.logits, target.shape, of_row, labels=labels, class_weight=weight, reduction=reduction)
+
+
+def _check_class_weights(weight: Tensor, logits: Logits) -> None:
+    if weight.needs_grad:
+        raise NotFused(Reason.CLASS_WEIGHTS, "they require a gradient")
+    if logits.vocab_size is not None:
+        raise NotFused(Reason.CLASS_WEIGHTS, "for a part of the linear's vocabulary")
+    if weight.dtype != logits.dtype and (weight.dtype is not torch.float32 or logits.dtype is torch.float64):
+        raise NotFused(Reason.CLASS_WEIGHTS, str(weight.dtype).removeprefix("torch."))

@@ -1,0 +1,222 @@
+"""What an index picks: rows, the first columns of the vocabulary, or the class of one label of each row."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from thunder_flce.matching.algebra import Argmax, Class, Labels, Row, RowStep, Unknown, Value, poly, with_u_as
+from thunder_flce.matching.program import (
+    SPLITS,
+    Op,
+    Tensor,
+    agree,
+    is_plain,
+    keeps_elements,
+    same,
+    split_indices,
+    tensors_in,
+)
+from thunder_flce.matching.rules.registry import rule
+from thunder_flce.matching.rules.shapes import check_over_classes, in_shape, with_step
+
+if TYPE_CHECKING:
+    from thunder_flce.matching.interpreter import Interpreter
+
+
+@rule("getitem")
+def _getitem(known: "Interpreter", op: Op, input: Class | Row | Argmax, key: Any) -> Value:
+    if not isinstance(input, Class) and keeps_elements(op):
+        return replace(input, shape=op.output.shape)
+    key = key if isinstance(key, tuple) else (key,)
+    if isinstance(input, Argmax):
+        # As if the classes were still there, behind the rows.
+        columns, dots = input.logits.terms[0].columns, () if any(part is Ellipsis for part in key) else (Ellipsis,)
+        of = Class(input.logits, len(input.shape), (*input.shape, columns), poly(u=1))
+        picked = _at_index(of, (*key, *dots, slice(None)), (*op.output.shape, columns))
+        return Argmax(picked.logits, op.output.shape)
+    if isinstance(input, Row):
+        raise Unknown
+    of = input
+    if len(key) == len(of.shape) and isinstance(key[-1], Tensor) and of.dim == len(of.shape) - 1:
+        if key[:-1] and all(type(part) is int for part in key[:-1]):
+            of, key = _pick(of, (*key[:-1], slice(None)), (of.columns,)), key[-1:]
+        return _indexed(known, op, of, key)
+    return _at_index(of, key, op.output.shape) if is_plain(key) else _at_tensors(known, op, of, key)
+
+
+@rule("select")
+def _select(known: "Interpreter", op: Op, input: Class | Row | Argmax, dim: int, index: Any) -> Value:
+    return _getitem(known, op, input, _at(input, dim, index))
+
+
+@rule("narrow")
+def _narrow(known: "Interpreter", op: Op, input: Class, dim: int, start: Any, length: Any) -> Class:
+    size = input.shape[dim]
+    if isinstance(start, Tensor) or (type(start) is int and start < 0 and type(size) is not int):
+        raise Unknown
+    start = start % size if type(start) is int and start < 0 else start
+    return _pick(input, _at(input, dim, slice(start, start + length)), op.output.shape)
+
+
+@rule(*SPLITS)
+def _split(known: "Interpreter", op: Op, input: Class, *args: Any, **kwargs: Any) -> tuple[Class, ...]:
+    indices = split_indices(op)
+    if indices is None:
+        raise Unknown("at indices that are not in order")
+    if any(index[input.dim] != slice(None) for index in indices):
+        raise Unknown("along the vocabulary")
+    return tuple(_pick(input, index, out.shape) for index, out in zip(indices, op.outs, strict=True))
+
+
+@rule("index_select")
+def _index_select(known: "Interpreter", op: Op, input: Class, dim: int, index: Tensor) -> Class:
+    if dim % len(input.shape) == input.dim:
+        raise Unknown
+    return _at_tensors(known, op, input, (*(slice(None),) * (dim % len(input.shape)), index))
+
+
+def _at_tensors(known: "Interpreter", op: Op, of: Class, key: tuple[Any, ...]) -> Class:
+    """The rows that tensors pick, such as the last token of each sequence, or those that a mask has."""
+    tensors, ends = tensors_in(key), key[-1] is Ellipsis or (isinstance(key[-1], slice) and key[-1] == slice(None))
+    # A mask is of as many dimensions as it has.
+    masks = [each for each in tensors if each.dtype in (torch.bool, torch.uint8)]
+    sizes = (each.ndim if each in masks else each is not None for each in key)
+    is_of_rows = ends if any(each is Ellipsis for each in key) else sum(sizes) < len(of.shape) + ends
+    is_known = all(isinstance(each, Tensor) or is_plain((each,)) for each in key) and tensors
+    if not is_of_rows or not is_known or of.dim != len(of.shape) - 1:
+        raise Unknown("with an index that is neither an integer nor a slice")
+    if any(known.hangs_on(each, of.logits) for each in tensors):
+        raise Unknown("at rows that depend on the logits")
+    number_at = known.program.number_at
+    numbers = repr(tree_map_only(Tensor, lambda each: (number_at(each, op), each.shape, each.dtype), key))
+    step = RowStep("take", (numbers,), given=key, read_at=op.position)
+    return replace(of, logits=with_step(of, step, op.output.shape[:-1]), shape=op.output.shape, dim=op.output.ndim - 1)
+
+
+def _at_index(of: Class, key: tuple[Any, ...], new_shape: tuple[Any, ...]) -> Class:
+    """What an index picks, of the shape that comes out."""
+    if not is_plain(key):
+        raise Unknown("with an index that is neither an integer nor a slice")
+    full = of_all_dims(key, len(of.shape))
+    sizes = iter(new_shape)
+    shape = tuple(size for part in full if not isinstance(part, int) for size in [next(sizes)] if part is not None)
+    picked = _pick(of, tuple(part for part in full if part is not None), shape)
+    return picked if None not in full else in_shape(picked, new_shape)
+
+
+def of_all_dims(key: tuple[Any, ...], ndim: int) -> tuple[Any, ...]:
+    """An index with a part for each dimension."""
+    dots = next((at for at, part in enumerate(key) if part is Ellipsis), len(key))
+    head, tail = key[:dots], key[dots + 1 :]
+    given = sum(part is not None for part in (*head, *tail))
+    return (*head, *(slice(None),) * (ndim - given), *tail)
+
+
+def _at(of: Class | Row | Argmax, dim: int, part: Any) -> tuple[Any, ...]:
+    """An index into one dimension."""
+    if isinstance(part, Tensor):
+        raise Unknown
+    key: list[Any] = [slice(None)] * len(of.shape)
+    key[dim % len(of.shape)] = part
+    return tuple(key)
+
+
+def _pick(of: Class, key: tuple[Any, ...], shape: tuple[Any, ...]) -> Class:
+    """The rows, and the first columns, that numbers and slices pick, one for each dimension."""
+    columns, logits = key[of.dim], of.logits
+    if not isinstance(columns, slice) or columns.step not in (None, 1) or columns.start not in (None, 0):
+        raise Unknown("along the vocabulary")
+    dim = of.dim - sum(not isinstance(part, slice) for part in key[: of.dim])
+    if columns.stop is not None and not same(shape[dim], of.columns):
+        # To ask adds the guard that there are so many columns in every call.
+        is_part = type(columns.stop) is int and columns.stop > 0 and bool(columns.stop <= of.columns)
+        kept = columns.stop if is_part else shape[dim]
+        if type(kept) is not int or not of.is_shifted_logits or of.rest or not kept:
+            raise Unknown
+        logits = replace(logits, vocab_size=kept)
+        shape = (*shape[:dim], kept, *shape[dim + 1 :])
+    rows = (*key[: of.dim], *key[of.dim + 1 :])
+    if not all(isinstance(part, slice) and (part.start, part.stop, part.step) in ALL for part in rows):
+        step = RowStep("index", tuple(rows))
+        logits = with_step(replace(of, logits=logits), step, (*shape[:dim], *shape[dim + 1 :]))
+        return replace(of, logits=logits, dim=dim, shape=shape)
+    return replace(of, logits=logits, shape=shape)
+
+
+ALL = ((None, None, None), (0, None, None), (None, None, 1), (0, None, 1))
+
+
+@rule("gather")
+def _gather(known: "Interpreter", op: Op, input: Class, dim: int, index: Tensor, **kwargs: Any) -> Row:
+    check_over_classes(input, dim)
+    is_one = index.ndim == len(input.shape) and same(index.shape[input.dim], 1)
+    sizes = [size for at, size in enumerate(index.shape) if at != input.dim]
+    if not is_one or not all(map(agree, sizes, input.rows_shape)):
+        raise Unknown(f"labels of shape {text_of(index.shape)} for logits of shape {text_of(input.shape)}")
+    return _at_labels(known, op, input, index)
+
+
+@rule("take_along_dim")
+def _take_along_dim(known: "Interpreter", op: Op, input: Class, indices: Tensor, dim: int | None = None) -> Row:
+    if dim is None:
+        raise Unknown
+    return _gather(known, op, input, dim, indices)
+
+
+def _indexed(known: "Interpreter", op: Op, of: Class, key: tuple[Any, ...]) -> Row:
+    """Logits [arange(N), labels] or [arange(B)[:, None], arange(T), labels]."""
+    *rows, labels = key
+    shape, rows_shape = op.output.shape, of.rows_shape
+    is_of_rows = len(shape) == len(rows_shape) and all(map(agree, shape, rows_shape))
+    if labels.dtype in (torch.bool, torch.uint8) or not is_of_rows:
+        raise Unknown("rows picked by an index")
+    if not all(known.is_every_index(part, dim, of.rows_shape) for dim, part in enumerate(rows)):
+        raise Unknown("rows picked by an index")
+    if not all(map(agree, labels.shape, of.rows_shape[len(of.rows_shape) - labels.ndim :])) or labels.ndim < len(rows):
+        raise Unknown(f"labels of shape {text_of(labels.shape)} for logits of shape {text_of(of.shape)}")
+    return _at_labels(known, op, of, labels, wraps=True)
+
+
+def _at_labels(known: "Interpreter", op: Op, of: Class, index: Tensor, *, wraps: bool = False) -> Row:
+    """What is known of each class at one label of each row."""
+    index = known.labels_of(index)
+    if of.form == "p":
+        raise Unknown
+    if known.hangs_on(index, of.logits):
+        # Such as a gate's experts, or a sampled token.
+        raise Unknown("at a choice that depends on the logits")
+    number = known.program.number_at(index, op)
+    labels = Labels((index,), (number,), op.position, wraps, fills=_fills(known, index))
+    of_label = with_u_as("y", of.sum)
+    return Row(of.logits, op.output.shape, of_label, is_exp=of.form == "exp", factor=of.factor, labels=labels)
+
+
+def _fills(known: "Interpreter", index: Tensor) -> tuple[tuple[int, int], int | None] | None:
+    """`Labels.fills`, as of `labels.clamp(min=0)` or `where(labels != -100, labels, 0)`."""
+    op = known.program.origin(index)
+    if op is None or op.name not in ("clamp", "clamp_min", "masked_fill", "where"):
+        return None
+    args, number_at = [*op.args, *op.kwargs.values()], known.program.number_at
+    if op.writes or len(args) < 2 or "max" in op.kwargs:
+        return None
+    if len(args) == 2:
+        return (number_at(op.operands[0], op), None) if args[1] == 0 else None
+    labels, mask, filled = args if op.name == "masked_fill" else (args[1], args[0], args[2])
+    is_first = op.name == "where" and isinstance(labels, Tensor)
+    if not isinstance(labels, Tensor):
+        labels, filled = filled, labels
+    compares = mask.op if isinstance(mask, Tensor) else None
+    if compares is None or compares.name != ("ne" if is_first else "eq") or type(filled) is not int or filled:
+        return None
+    compared, label = compares.args
+    number = number_at(labels, op)
+    is_same = type(label) is int and number_at(compared, compares) == number
+    return (number, label) if is_same else None
+
+
+def text_of(shape: Sequence[Any]) -> str:
+    """A shape as users read it."""
+    return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"

@@ -1,0 +1,145 @@
+"""From logits to log-probabilities, and to one number of each row."""
+
+from dataclasses import replace
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+from thunder_flce.matching.algebra import (
+    Argmax,
+    Class,
+    Row,
+    Unknown,
+    Value,
+    added,
+    has_grad,
+    poly,
+    with_u_as,
+    without_grad,
+)
+from thunder_flce.matching.decisions import NotFused, Reason
+from thunder_flce.matching.program import Op, Tensor, has_elements
+from thunder_flce.matching.rules.arithmetic import times, weighted
+from thunder_flce.matching.rules.registry import rule
+from thunder_flce.matching.rules.shapes import check_over_classes, copied
+
+if TYPE_CHECKING:
+    from thunder_flce.matching.interpreter import Interpreter
+
+
+@rule("log_softmax")
+def _log_softmax(
+    known: "Interpreter", op: Op, input: Class, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None
+) -> Class:
+    dim = int(len(input.shape) not in (0, 1, 3)) if dim is None else dim
+    if dim % len(input.shape) != input.dim:
+        raise wrong_dimension(known, input, f"{op.name} over dimension {dim}")
+    copied(known, op, input)
+    if not input.is_shifted_logits:
+        raise Unknown(f"after {'softmax' if input.form else 'a factor'}")
+    return replace(input, sum=added((1, input.u), (-1, with_u_as("L", input.u))))
+
+
+@rule("softmax")
+def _softmax(known: "Interpreter", op: Op, input: Class, dim: int | None = None, *args: Any, **kwargs: Any) -> Class:
+    return replace(_log_softmax(known, op, input, dim), form="exp")
+
+
+def wrong_dimension(known: "Interpreter", of: Class, detail: str) -> Exception:
+    """Why a loss is not over the classes; a contrastive loss compares all pairs both ways."""
+    return Unknown() if known.is_similarity(of.logits) else NotFused(Reason.CLASS_DIMENSION, detail)
+
+
+@rule("logsumexp")
+def _logsumexp(known: "Interpreter", op: Op, input: Class, dim: Any, keepdim: bool = False) -> Row:
+    check_over_classes(input, dim)
+    if not input.is_shifted_logits:
+        raise Unknown
+    return Row(input.logits, op.output.shape, with_u_as("L", input.sum))
+
+
+@rule("sum")
+def _sum(
+    known: "Interpreter", op: Op, input: Class, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Row:
+    copied(known, op, input)
+    if dim is None and len(input.shape) > 1 and not keepdim and (found := summed(input, input.rows_shape)).is_whole:
+        return replace(found, reduction="sum")
+    check_over_classes(input, dim)
+    return summed(input, op.output.shape)
+
+
+@rule("mean")
+def _mean(
+    known: "Interpreter", op: Op, input: Class, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Row:
+    found = times(_sum(known, op, input, dim, keepdim), 1 / Fraction(_columns(input)))
+    if found.reduction == "none":
+        return found
+    if not has_elements(op.operands[0]):
+        raise Unknown("of no tokens, or of as many as values say")
+    return replace(found, reduction="mean")
+
+
+def _columns(of: Class) -> int:
+    # A symbol would have to become a number, and the program would be compiled for each.
+    if type(of.columns) is not int:
+        raise Unknown("over a number of classes that is not known when the program is compiled")
+    return of.columns
+
+
+def summed(of: Class, shape: tuple[Any, ...]) -> Row:
+    """Σ exp(u + r), Σ p (a u + r), or Σ (a u + r); or the only summand that is not 0."""
+    if of.labels is not None:
+        of_label = with_u_as("y", of.sum)
+        return Row(of.logits, shape, of_label, is_exp=of.form == "exp", factor=of.factor, labels=of.labels)
+    if not of.form:
+        return Row(of.logits, shape, added((_columns(of), with_u_as("U", of.sum))))
+    if of.form == "exp" and of.of_u == 1:
+        return Row(of.logits, shape, with_u_as("L", of.sum), is_exp=True, factor=of.factor)
+    if of.form != "p":
+        raise Unknown
+    # Σ p u = E. Without p's gradient, that of Σ p u is p, which is L's; without u's, it is what is left of E's.
+    expected = poly(E=1) if of.p_has_grad else without_grad(poly(E=1))
+    own, log_sum = of.of_u * (has_grad(of.u) - of.p_has_grad), poly(L=1)
+    of_row = added((1, of.rest), (of.of_u, expected), (own, log_sum), (-own, without_grad(log_sum)))
+    return Row(of.logits, shape, of_row)
+
+
+@rule("entr")
+def _entr(known: "Interpreter", op: Op, input: Class) -> Class:
+    return times(_xlogy(known, op, input, input), Fraction(-1))
+
+
+@rule("xlogy")
+def _xlogy(known: "Interpreter", op: Op, input: Class, other: Class) -> Class:
+    if other.form != "exp" or other.factor != 1:
+        raise Unknown
+    return weighted(input, replace(other, form=""))
+
+
+@rule("amax")
+def _amax(known: "Interpreter", op: Op, input: Class, dim: Any = (), keepdim: bool = False) -> Row:
+    check_over_classes(input, dim)
+    if input.form == "p" or input.of_u <= 0 or input.factor <= 0:
+        raise Unknown
+    maximum = with_u_as("M", input.sum)
+    return Row(input.logits, op.outs[0].shape, maximum, is_exp=input.form == "exp", factor=input.factor)
+
+
+@rule("max")
+def _max(known: "Interpreter", op: Op, input: Class, dim: Any = None, keepdim: bool = False) -> tuple[Value, ...]:
+    if dim is None or isinstance(dim, Tensor):
+        raise Unknown
+    values, indices = op.output
+    found = _argmax(known, op, input, dim), _amax(known, op, input, dim)
+    return replace(found[1], shape=values.shape), replace(found[0], shape=indices.shape)
+
+
+@rule("argmax")
+def _argmax(known: "Interpreter", op: Op, input: Class, dim: Any = None, keepdim: bool = False) -> Argmax:
+    check_over_classes(input, dim)
+    # Several exponentials may be infinite.
+    if input.form == "p" or (input.form == "exp" and not input.detached().is_probability) or not input.of_u:
+        raise Unknown
+    order = input.logits.in_order
+    return Argmax(order if input.of_u > 0 else replace(order, scale=-order.scale), op.outs[-1].shape)

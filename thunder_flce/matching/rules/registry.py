@@ -1,0 +1,16 @@
+"""The rules by the operations' names."""
+
+from collections.abc import Callable
+from typing import Any
+
+RULES: dict[str, Callable[..., Any]] = {}
+
+
+def rule(*names: str) -> Callable[[Callable], Callable]:
+    """Registers a rule for operations of some names."""
+
+    def registered(function: Callable) -> Callable:
+        RULES.update(dict.fromkeys(names, function))
+        return function
+
+    return registered

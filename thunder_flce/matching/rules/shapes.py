@@ -1,0 +1,90 @@
+"""What keeps all elements: copies, reshapes and permutations, along which the classes stay a dimension of their own."""
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from thunder_flce.matching.algebra import Argmax, Class, Logits, Row, RowStep, Unknown, Value
+from thunder_flce.matching.program import COPIES, PERMUTATIONS, RESHAPES, Op, order_of, same, same_shape
+from thunder_flce.matching.rules.registry import rule
+
+if TYPE_CHECKING:
+    from thunder_flce.matching.interpreter import Interpreter
+
+
+@rule(*COPIES, "detach")
+def copied(known: "Interpreter", op: Op, input: Value, *args: Any, **kwargs: Any) -> Value:
+    """The same numbers, in no narrower dtype where they are of all classes."""
+    tensor, after = op.operands[0], op.output.dtype
+    # Others would round the logits once more, or need a wider loss.
+    is_exact = tensor.dtype == after or (tensor.dtype.itemsize < 4 and after is torch.float32)
+    is_number = after.is_floating_point and (is_exact or not isinstance(input, Class))
+    if not is_number or op.output.device != tensor.device:
+        raise Unknown
+    return input
+
+
+def check_over_classes(of: Class, dims: Any) -> None:
+    """Raises unless the dimensions are the one of the classes."""
+    if dims is None and len(of.shape) == 1:
+        return
+    dims = dims if isinstance(dims, list | tuple) else (dims,)
+    if not all(type(dim) is int for dim in dims) or [dim % len(of.shape) for dim in dims] != [of.dim]:
+        raise Unknown("over other dimensions than the classes")
+
+
+@rule(*RESHAPES, "expand", "expand_as", "broadcast_in_dim", "atleast_1d")
+def _reshape(known: "Interpreter", op: Op, input: Class | Row | Argmax, *args: Any, **kwargs: Any) -> Value:
+    """Any operation that keeps the elements' order and the classes as a dimension of their own."""
+    shape = op.output.shape
+    if not same(math.prod(shape), op.operands[0].numel):
+        raise Unknown
+    return in_shape(input, shape) if isinstance(input, Class) else replace(input, shape=shape)
+
+
+def in_shape(of: Class, shape: tuple[Any, ...]) -> Class:
+    """The same elements in another shape, in which the classes still are a dimension."""
+    rows_before = math.prod(of.shape[: of.dim])
+    for dim in reversed(range(len(shape))):
+        if same(shape[dim], of.columns) and same(math.prod(shape[:dim]), rows_before):
+            return replace(of, dim=dim, shape=shape)
+    raise Unknown
+
+
+@rule(*PERMUTATIONS)
+def _permute(known: "Interpreter", op: Op, input: Class, *args: Any, **kwargs: Any) -> Class:
+    order, shape = order_of(op), op.output.shape
+    rows, dim = tuple(d - (d > input.dim) for d in order if d != input.dim), order.index(input.dim)
+    logits = input.logits
+    if rows != tuple(range(len(rows))):
+        logits = with_step(input, RowStep("permute", rows), (*shape[:dim], *shape[dim + 1 :]))
+    return replace(input, logits=logits, dim=dim, shape=shape)
+
+
+def with_step(of: Class, step: RowStep, rows_shape: tuple[Any, ...]) -> Logits:
+    """The logits after one more operation on the rows, which come in the shape of `of`."""
+    return replace(of.logits, rows=(*rows_in_shape(of), replace(step, shape=rows_shape)))
+
+
+def rows_in_shape(of: Class | Row) -> tuple[RowStep, ...]:
+    """The operations that give the rows in the shape of `of`."""
+    rows, shape = of.logits.rows, of.rows_shape if isinstance(of, Class) else of.shape
+    return rows if same_shape(of.logits.rows_shape, shape) else (*rows, RowStep("reshape", shape, shape))
+
+
+@rule("broadcast_tensors")
+def _broadcast_tensors(known: "Interpreter", op: Op, *tensors: Any) -> tuple[Class | None, ...]:
+    """Logits beside labels that are given their shape, as in `Categorical.log_prob`: the logits stay as they are."""
+    operands = op.operands
+    found: list[Class | None] = []
+    for operand, out in zip(operands, op.output, strict=True):
+        of = known.get(operand)
+        if of is not None and not (isinstance(of, Class) and same_shape(out.shape, operand.shape)):
+            raise Unknown
+        found.append(of if isinstance(of, Class) else None)
+        if of is None:
+            # Who reads the whole of it, and not only its first column, needs the logits' shape, which all know.
+            known.broadcast[out] = operand
+    return tuple(found)
