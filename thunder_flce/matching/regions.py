@@ -450,10 +450,10 @@ def _is_view(op: Op) -> bool:
 def _loosen(region: Region, problem: NotFused, regions: list[Region]) -> None:
     """Has the program compute the sum itself, or refuses what is left of a region."""
     if region.total is not None or len(region.parts) > 1:
-        is_written = problem.reason is Reason.OPERAND_MODIFIED
-        is_size = problem.detail.endswith("depends on values")
-        why = "a tensor is changed in place" if is_written else "its weights depend on what needs its results"
-        why = f"its results are used {problem.detail}" if is_size else why
+        why = "a tensor is changed in place"
+        if problem.reason is Reason.LOGITS_USED:
+            is_by = problem.detail.startswith("by ")
+            why = f"its results are used {problem.detail}" if is_by else "its weights depend on what needs its results"
         _wait(region, why, regions)
         return
     for part in region.parts:
