@@ -297,7 +297,7 @@ def test_warnings_name_the_cure_once():
     assert len(texts(65536, 70000, memory_budget=700 * MB)) == 1
     assert not texts(65536, memory_budget=600 * MB, accumulate="parameter")
     (text,) = texts(65536, 70000, memory_budget=600 * MB, accumulate="float32")
-    assert text.startswith("memory_budget is 600 MB, but 65536 tokens take 2101 MB")
+    assert text.startswith("memory_budget is 600 MB, but up to 65536 tokens take 2101 MB")
     assert 'accumulate="parameter" takes less' in text
     assert len(texts(8192, 8000, memory_budget=60 * MB)) == 1
 

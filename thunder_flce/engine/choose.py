@@ -325,8 +325,8 @@ class _Choice:
         if self.limit is not None and (needed := self._bytes(plan)) > 1.01 * self.limit:
             cure = '; accumulate="parameter" takes less, with a larger error of dW' if plan.float32_accumulator else ""
             self._warn(
-                f"memory_budget is {self.limit / 1e6:.0f} MB, but {self.tokens} tokens take {needed / 1e6:.0f} MB: "
-                f"{plan.describe()}{cure}"
+                f"memory_budget is {self.limit / 1e6:.0f} MB, but up to {self.tokens} tokens take "
+                f"{needed / 1e6:.0f} MB: {plan.describe()}{cure}"
             )
         return plan
 
