@@ -168,7 +168,7 @@ def _problem(part: Part, known: Interpreter) -> NotFused | None:
     for name in (user.name for user in writers if user.name in {"detach", *RESHAPES, *PERMUTATIONS}):
         # Dynamo says of them what they are afterwards: without a gradient, or in another shape.
         return NotFused(Reason.OPERAND_MODIFIED, f"by {name}_")
-    dtypes = {logits.dtype, *(term.weight.dtype for term in logits.terms), *(term.dtype for term in logits.terms)}
+    dtypes = {dtype for term in logits.terms for dtype in (term.dtype, term.weight.dtype)}
     dtypes |= set() if logits.bias is None else {logits.bias.dtype}
     if len(dtypes) > 1 or not all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in dtypes):
         names = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
