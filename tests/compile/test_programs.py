@@ -1773,6 +1773,22 @@ def test_a_head_that_waits_is_one_region():
     assert sorted(each.plan.strategy for each in found) == ["gradients_in_forward", "recompute_logits"]
 
 
+def test_chunks_of_one_loss_are_one_region():
+    """As torchtune has it: what a token of any chunk takes is counted once."""
+
+    @with_arguments
+    def program(h, w, y, a):
+        of_chunks = zip(*(each.flatten(0, 1).chunk(12) for each in (h, y[..., None], a[..., None])), strict=True)
+        total = 0
+        for rows, labels, old in of_chunks:
+            x = log_probs(rows, w, labels[:, 0])
+            penalty = (old[:, 0] - x).exp() - (old[:, 0] - x) - 1
+            total = total + (clipped(x, old[:, 0]) + 0.1 * penalty).sum()
+        return total / a.numel()
+
+    assert len(check(program, IN_FORWARD, by_dynamo(program), (6, 9))) == 2  # One for each length.
+
+
 def test_a_metric_of_other_rows_has_no_gradient():
     """Nobody needs it: it is detached last."""
 

@@ -104,16 +104,13 @@ class Op:
     inside: Any = None
     """The checkpoint of the graph that it is in, which is not opened yet."""
     position: int = 0
+    outs: list[Tensor] = field(init=False)
+    """The tensors that it returns"""
+    operands: list[Tensor] = field(init=False)
+    """The tensors among its arguments"""
 
-    @property
-    def outs(self) -> list[Tensor]:
-        """The tensors that it returns."""
-        return tensors_in(self.output)
-
-    @property
-    def operands(self) -> list[Tensor]:
-        """The tensors among its arguments."""
-        return tensors_in((self.args, self.kwargs))
+    def __post_init__(self) -> None:
+        self.outs, self.operands = tensors_in(self.output), tensors_in((self.args, self.kwargs))
 
     @property
     def leaves_gradient(self) -> bool:

@@ -316,7 +316,8 @@ class _Search:
         live(self._program.ops, needed, given={place, *self._sources}, dropped=self._writes)
         kept = needed.intersection(self._sources) - {place}
         total = TokenSum(place, summands, order, self._parts, kept, self._writes, list(others or ()))
-        operations = sum(each.text.count(" = ") for part in self._parts for each, *_ in total.of_part(part))
+        # Parts whose losses differ are no one sum: those of one are what the region runs for all.
+        operations = max(sum(each.text.count(" = ") for each, *_ in total.of_part(part)) for part in self._parts)
         if operations > MOST_OPERATIONS and total.as_losses is None:
             taken = f"{operations} operations on tokens, and {MOST_OPERATIONS} are the most"
             raise NotASum(f"the loss and its derivatives take {taken}")
