@@ -244,7 +244,7 @@ PROGRAMS = {
         ).mean(),
     ),
     "logged beside its neighbours": (
-        "something else needs numbers of its rows",
+        "losses of different kinds",
         lambda z, y: (-(x := 0.8 * of_labels(z, y) + of_labels(z, y.roll(1, 1)) / 5).mean(), x.detach()),
     ),
     "a factor that is trained": (
@@ -866,6 +866,16 @@ def sequences_that_overlap(x, a, m):
     in_order = sum((x[at] * a[at]).exp().sum() for at in range(len(x)))
     shuffled = sum((x[at] + a[-at]).sigmoid().sum() + (x[at] - a[0]).tanh().sum() for at in range(len(x)))
     return overlapping + in_order + shuffled + sum((x[at] + a[at]).sigmoid().sum() for at in range(len(x))[::-1])
+
+
+@expect(IN_FORWARD)
+def chunks_in_other_orders(h, w, y, a, m):
+    """Of the same operations, in turn."""
+    first, second = (of_labels(F.linear(h[at], w), y[at]) for at in (slice(2), slice(2, None)))
+    exponentials, sines = [(first * a[:2]).exp()], [(first * m[:2]).sin()]
+    sines.append((second * m[2:]).sin())
+    exponentials.append((second * a[2:]).exp())
+    return sum(each.sum() for pair in zip(exponentials, sines, strict=True) for each in pair)
 
 
 @expect("operations on tokens, and 250 are the most")
@@ -1773,19 +1783,40 @@ def test_a_head_that_waits_is_one_region():
     assert sorted(each.plan.strategy for each in found) == ["gradients_in_forward", "recompute_logits"]
 
 
-def test_chunks_of_one_loss_are_one_region():
-    """As torchtune has it: what a token of any chunk takes is counted once."""
+def _in_chunks(h, w, y, a):
+    """As torchtune has it: a loss for each chunk, whose operations count once."""
+    total = 0
+    for logits, labels, old in zip(_heads(h, w, 12), y.flatten().chunk(12), a.flatten().chunk(12), strict=True):
+        x = of_labels(logits, labels)
+        total = total + (clipped(x, old) + 0.1 * ((old - x).exp() - (old - x) - 1)).sum()
+    return total / a.numel()
 
-    @with_arguments
-    def program(h, w, y, a):
-        of_chunks = zip(*(each.flatten(0, 1).chunk(12) for each in (h, y[..., None], a[..., None])), strict=True)
-        total = 0
-        for rows, labels, old in of_chunks:
-            x = log_probs(rows, w, labels[:, 0])
-            penalty = (old[:, 0] - x).exp() - (old[:, 0] - x) - 1
-            total = total + (clipped(x, old[:, 0]) + 0.1 * penalty).sum()
-        return total / a.numel()
 
+def _in_chunks_with_metrics(h, w, y, a):
+    total, right, clips, uncertain, logged = 0, 0, 0, 0, []
+    for logits, labels, old in zip(_heads(h, w, 3), y.flatten().chunk(3), a.flatten().chunk(3), strict=True):
+        x = of_labels(logits, labels)
+        total = total + clipped(x, old).sum()
+        right, clips = right + (logits.argmax(-1) == labels).sum(), clips + ((x.detach() - old).exp() > 1.2).sum()
+        uncertain = uncertain + entropies_of(logits).detach().sum()
+        logged.append(x.detach())
+    return total / a.numel(), right, clips, uncertain, torch.cat(logged)
+
+
+def _in_chunks_with_losses(h, w, y):
+    ignored = y.flatten().where(torch.arange(y.numel()) % 5 > 1, 7).chunk(3)
+    parts = zip(_heads(h, w, 3), ignored, strict=True)
+    each = [F.cross_entropy(logits, labels, ignore_index=7, reduction="sum") for logits, labels in parts]
+    return sum(each) / y.numel(), torch.stack(each).detach()
+
+
+def _heads(h, w, chunks):
+    return [F.linear(rows, w) for rows in h.flatten(0, 1).chunk(chunks)]
+
+
+@pytest.mark.parametrize("program", [_in_chunks, _in_chunks_with_metrics, _in_chunks_with_losses])
+def test_chunks_of_one_loss_are_one_region(program):
+    program = with_arguments(program)
     assert len(check(program, IN_FORWARD, by_dynamo(program), (6, 9))) == 2  # One for each length.
 
 

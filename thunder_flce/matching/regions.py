@@ -22,6 +22,7 @@ from thunder_flce.matching.program import (
     Program,
     Tensor,
     gives_a_size,
+    hint,
     keeps_elements,
     live,
     may_share,
@@ -102,13 +103,20 @@ def match(program: Program, options: Options) -> tuple[Interpreter, list[Region]
     """What is known of a program, its regions, in order, and why other losses are none."""
     known = Interpreter(program)
     found = _regions_of(known, options)
-    if known.has_joined and found[1]:
-        # Such as for an argmax of one of the parts that were joined.
+    if known.has_joined:
+        # Such as for an argmax of one of the parts that were joined, or for a loss of each.
         apart = Interpreter(program, joins=False)
         others = _regions_of(apart, options)
-        if others[0] and len(others[1]) < len(found[1]):
+        costs = [(len(refused), sum(map(_matmul_rows, regions))) for regions, refused in (others, found)]
+        if others[0] and costs[0] < costs[1]:
             return apart, *others
     return known, *found
+
+
+def _matmul_rows(region: Region) -> int:
+    """The rows of all of its matmuls: the logits, again where gradients wait, dX and dW."""
+    matmuls = 3 + bool(region.note) if region.has_grad else 1
+    return matmuls * sum(hint(part.count) for part in region.parts)
 
 
 def _regions_of(known: Interpreter, options: Options) -> tuple[list[Region], list[Decision]]:
@@ -310,28 +318,19 @@ def _with_sum(parts: list[Part], known: Interpreter, options: Options) -> Region
 
 def _check_sum(parts: Sequence[Part], total: TokenSum, options: Options) -> None:
     """Raises for a sum that no region computes."""
-    is_plain = total.as_losses is not None
     # Of a plain loss alone, the upstream gradient has a known scale. With other results it is written as a token loss.
-    is_alone = not parts[0].argmaxes and not total.kept
-    is_plain_alone = is_plain and is_alone and Region([*parts]).loss is not None
-    if parts[0].logits.dtype is torch.float16 and options.expected_gradient is None and not is_plain_alone:
-        raise NotASum(_IN_FLOAT16)
+    is_plain = total.as_losses is not None and not total.kept and not any(part.argmaxes for part in parts)
+    if parts[0].logits.dtype is torch.float16 and options.expected_gradient is None:
+        if not is_plain or Region([*parts]).loss is None:
+            raise NotASum(_IN_FLOAT16)
     if parts[0].class_weight is not None:
         is_mean = any(each.row.reduction == "mean" for part in parts for each in part.rows)
-        if not is_plain or not is_alone or is_mean:
+        if not is_plain or is_mean:
             raise NotASum("the losses have class weights")
-    if len(parts) > 1:
-        texts = [
-            [
-                (each.text, bool(each.picks), [given.ignored for given in each.inputs])
-                for each, *_ in total.of_part(part)
-            ]
-            for part in parts
-        ]
-        if not is_plain and any(each != texts[0] for each in texts):
+    if len(parts) > 1 and not is_plain:
+        first, *others = map(total.loss_of, parts)
+        if any(each != first for each in others):
             raise NotASum("the parts of its head have losses of different kinds")
-        if total.kept or any(part.argmaxes for part in parts):
-            raise NotASum("something else needs numbers of its rows")
 
 
 # Order.

@@ -14,6 +14,7 @@ writes the graph asks autograd for.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import reduce
 from itertools import pairwise
 from typing import Any
 
@@ -133,6 +134,15 @@ class TokenSum:
             else:
                 found.append([summand])
         return found
+
+    def loss_of(self, part: Part) -> tuple[Any, ...]:
+        """What tells the loss of a token of one part from that of another, but for tensors and weights."""
+        groups, recorder, inputs = self.of_part(part), part.recorder.copy(), [*part.inputs.values()]
+        # Of all groups together, since their operations may have been written in another order.
+        total = reduce(lambda a, b: recorder.write("add", (a, b), {}), [each.handle for each, *_ in groups])
+        text, read = numbered(recorder.finish(total))
+        given = [(inputs[number].dtype, inputs[number].ignored) for number in read]
+        return text, given, [bool(each.picks) for each, *_ in groups]
 
     def counts_ignored(self, part: Part) -> bool:
         """Whether a row of a label that is ignored, whose loss is 0, may add something to the sum."""

@@ -285,7 +285,7 @@ class _Writing:
             return settings
         token_losses = map(self._token_loss, region.parts, weights)
         texts, inputs, token_weights = zip(*token_losses, strict=True)
-        settings["token_loss"] = texts[0]
+        (settings["token_loss"],) = set(texts)
         arguments["token_inputs"] = tuple(map(self._of_all_parts, zip(*inputs, strict=True)))
         if token_weights[0] is not None:
             arguments["token_weights"] = self._of_all_parts(token_weights)
@@ -491,10 +491,11 @@ class _Writing:
 
     def _of_one_part(self, found: dict[str, Tensor], part: Part, start: Any) -> tuple[dict[str, Tensor], Any]:
         """What the region gives of one part's rows, from a number on; and the number of the first that follows."""
-        if not self._is_joined or self._region.total is not None:
+        if not self._is_joined:
             return found, start
-        end = start + part.count
-        return {name: self._call(operator.getitem, each, (slice(start, end),)) for name, each in found.items()}, end
+        own = slice(start, start + part.count)
+        of_part = {name: self._call(operator.getitem, each, (own,)) for name, each in found.items() if each.ndim}
+        return of_part, own.stop
 
     def _of_result(self, result: Result, found: dict[str, Tensor], part: Part) -> Tensor:
         """A result, from what the region returns."""
