@@ -1810,14 +1810,41 @@ def _in_chunks_with_losses(h, w, y):
     return sum(each) / y.numel(), torch.stack(each).detach()
 
 
+def _in_chunks_of_a_weight_made_anew(h, w, y):
+    """As by modules whose forward makes it: of unit length, or with a low-rank adapter."""
+    total = 0
+    for rows, labels in zip(h.flatten(0, 1).chunk(3), y.flatten().chunk(3), strict=True):
+        weight = F.normalize(w.detach() + w[:, :2] @ w[:2] / 4, dim=-1)
+        total = total + F.cross_entropy(
+            F.linear(rows, torch._weight_norm(weight, w[:, :1], 0)), labels, reduction="sum"
+        )
+    return total
+
+
 def _heads(h, w, chunks):
     return [F.linear(rows, w) for rows in h.flatten(0, 1).chunk(chunks)]
 
 
-@pytest.mark.parametrize("program", [_in_chunks, _in_chunks_with_metrics, _in_chunks_with_losses])
+@pytest.mark.parametrize("program", [
+    _in_chunks, _in_chunks_with_metrics, _in_chunks_with_losses, _in_chunks_of_a_weight_made_anew,
+])  # fmt: skip
 def test_chunks_of_one_loss_are_one_region(program):
     program = with_arguments(program)
     assert len(check(program, IN_FORWARD, by_dynamo(program), (6, 9))) == 2  # One for each length.
+
+
+@pytest.mark.parametrize("chunks, strategies", [(12, ["recompute_logits"]), (2, ["gradients_in_forward"] * 2)])
+def test_gradients_of_a_head_for_each_of_many_losses_wait(chunks, strategies):
+    """More memory than the logits they would take, one beside the other."""
+
+    @with_arguments
+    def program(h, w, y):
+        parts = zip(_heads(h, w, chunks), y.flatten().chunk(chunks), strict=True)
+        of_each = [(F.cross_entropy(z, labels), (z.argmax(-1) == labels).sum()) for z, labels in parts]
+        return sum(loss**2 for loss, _ in of_each), torch.stack([right for _, right in of_each])
+
+    found = check(program, FUSED, by_dynamo(program), (6,))
+    assert [each.plan.strategy for each in found] == strategies
 
 
 def test_a_metric_of_other_rows_has_no_gradient():

@@ -33,7 +33,7 @@ _OF_TORCH = ("torch", "_operator", "builtins", "aten", "prims", "")
 """Where the operations are that have PyTorch's names"""
 _FILLED = ("zeros", "ones", "empty", "full")
 _LIKE_OTHERS = {"expand_as": "expand", "view_as": "view", "reshape_as": "reshape", "type_as": "to", "to": "to"}
-_RANDOM = re.compile(r"(alpha_|feature_)*dropout\d?d?|rand|randn|randint|randperm|bernoulli|multinomial|normal|rrelu")
+_RANDOM = re.compile(r"(alpha_|feature_)*dropout|rand|bernoulli|multinomial|normal(?!ize)|rrelu")
 
 
 def name_of(node: Node) -> str:

@@ -357,7 +357,8 @@ PERMUTATIONS = {"permute", "transpose", "movedim", "t", "swapaxes", "swapdims", 
 SPLITS = ("split", "chunk", "tensor_split", "unbind")
 _THE_SAME_AGAIN = {
     *COPIES, *RESHAPES, *PERMUTATIONS, "add", "sub", "mul", "div", "neg", "exp", "sum", "mean", "getitem",
-    "select", "expand", "clamp", "clamp_min", "pow", "sqrt", "reciprocal",
+    "select", "expand", "clamp", "clamp_min", "pow", "sqrt", "rsqrt", "reciprocal", "detach", "norm", "normalize",
+    "_weight_norm", "linear", "matmul", "mm", "cat",
 }  # fmt: skip
 """Give the same floats of the same operands"""
 

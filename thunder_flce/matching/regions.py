@@ -258,7 +258,7 @@ def _joined(parts: Sequence[Part], known: Interpreter, options: Options) -> list
     regions: list[Region] = []
     for together in of_heads.values():
         joined = _with_sum(together, known, options)
-        if joined.total is not None or len(together) == 1:
+        if joined.total is not None or len(together) == 1 or _has_large_gradients(together):
             regions.append(joined)
             continue
         alone = [_with_sum([part], known, options) for part in together]
@@ -278,6 +278,17 @@ def _joined(parts: Sequence[Part], known: Interpreter, options: Options) -> list
         else:
             taken |= ops
     return sorted(regions, key=lambda region: region.place.position)
+
+
+def _has_large_gradients(parts: Sequence[Part]) -> bool:
+    """Whether gradients of the head, one for each part, would take more memory than the logits of all, if these wait.
+
+    Such as of many sequences, whose losses are no one sum.
+    """
+    term, has_weights = parts[0].logits.terms[0], any(part.class_weight is not None for part in parts)
+    is_trained = term.has_grad and term.weight.needs_grad and parts[0].has_grad
+    rows = sum(hint(part.count) for part in parts)
+    return is_trained and not has_weights and (len(parts) - 1) * hint(term.features) > rows
 
 
 def _is_of_rows(part: Part) -> bool:
@@ -461,7 +472,8 @@ def _loosen(region: Region, problem: NotFused, regions: list[Region]) -> None:
 
 def _wait(region: Region, why: str, regions: list[Region]) -> None:
     """Has the program compute the sum of a region itself; one that has none becomes one for each part."""
-    is_one = region.total is not None and region.has_grad and all(map(_is_of_rows, region.parts))
+    is_of_rows = region.has_grad and all(map(_is_of_rows, region.parts))
+    is_one = region.total is not None and (is_of_rows or _has_large_gradients(region.parts))
     at, groups = regions.index(region), [region.parts] if is_one else [[part] for part in region.parts]
     regions[at : at + 1] = [Region(parts, note=f"{_WAITS} {why}") for parts in groups]
 
