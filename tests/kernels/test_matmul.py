@@ -147,8 +147,7 @@ def stand_in(fresh, monkeypatch):
     """Tuning on a CPU; gives the list of the algorithms that ran."""
 
     def signature(call):
-        stored = [StoredMatrix.of(m.shape, m.stride(), m.element_size()) for m in (call.out, call.a, call.b)]
-        return Signature(0, call.a.dtype, call.out.dtype, *stored, call.bias is not None)
+        return Signature(0, *map(StoredMatrix.of, (call.out, call.a, call.b)), call.bias is not None)
 
     def seconds(runs):
         for run in runs:

@@ -131,7 +131,7 @@ def _tuning(matmul: Matmul, signature: Signature) -> Tuning | None:
     """What is known about such a matmul, or measured now; None where it is neither."""
     # Of logits, V and H are the sizes of b, of sums of dW those of out.
     sizes = matmul.out.shape if matmul.accumulate else matmul.b.shape
-    kind = (*sizes, matmul.accumulate, *signature[:3])
+    kind = (*sizes, matmul.accumulate, signature.device_index, signature.a.dtype, signature.out.dtype)
     known = _tunings.get(kind, {})
     tuning = known.get(signature)
     if tuning is not None or torch.cuda.is_current_stream_capturing():

@@ -9,7 +9,7 @@ import ctypes
 import os
 import threading
 import weakref
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import torch
@@ -49,6 +49,7 @@ class Matmul(NamedTuple):
 class StoredMatrix(NamedTuple):
     """A matrix, or its transpose, as it lies in memory row by row, each row on a multiple of 16 bytes."""
 
+    dtype: torch.dtype
     rows: int
     columns: int
     row_stride: int
@@ -57,22 +58,21 @@ class StoredMatrix(NamedTuple):
     """Whether the matrix as stored is the transpose of the one meant"""
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> "StoredMatrix | None":
+    def of(cls, matrix: Tensor) -> "StoredMatrix | None":
         """How a matrix lies in memory; None where rows are not contiguous, or not all on multiples of 16 bytes."""
-        (rows, columns), (stride, last_stride) = shape, strides
+        (rows, columns), (stride, last_stride) = matrix.shape, matrix.stride()
         is_transposed = last_stride != 1
         if is_transposed:
             rows, columns, stride, last_stride = columns, rows, last_stride, stride
-        is_readable = last_stride == 1 and stride >= columns and stride * itemsize % ALIGNED_BYTES == 0
-        return cls(rows, columns, stride, is_transposed) if is_readable else None
+        starts = matrix.data_ptr() | stride * matrix.itemsize
+        is_readable = last_stride == 1 and stride >= columns and starts % ALIGNED_BYTES == 0
+        return cls(matrix.dtype, rows, columns, stride, is_transposed) if is_readable else None
 
 
 class Signature(NamedTuple):
     """What a matmul is, but for the addresses: out (M, N) = a (M, K) @ b (K, N) [+ bias (N,)] [+ out]."""
 
     device_index: int
-    operand_dtype: torch.dtype
-    out_dtype: torch.dtype
     out: StoredMatrix
     a: StoredMatrix
     b: StoredMatrix
@@ -82,29 +82,17 @@ class Signature(NamedTuple):
     def of(cls, matmul: Matmul) -> "Signature | None":
         """That of a matmul; None for dtypes and memory layouts that are left to PyTorch, and without cuBLASLt."""
         out, a, b, bias, _ = matmul
-        addresses = out.data_ptr() | a.data_ptr() | b.data_ptr()
-        if bias is not None:
-            if bias.dtype != out.dtype or not bias.is_contiguous():
-                return None
-            addresses |= bias.data_ptr()
-        if addresses % ALIGNED_BYTES or not a.is_cuda or loaded() is None:
+        if a.dtype not in DTYPES_16_BIT or b.dtype != a.dtype or out.dtype not in (a.dtype, torch.float32):
             return None
-        layouts = [(matrix.dtype, matrix.shape, matrix.stride()) for matrix in (out, a, b)]
-        return _signature(a.device.index, *layouts, has_bias=bias is not None)
-
-
-_Layout = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
-
-
-@lru_cache(maxsize=256)
-def _signature(device_index: int, out: _Layout, a: _Layout, b: _Layout, *, has_bias: bool) -> Signature | None:
-    out_dtype, dtype = out[0], a[0]
-    if dtype not in DTYPES_16_BIT or b[0] != dtype or out_dtype not in (dtype, torch.float32):
-        return None
-    of_out, of_a, of_b = (StoredMatrix.of(shape, strides, each.itemsize) for each, shape, strides in (out, a, b))
-    if of_out is None or of_out.is_transposed or of_a is None or of_b is None:
-        return None
-    return Signature(device_index, dtype, out_dtype, of_out, of_a, of_b, has_bias)
+        if bias is not None:
+            if bias.dtype != out.dtype or not bias.is_contiguous() or bias.data_ptr() % ALIGNED_BYTES:
+                return None
+        of_out, of_a, of_b = map(StoredMatrix.of, (out, a, b))
+        if of_out is None or of_out.is_transposed or of_a is None or of_b is None:
+            return None
+        if not a.is_cuda or loaded() is None:
+            return None
+        return cls(a.device.index, of_out, of_a, of_b, bias is not None)
 
 
 class Algorithm(ctypes.Structure):
@@ -133,9 +121,7 @@ class MatmulDescriptor:
                 _set("MatmulDesc", self._descriptor, attribute, _TRANSPOSED)
         if signature.has_bias:
             _set("MatmulDesc", self._descriptor, _DESC_EPILOGUE, _EPILOGUE_BIAS)
-        self._a = _layout(signature.a, signature.operand_dtype)
-        self._b = _layout(signature.b, signature.operand_dtype)
-        self._out = _layout(signature.out, signature.out_dtype)
+        self._a, self._b, self._out = map(_layout, (signature.a, signature.b, signature.out))
         layouts = [("MatrixLayout", layout) for layout in (self._a, self._b, self._out)]
         for kind, value in [("MatmulDesc", self._descriptor), *layouts]:
             # Not when the process ends: by then the library may be gone.
@@ -220,10 +206,10 @@ def _set(kind: str, descriptor: ctypes.c_void_p, attribute: int, value: ctypes._
     _call(f"{kind}SetAttribute", descriptor, attribute, ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value)))
 
 
-def _layout(stored: StoredMatrix, dtype: torch.dtype) -> ctypes.c_void_p:
+def _layout(stored: StoredMatrix) -> ctypes.c_void_p:
     """That of the matrix as stored, which to cuBLAS has a column for each row."""
     sizes = ctypes.c_uint64(stored.columns), ctypes.c_uint64(stored.rows), ctypes.c_int64(stored.row_stride)
-    return _created("MatrixLayout", _DATA_TYPES[dtype], *sizes)
+    return _created("MatrixLayout", _DATA_TYPES[stored.dtype], *sizes)
 
 
 def _split_k(algorithm: Algorithm) -> int:
