@@ -346,9 +346,6 @@ def test_the_fastest_that_runs(installed, hip_triton, capability, library, refus
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=hip_triton))
     device = replace(ABSENT_DEVICE, capability=capability, is_hip=hip_triton is not None)
     monkeypatch.setattr(dispatch, "Device", SimpleNamespace(of=lambda _: device))
-    # What is kept is that of what is there.
-    for name in ("_is_too_old", "_compiles_for_hip"):
-        monkeypatch.setattr(dispatch, name, getattr(dispatch, name).__wrapped__)
     assert dispatch.library("auto", **CUDA) == library
     assert (dispatch.missing(**CUDA) is None) == (library == "Triton")
     for choice in {"auto", *dispatch.BACKENDS} - {*refused}:

@@ -241,8 +241,7 @@ def _missing_row_kernels(region: PlannedRegion) -> str | None:
     if plan.row_kernels != "auto" or missing is None:
         return None
     instead = dispatch.library(plan.row_kernels, **logits)
-    what = f"{missing.library} ({missing.install})"
-    return f"row kernels: not installed: {what}; {instead} runs their share, and the loss {_SLOWER[instead]}"
+    return f"row kernels: not installed: {missing}; {instead} runs their share, and the loss {_SLOWER[instead]}"
 
 
 # A large model saves hundreds of tensors; text shows the largest, and `to_dict` has all.

@@ -41,7 +41,7 @@ FASTEST = tuple(BACKENDS)
 """Fastest first, but for moments, where nvFuser would gain 0.6% of a step: "auto" takes the first that is there."""
 # The oldest Triton that is known to compile the kernels for AMD's GPUs (tests/kernels), and the first compute
 # capability of NVIDIA's that it compiles them for, which is also the first for which Inductor asks it to.
-OLDEST_TRITON_ON_HIP = (3, 5)
+OLDEST_ON_HIP = (3, 5)
 OLDEST_CAPABILITY = (7, 0)
 
 
@@ -68,12 +68,11 @@ def check_available(choice: str, *, dtype: torch.dtype, device_type: str) -> Non
         where = f"the logits are {str(dtype).removeprefix('torch.')} on {device_type!r}"
         takes = "runs on CUDA, in float32, bfloat16 and float16"
         raise ValueError(f'{asked} {takes}, but {where}: choose row_kernels="auto" or "torch"')
-    if not runs(choice, dtype, device_type):
-        backend = _described(choice)
-        needs = f"needs the package {backend.package}, which is not installed"
+    if (lacking := _lacking(choice)) is not None:
+        needs = f"needs the package {BACKENDS[choice].package}, which is not installed"
         if is_installed(choice):
             needs = "does not run on this GPU as it is installed"
-        raise ValueError(f'{asked} {needs}: {backend.install}, or choose row_kernels="auto"')
+        raise ValueError(f'{asked} {needs}: {lacking}, or choose row_kernels="auto"')
 
 
 @cache
@@ -82,35 +81,27 @@ def is_installed(name: str) -> bool:
     return importlib.util.find_spec(BACKENDS[name].package) is not None
 
 
-@cache
-def _compiles_for_hip(name: str) -> bool:
-    """Whether a backend that is installed is known to run on AMD's GPUs."""
-    return name == "triton" and tuple(map(int, import_module(name).__version__.split(".")[:2])) >= OLDEST_TRITON_ON_HIP
-
-
-@cache
-def _is_too_old() -> bool:
-    """Whether the GPU, the first that is current, is one of NVIDIA's that nothing is compiled for."""
-    device = Device.of(torch.device("cuda"))
-    return device.is_nvidia and (device.capability or OLDEST_CAPABILITY) < OLDEST_CAPABILITY
-
-
-def missing(*, dtype: torch.dtype, device_type: str) -> Backend | None:
-    """The fastest backend, where "auto" would use it for these logits if it, or another version, were installed."""
-    name = FASTEST[0]
-    is_missing = _takes(name, dtype, device_type) and not runs(name, dtype, device_type)
-    return _described(name) if is_missing else None
-
-
-def _described(name: str) -> Backend:
-    """A backend, with what installs it for the GPU."""
-    install, oldest = BACKENDS[name].install, ".".join(map(str, OLDEST_TRITON_ON_HIP))
+def _lacking(name: str) -> str | None:
+    """What makes a backend run on the current GPU, such as the command that installs it; None where it runs."""
+    if name == "torch":
+        return None
     if torch.version.hip is not None:
-        cures = {"triton": f"Triton {oldest} or newer, with PyTorch 2.9 or newer for ROCm"}
-        install = cures.get(name, "there is none for AMD's GPUs")
-    elif _is_too_old():
-        install = "there is none for GPUs before compute capability " + ".".join(map(str, OLDEST_CAPABILITY))
-    return BACKENDS[name]._replace(install=install)
+        if name != "triton":
+            return "there is none for AMD's GPUs"
+        if is_installed(name) and tuple(map(int, import_module(name).__version__.split(".")[:2])) >= OLDEST_ON_HIP:
+            return None
+        return f"Triton {'.'.join(map(str, OLDEST_ON_HIP))} or newer, with PyTorch 2.9 or newer for ROCm"
+    device = Device.of(torch.device("cuda"))
+    if device.is_nvidia and (device.capability or OLDEST_CAPABILITY) < OLDEST_CAPABILITY:
+        return f"there is none for GPUs before compute capability {'.'.join(map(str, OLDEST_CAPABILITY))}"
+    return None if is_installed(name) else BACKENDS[name].install
+
+
+def missing(*, dtype: torch.dtype, device_type: str) -> str | None:
+    """The library that "auto" would use for these logits if it, or another version, were installed, and the cure."""
+    name = FASTEST[0]
+    lacking = _lacking(name) if _takes(name, dtype, device_type) else None
+    return None if lacking is None else f"{BACKENDS[name].library} ({lacking})"
 
 
 def divergence_for(choice: str = "auto", *, dtypes: Sequence[torch.dtype], device_type: str) -> Callable[..., Tensor]:
@@ -145,10 +136,7 @@ def _backend(choice: str, dtype: torch.dtype, device_type: str) -> str:
 
 def runs(name: str, dtype: torch.dtype, device_type: str) -> bool:
     """Whether a backend is there for such logits."""
-    if name == "torch":
-        return True
-    is_there = _takes(name, dtype, device_type) and is_installed(name)
-    return is_there and (not _is_too_old() if torch.version.hip is None else _compiles_for_hip(name))
+    return _takes(name, dtype, device_type) and _lacking(name) is None
 
 
 def _takes(name: str, dtype: torch.dtype, device_type: str) -> bool:
