@@ -98,7 +98,7 @@ def run(
         statistics = RowStatistics(rows.gather(known["row_max"]), rows.gather(known["row_log_sum"]))
     sums = None if coefficients is None else GradientSums(ops, rows, weights=coefficients.of_all.one_hot)
     found: list[RowResults] = []
-    for chunk in ops.chunks(rows, ops.plan.rows_saved(rows.count)):
+    for chunk in ops.chunks(rows):
         memory = (None,) * len(ops.call.linears) if sums is None else sums.memory_for_inputs(chunk)
         xs = [
             ops.gather(rows, ops.call.tensors[linear.x], chunk, out)

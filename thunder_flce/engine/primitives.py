@@ -34,13 +34,13 @@ _EARLY_PART = 4
 class Region:
     """What is known of a region but for its tensors and their number of tokens, and kept for further calls."""
 
-    def __init__(self, call: Call, plan: Plan, *, device_type: str | None = None):
-        """The call is a flat one, of specs; `device_type` is that of its device, unless it stands for another."""
+    def __init__(self, call: Call, plan: Plan):
+        """The call is of specs."""
         self.call, self.plan = call, plan
         for name in _OF_SIZES:
             # Found out once, for all calls that are made of this one.
             getattr(call, name)
-        self.device_type = device_type or call.device.type
+        self.device_type = call.device.type
         self.logits_dtype = plan.logits_dtype(call.dtype)
         self.saves_unit_gradients = plan.saves_unit_gradients(call)
         self.reads_statistics = plan.reads_statistics(call)
@@ -258,13 +258,14 @@ class Primitives:
             f"vocabulary, nor ignore_index ({ignore_index}); the first is {values[0].item()}"
         )
 
-    def chunks(self, selected: Rows, first: int = 0) -> Iterable[slice]:
-        """The chunks of the rows, one after another: `first` rows, if any, then chunks as the plan has them.
+    def chunks(self, selected: Rows) -> Iterable[slice]:
+        """The chunks of the rows, one after another: those whose logits are saved, then chunks as the plan has them.
 
         Where the first logits are computed early, the first chunk is as large as it may be.
         """
         largest = max(self.plan.chunk_rows or selected.count, 1)
-        return selected.chunks(largest, first or (largest if self.region.starts_early else 0))
+        saved = self.plan.rows_saved(selected.count)
+        return selected.chunks(largest, saved or (largest if self.region.starts_early else 0))
 
     @property
     def first_rows(self) -> int:

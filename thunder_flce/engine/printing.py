@@ -18,7 +18,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from thunder_flce.engine import engine, row_loss, rows
+from thunder_flce.engine import engine, rows
 from thunder_flce.engine.kernels import scaling
 from thunder_flce.engine.kernels.interface import RowStatistics
 from thunder_flce.engine.matmul import matmul
@@ -68,17 +68,19 @@ class Program:
 @lru_cache(maxsize=256)
 def program(call: Call, plan: Plan) -> Program:
     """What a call of specs runs."""
-    shard, device_type = call.shard, call.device.type
-    call = call.map(lambda name, spec: torch.empty(spec.shape, dtype=spec.dtype, device="meta"))
-    if shard is not None and shard.sequence_parallel:
-        own = len(call.shape)
-        call = call.map(lambda name, t: t.new_empty(call.tokens, *t.shape[own:]) if argument(name).role == TOKEN else t)
-    ops = _Writer(call.flat(), plan, device_type=device_type)
+    region, own = Region(call, plan), len(call.shape)
+
+    def without_memory(name: str, spec: Spec) -> Tensor:
+        is_of_parts = region.are_parts and argument(name).role == TOKEN
+        shape = (call.tokens, *spec.shape[own:]) if is_of_parts else spec.shape
+        return torch.empty(shape, dtype=spec.dtype, device="meta")
+
+    ops = _Writer(call.map(without_memory).flat(), region)
     with torch.no_grad():
         results = engine.forward(ops)
         forward = _formatted(ops.take())
         if plan.finishes_in_forward and not plan.saves_unit_gradients(call):
-            names, of = sorted(map(gradient_name, call.needs_grad)), Spec((), call.dtype, torch.device(device_type))
+            names, of = sorted(map(gradient_name, call.needs_grad)), Spec((), call.dtype, call.device)
             return Program(forward, scaling_lines(names, of, has_expected="expected_gradient" in call.tensors))
         if plan.strategy != LOSS_ONLY:
             _run_backward(ops, results)
@@ -103,13 +105,16 @@ def scaling_lines(names: Sequence[str], spec: Spec, *, has_expected: bool) -> tu
 class _Writer(Primitives):
     """Primitives that return empty tensors, and write down what they would launch."""
 
-    def __init__(self, call: Call, plan: Plan, *, device_type: str):
-        super().__init__(call, Region(call.specs(), plan, device_type=device_type))
+    def __init__(self, call: Call, region: Region):
+        super().__init__(call, region)
+        # That of PyTorch's operations runs without memory, and writes nothing.
+        region.token_kernel = None
+        device_type = region.device_type
         self._lines: list[Line] = []
         self._row_library = self.region.row_library
         self._vector_library = "Triton" if self.region.vector_kernels else "PyTorch"
         self._matmul_library = matmul.library(device_type)
-        is_in_triton = plan.batch_invariant and device_type == "cuda"
+        is_in_triton = region.plan.batch_invariant and device_type == "cuda"
         self._logits_library = "Triton" if is_in_triton else self._matmul_library
         self._network = "NCCL" if device_type == "cuda" else "gloo"
         self._u = "u" if call.loss.maps_logits else "logits"
@@ -132,9 +137,6 @@ class _Writer(Primitives):
     def prepare_again(self, upstream: Tensor | None, count: int) -> Rows:
         return self._prepare(upstream, is_first=False)
 
-    def count_of(self, computed_rows: Tensor) -> int:
-        return self.call.tokens
-
     def _prepare(self, upstream: Tensor | None, *, is_first: bool) -> Rows:
         call, region = self.call, self.region
         if region.are_parts:
@@ -149,8 +151,8 @@ class _Writer(Primitives):
         found = rows.prepare(call, upstream=upstream, ordered=False)
         return rows.with_target_weights(call, rows.selected(found, call.tokens))
 
-    def chunks(self, selected: Rows, first: int = 0) -> Iterator[slice]:
-        before, parts, chunks = self.take(), [], [*super().chunks(selected, first)]
+    def chunks(self, selected: Rows) -> Iterator[slice]:
+        before, parts, chunks = self.take(), [], [*super().chunks(selected)]
         self._rows = "C" if len(chunks) > 1 else str(selected.count)
         for chunk in chunks:
             yield chunk
@@ -251,11 +253,6 @@ class _Writer(Primitives):
         words = f"{self._of_rows('dlogits', out)} = {f'u′ ({terms})' if self.call.loss.softcap else terms}    {note}"
         self._write(words, self._row_library)
         return out, self.empty((self.call.vocab,), self.call.row_dtype) if has_sums else None
-
-    def token_loss(
-        self, found: RowResults, inputs: Sequence[Tensor], s: Tensor | None
-    ) -> tuple[Tensor, RowCoefficients | None]:
-        return row_loss.token_loss(self, found, inputs, s)
 
     def teacher_logits_(self, out: Tensor, x: Tensor) -> None:
         self._write(f"{self._of_rows('teacher', out)} = x' @ W'.t()", self._logits_library)
