@@ -25,58 +25,41 @@ def process_group(shard: Shard) -> dist.ProcessGroup:
     return dist.distributed_c10d._resolve_process_group(cast(Any, shard.group))
 
 
-class PartOfRows(NamedTuple):
-    """What the logits of some columns, or of all, say about C rows, (C,) each."""
+def combined(
+    shard: Shard, statistics: Sequence[Tensor], z_y: Tensor, *, largest: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """What all columns say about C rows, from what each rank's do: row_max, row_log_sum, z at the target, the argmax.
 
-    row_max: Tensor
-    row_log_sum: Tensor
-    target_entry: Tensor
-    """z at the target, (C, K) of several; of a rank, 0 where that is another's"""
-    argmax: Tensor | None = None
-    """int64; None where nobody asks for it"""
-    argmax_entry: Tensor | None = None
-    """Of a rank, z there, or -z where the smallest is looked for"""
+    One all-gather, and one more of columns for the argmax. Entries at several targets are summed by a collective of
+    their own. Its order makes no difference: one rank alone has another number than 0.
 
-
-def part_without_columns(target: Tensor, dtype: torch.dtype, *, has_argmax: bool) -> PartOfRows:
-    """What a rank without columns knows of rows whose targets are (C,) or (C, K); `dtype` is that of rows."""
-    entry = torch.zeros_like(target, dtype=dtype)
-    nothing = entry.new_full(target.shape[:1], float("-inf"))
-    part = PartOfRows(nothing, nothing, entry)
-    if not has_argmax:
-        return part
-    return part._replace(argmax=torch.full_like(nothing, NO_COLUMN, dtype=torch.int64), argmax_entry=nothing)
-
-
-def combined(shard: Shard, part: PartOfRows) -> PartOfRows:
-    """The results for all columns, from those of each rank's. One all-gather, and one more of columns for the argmax.
-
-    Entries at several targets are summed by a collective of their own. Its order makes no difference: one rank alone
-    has another number than 0.
+    Args:
+        shard: of this rank.
+        statistics: row_max and row_log_sum, (C,) each, of this rank's columns; -inf without any.
+        z_y: (C,), or (C, K) of several targets; 0 where a target is another rank's.
+        largest: the argmax of this rank, (C,) int64, and z there, or -z where the smallest is looked for; None where
+            nobody asks for it.
     """
-    has_several = part.target_entry.ndim > 1
-    numbers = [part.row_max, part.row_log_sum, *([] if has_several else [part.target_entry])]
-    if part.argmax_entry is not None:
-        numbers.append(part.argmax_entry)
+    has_several = z_y.ndim > 1
+    numbers = [*statistics, *([] if has_several else [z_y]), *([] if largest is None else largest[1:])]
     maxima, log_sums, *others = all_gathered(shard, numbers)
     if has_several:
-        entry = part.target_entry.contiguous()
-        dist.all_reduce(entry, group=process_group(shard))
+        z_y = z_y.contiguous()
+        dist.all_reduce(z_y, group=process_group(shard))
     else:
-        entry = others.pop(0).sum(0)
+        z_y = others.pop(0).sum(0)
     row_max = maxima.amax(0)
     # A part without columns, or whose logits are all -inf, adds nothing, though -inf - -inf is NaN.
     sums = torch.where(maxima == float("-inf"), 0, torch.exp(maxima - row_max + log_sums))
     # Without the maximum's own 1, beside which a small sum of the rest would lose its digits.
-    largest = maxima.argmax(0, keepdim=True)
-    rest = sums.scatter_(0, largest, log_sums.gather(0, largest).expm1_()).sum(0)
-    whole = PartOfRows(row_max, rest.log1p_(), entry)
-    if part.argmax is None:
-        return whole
-    (values,), (columns,) = others, all_gathered(shard, [part.argmax])
+    rank = maxima.argmax(0, keepdim=True)
+    rest = sums.scatter_(0, rank, log_sums.gather(0, rank).expm1_()).sum(0)
+    if largest is None:
+        return row_max, rest.log1p_(), z_y, None
+    (values,), (columns,) = others, all_gathered(shard, largest[:1])
     # NaN is the largest number, as in torch.argmax; of equals, the first column is taken.
     is_largest = (values == values.amax(0)) | values.isnan()
-    return whole._replace(argmax=torch.where(is_largest, columns, NO_COLUMN).amin(0))
+    return row_max, rest.log1p_(), z_y, torch.where(is_largest, columns, NO_COLUMN).amin(0)
 
 
 def all_gathered(shard: Shard, vectors: Sequence[Tensor]) -> list[Tensor]:

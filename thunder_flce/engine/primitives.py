@@ -14,7 +14,7 @@ from torch import Tensor
 from thunder_flce.device import on_device
 from thunder_flce.engine import collectives, row_loss, rows, token_parts
 from thunder_flce.engine.kernels import dispatch
-from thunder_flce.engine.kernels.interface import RowKernels, RowStatistics, target_gradient
+from thunder_flce.engine.kernels.interface import RowKernels, RowStatistics, at_columns, target_gradient
 from thunder_flce.engine.kernels.layout import empty_logits
 from thunder_flce.engine.matmul import matmul
 from thunder_flce.engine.plan import RECOMPUTE_LOGITS, Plan
@@ -408,28 +408,30 @@ class Primitives:
         return found._replace(moments=moments)
 
     def _whole_rows(self, z: Tensor, target: Tensor) -> RowResults:
-        shard, loss = self.call.shard, self.call.loss
+        shard, loss, dtype = self.call.shard, self.call.loss, self.call.row_dtype
         # Of z: its map to the logits keeps the order, or turns it round.
-        largest = torch.argmax if loss.logit_scale > 0 else torch.argmin
+        find = torch.argmax if loss.logit_scale > 0 else torch.argmin
         if shard is None:
-            argmax = largest(z, 1) if loss.needs_argmax else None
+            argmax = find(z, 1) if loss.needs_argmax else None
             statistics, z_y = self.region.kernels.statistics(z, target if target.ndim == 1 else None)
             return RowResults(statistics, z.gather(1, target) if z_y is None else z_y, {}, argmax)
+        largest = None
         if not self.call.vocab:
-            part = collectives.part_without_columns(target, self.call.row_dtype, has_argmax=loss.needs_argmax)
+            z_y = torch.zeros_like(target, dtype=dtype)
+            nothing = z_y.new_full(target.shape[:1], float("-inf"))
+            statistics = RowStatistics(nothing, nothing)
+            if loss.needs_argmax:
+                largest = torch.full_like(nothing, collectives.NO_COLUMN, dtype=torch.int64), nothing
         else:
             column, is_here = self.columns_here(target)
             z_y = z.gather(1, column if target.ndim > 1 else column[:, None]).reshape(target.shape)
-            part = collectives.PartOfRows(
-                *self.region.kernels.statistics(z)[0],
-                torch.where(is_here, z_y.to(self.call.row_dtype), 0),  # type: ignore[arg-type]
-            )
+            z_y = torch.where(is_here, z_y.to(dtype), 0)  # type: ignore[arg-type]
+            statistics, _ = self.region.kernels.statistics(z)
             if loss.needs_argmax:
-                argmax = largest(z, 1)
-                entry = z.gather(1, argmax[:, None]).squeeze(1).to(self.call.row_dtype)
-                entry = entry if loss.logit_scale > 0 else -entry
-                part = part._replace(argmax=argmax + shard.start, argmax_entry=entry)
-        row_max, row_log_sum, z_y, argmax, _ = collectives.combined(shard, part)
+                argmax = find(z, 1)
+                entry = at_columns(z, argmax).to(dtype)
+                largest = argmax + shard.start, entry if loss.logit_scale > 0 else -entry
+        row_max, row_log_sum, z_y, argmax = collectives.combined(shard, statistics, z_y, largest=largest)
         return RowResults(RowStatistics(row_max, row_log_sum), z_y, {}, argmax)
 
     def gradient_(
