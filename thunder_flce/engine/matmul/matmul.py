@@ -42,14 +42,18 @@ def logits_(
     if accumulate and bias is not None:
         raise ValueError("a bias is added with the linear term that is written first, not to one that accumulates")
     columns, is_wider = weight.shape[0], out.dtype != x.dtype
-    if columns % ROW_MULTIPLE or is_wider:
-        step = _columns_at_once(columns, dtype=x.dtype, out_dtype=out.dtype, device=x.device)
-        if step < columns:
-            biases = repeat(None) if bias is None else bias.split(step)
-            # Not `strict`: there is no end of None.
-            for of_out, of_weight, of_bias in zip(out.split(step, 1), weight.split(step), biases, strict=False):
-                logits_(of_out, x, of_weight, bias=of_bias, accumulate=accumulate, tune=tune)
-            return
+    step = columns
+    if columns % ROW_MULTIPLE:
+        step -= _tail(columns, dtype=x.dtype, is_cuda=x.is_cuda)
+    if is_wider and not Device.of(x.device).multiplies_into_float32(x.dtype):
+        # The operands have to be converted.
+        step = _FLOAT32_COLUMNS
+    if step < columns:
+        biases = repeat(None) if bias is None else bias.split(step)
+        # Not `strict`: there is no end of None.
+        for of_out, of_weight, of_bias in zip(out.split(step, 1), weight.split(step), biases, strict=False):
+            logits_(of_out, x, of_weight, bias=of_bias, accumulate=accumulate, tune=tune)
+        return
     inner_bias = None if is_wider else bias
     _multiply(out, x, weight.t(), bias=inner_bias, accumulate=accumulate, tune=tune and not accumulate)
     if is_wider and bias is not None:
@@ -148,16 +152,6 @@ def _tail(columns: int, *, dtype: torch.dtype, is_cuda: bool) -> int:
     long: 202 ms for the three matmuls of 8192 × 128257 × 4096 instead of 38.5. Both parts are views.
     """
     return columns % ROW_MULTIPLE if is_cuda and dtype.itemsize == 2 and columns > ROW_MULTIPLE else 0
-
-
-def _columns_at_once(columns: int, *, dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device) -> int:
-    """Columns of the logits that are one matmul: all but the tail, or a part where operands have to be converted.
-
-    See `Device.multiplies_into_float32`.
-    """
-    if dtype != out_dtype and not Device.of(device).multiplies_into_float32(dtype):
-        return _FLOAT32_COLUMNS
-    return columns - _tail(columns, dtype=dtype, is_cuda=device.type == "cuda")
 
 
 def _multiply(
