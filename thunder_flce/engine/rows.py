@@ -77,6 +77,8 @@ class Rows:
         `order` is (T,): the N tokens that the rows stand for, then the others; None where all are computed as they are.
         """
         self.count, self.total, self.order = count, found.target.shape[0], order
+        # (N,) the tokens that the rows stand for, where there is an order.
+        self.index: Any = None if order is None else order[:count]
         # (N,) each, as in `Prepared`; with target weights, the target is (N, K). In a forward, s is for the upstream
         # gradient that is expected.
         self.target, self.weight, self.s, self.at_target = found[:4]
@@ -89,12 +91,6 @@ class Rows:
     def valid_count(self) -> Tensor:
         """() int64 how many rows are valid."""
         return self._counts[0]
-
-    @property
-    def index(self) -> Tensor:
-        """(N,) the tokens that the rows stand for, where there is an order."""
-        assert self.order is not None
-        return self.order[: self.count]
 
     def chunks(self, largest: int, first: int = 0) -> Iterator[slice]:
         """Slices that cover all rows: `first` of them, if any, then about equal ones of at most `largest`.
