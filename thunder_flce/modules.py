@@ -332,10 +332,15 @@ def takes_no_cache(model: Any) -> bool:
 
     Some versions of Gemma 3n and 4 have in it what layers share.
     """
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # Of peft.
+    inner = without_peft(model)
     config = getattr(inner, "config", None)
     has_shared_layers = getattr(getattr(config, "text_config", config), "num_kv_shared_layers", 0)
     return "use_cache" in inspect.signature(inner.forward).parameters and not has_shared_layers
+
+
+def without_peft(model: Any) -> Any:
+    """The model that one of peft's is around."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _same(module: nn.Module, as_class: type[nn.Module]) -> nn.Module:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import get_device_states
 
 from thunder_flce.backend import compile_graph
 from thunder_flce.matching.decisions import NotFusedError, NotFusedWarning
-from thunder_flce.modules import takes_no_cache
+from thunder_flce.modules import takes_no_cache, without_peft
 
 
 class LossTrainerMixin:
@@ -87,7 +87,7 @@ class LossTrainerMixin:
         self._returning = partial(_once, self._decoded)
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-        self._shifts_labels = type(_without_peft(self.model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        self._shifts_labels = type(without_peft(self.model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """As the Trainer's, which may get its loss without us: then nothing else would say that it is not fused."""
@@ -219,15 +219,16 @@ class LossTrainerMixin:
             nonlocal draws_before
             draws_before = _random_states(inputs) != before
             with _forward_of(decoder, own):  # It may call itself.
-                raise _Decoded(own(*args, **kwargs))
+                self._decoded.append(own(*args, **kwargs))
+            raise _Decoded
 
         try:
             with _forward_of(decoder, interrupting):
                 forward(**inputs)
             # It calls the layers itself. Other steps need not find out, which costs a forward.
             self._calls_decoder = False
-        except _Decoded as decoded:
-            self._decoded.append(decoded.output)
+        except _Decoded:
+            pass
         before = _random_states(inputs)
         with _forward_of(decoder, self._returning) if self._decoded else nullcontext():
             try:
@@ -300,13 +301,9 @@ def _forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None
             module.forward = own
 
 
-def _without_peft(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
 def _layers_of(model: nn.Module) -> nn.Module | None:
     """What a model of transformers calls for its hidden states; None where that is itself."""
-    whole = _without_peft(model)
+    whole = without_peft(model)
     found = getattr(whole, "base_model", whole)
     if hasattr(whole, "get_decoder") and not whole.config.is_encoder_decoder:
         decoder = whole.get_decoder()
@@ -355,8 +352,4 @@ def _once(outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
 
 
 class _Decoded(BaseException):
-    """The output of a decoder, on its way out of the forward that has called it."""
-
-    def __init__(self, output: Any):
-        super().__init__()
-        self.output = output
+    """Ends a forward whose decoder has run."""
