@@ -169,16 +169,9 @@ def is_dtensor(value: Any) -> TypeGuard["DTensor"]:
 
 def has_dtensor(values: Sequence[Any]) -> bool:
     """Whether there is a DTensor among them, or in lists and tuples, such as terms, among them."""
-    module = sys.modules.get("torch.distributed.tensor")
-    if module is None:
+    if sys.modules.get("torch.distributed.tensor") is None:
         return False
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            if value and has_dtensor(value):
-                return True
-        elif value is not None and isinstance(value, module.DTensor):
-            return True
-    return False
+    return any([has_dtensor(each) if isinstance(each, (list, tuple)) else is_dtensor(each) for each in values])
 
 
 def agreed_call(call: Call, vocab_parallel: str, options: Options) -> tuple[Call, Device | None]:
