@@ -26,10 +26,9 @@ from thunder_flce.engine.plan import RECOMPUTE_LOGITS, Plan
 from thunder_flce.engine.primitives import Primitives, Region
 from thunder_flce.engine.rows import remember
 from thunder_flce.importing import when_imported
-from thunder_flce.operation.call import Call, gradient_name, result_names, result_specs
+from thunder_flce.operation.call import Call, Shard, gradient_name, result_names, result_specs
 from thunder_flce.operation.divergence import Divergence
 from thunder_flce.operation.loss import Loss
-from thunder_flce.operation.shard import Shard
 from thunder_flce.options import Options, PlainValues
 from thunder_flce.vocab_parallel import VocabParallel, agreed_call
 

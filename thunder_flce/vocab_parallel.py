@@ -32,10 +32,9 @@ from torch import Tensor
 
 from thunder_flce.device import Device
 from thunder_flce.importing import when_imported
-from thunder_flce.operation.call import COLUMN, OF_TOKENS, Call, argument
+from thunder_flce.operation.call import COLUMN, OF_TOKENS, Call, Shard, argument
 from thunder_flce.operation.checks import check_call, check_is_dense
 from thunder_flce.operation.loss import Loss
-from thunder_flce.operation.shard import Shard
 from thunder_flce.options import Options, PlainValues
 
 if TYPE_CHECKING:

@@ -14,10 +14,9 @@ from thunder_flce.device import ABSENT_DEVICE, Device, described
 from thunder_flce.engine import choose as choosing
 from thunder_flce.engine.choose import EXACT_CHUNKS, choose, strategy_of, temporary_bytes
 from thunder_flce.engine.plan import Plan
-from thunder_flce.operation.call import Call, Spec
+from thunder_flce.operation.call import Call, Shard, Spec
 from thunder_flce.operation.divergence import Divergence
 from thunder_flce.operation.loss import NOTHING_IGNORED, Loss
-from thunder_flce.operation.shard import Shard
 from thunder_flce.operators import plan_for
 
 GB, MB = 10**9, 10**6

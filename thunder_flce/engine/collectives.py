@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thunder_flce.operation.call import TOKEN, Call, argument
-from thunder_flce.operation.shard import Shard
+from thunder_flce.operation.call import TOKEN, Call, Shard, argument
 
 # The column of an argmax where a rank has no columns: above every other.
 NO_COLUMN = 2**31 - 1

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from thunder_flce.engine import collectives
 from thunder_flce.engine.rows import Prepared, Rows
-from thunder_flce.operation.call import Call
-from thunder_flce.operation.shard import Shard
+from thunder_flce.operation.call import Call, Shard
 
 
 class RowsOfParts(Rows):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from thunder_flce.operation.loss import OUTPUTS, Loss
-from thunder_flce.operation.shard import Shard
+from thunder_flce.options import PlainValues
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8")
@@ -135,6 +135,37 @@ class Linear(NamedTuple):
 
     x: str
     weight: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard(PlainValues):
+    """This rank's columns where ranks divide the vocabulary. They follow each other over the ranks, in any order."""
+
+    group: str
+    """The process group, by the name under which torch.distributed registers it."""
+    ranks: int
+    rank: int
+    start: int
+    """The first of this rank's columns."""
+    columns: int
+    """How many it has; may be 0."""
+    largest: int
+    """How many the rank with the most has."""
+    vocab: int
+    """How many all ranks have together."""
+    reduces_input_grad: bool = True
+    """Whether dX is summed over the ranks; otherwise each returns what its columns contribute."""
+    float32_input_grad: bool = True
+    """Whether it is summed in float32 (float64 for float64) and rounded once."""
+    sequence_parallel: bool = False
+    """Whether each rank has a part of the tokens, too: equal parts, in the order of ranks."""
+    input_grad_factor: int = 1
+    """What the sum of dX over the ranks is multiplied by: their number, where others will average it."""
+
+    @property
+    def token_parts(self) -> int:
+        """Among how many ranks the tokens are divided."""
+        return self.ranks if self.sequence_parallel else 1
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
