@@ -16,8 +16,7 @@ from thunder_flce.bench.measure import TOTAL, Mark, Run, Step, no_mark, progress
 from thunder_flce.bench.output import TIME
 from thunder_flce.bench.shapes import DTYPES, dtype_name
 from thunder_flce.engine.kernels.dispatch import BACKENDS, check_available, kernels_for
-from thunder_flce.engine.kernels.interface import RowKernels
-from thunder_flce.engine.kernels.layout import empty_logits, row_stride, whole_rows
+from thunder_flce.engine.kernels.interface import RowKernels, empty_logits, row_stride, whole_rows
 from thunder_flce.operation.loss import LogitMap, RowCoefficients
 from thunder_flce.operation.moments import MOMENTS
 

@@ -179,8 +179,7 @@ def build_fusions() -> dict[str, str]:
     """The printed nvFuser definitions for bfloat16 logits over a vocabulary of 128256."""
     from nvfuser_direct import DataType, FusionDefinition
 
-    from thunder_flce.engine.kernels.interface import RowStatistics
-    from thunder_flce.engine.kernels.layout import row_stride
+    from thunder_flce.engine.kernels.interface import RowStatistics, row_stride
     from thunder_flce.engine.kernels.nvfuser_rows import Fusion, NvFuserRowKernels, _fuse
     from thunder_flce.graph.unfused_cross_entropy import nvfuser_impl
     from thunder_flce.inspection.programs import Sizes

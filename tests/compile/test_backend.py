@@ -25,7 +25,7 @@ from test_patterns import _arguments, patterns
 from thunder_flce import NotFusedError
 from thunder_flce.backend import compile_graph
 from thunder_flce.dynamo import frames, fusion, lengths
-from thunder_flce.engine.kernels.layout import row_stride
+from thunder_flce.engine.kernels.interface import row_stride
 
 ROOT = Path(__file__).parents[2]
 

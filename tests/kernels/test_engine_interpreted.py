@@ -19,7 +19,7 @@ from test_pointwise import FUNCTIONS
 from thunder_flce import Options, linear_cross_entropy
 from thunder_flce.device import ABSENT_DEVICE
 from thunder_flce.engine import plan
-from thunder_flce.engine.kernels import layout, scaling
+from thunder_flce.engine.kernels import interface, scaling
 from thunder_flce.engine.primitives import Primitives, Region
 
 CALLS = 48
@@ -38,8 +38,8 @@ def as_on_a_gpu(monkeypatch):
     for name, value in (("_BLOCK", 16), ("_SCALE_BLOCK", 512)):
         monkeypatch.setattr(triton_vectors, name, value)
     monkeypatch.setattr(triton_vectors, "Device", SimpleNamespace(of=lambda device: ONE_MULTIPROCESSOR))
-    row_stride = layout.row_stride
-    for module in (layout, plan):
+    row_stride = interface.row_stride
+    for module in (interface, plan):
         monkeypatch.setattr(module, "row_stride", lambda v, **of: row_stride(v, **{**of, "device_type": "cuda"}))
     prepare = Region.__init__
 

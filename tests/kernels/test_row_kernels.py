@@ -18,7 +18,7 @@ import fusion_interpreter
 from interpreted import INTERPRETED, needs_triton, prepare_row_kernels
 from reference import error
 from thunder_flce.device import ABSENT_DEVICE
-from thunder_flce.engine.kernels import dispatch, layout, torch_rows
+from thunder_flce.engine.kernels import dispatch, interface, torch_rows
 from thunder_flce.engine.kernels.interface import RowStatistics, target_gradient
 from thunder_flce.operation.loss import LogitMap, RowCoefficients
 
@@ -76,8 +76,8 @@ class Backend:
 
 def logits(rows, vocab, dtype, device, fill=float("nan")):
     """Uninitialised logits as a GPU's row kernels read them, with NaN between the rows."""
-    z = layout.empty_logits(rows, vocab, dtype=dtype, device=device, device_type="cuda")
-    layout.whole_rows(z).fill_(fill)
+    z = interface.empty_logits(rows, vocab, dtype=dtype, device=device, device_type="cuda")
+    interface.whole_rows(z).fill_(fill)
     return z
 
 

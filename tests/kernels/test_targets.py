@@ -20,7 +20,7 @@ import torch
 
 from interpreted import needs_compiler
 from thunder_flce.device import ABSENT_DEVICE, Device
-from thunder_flce.engine.kernels import layout
+from thunder_flce.engine.kernels import interface
 from thunder_flce.engine.kernels.interface import RowStatistics
 from thunder_flce.operation.call import Call
 from thunder_flce.operation.divergence import Divergence
@@ -183,7 +183,7 @@ def launches(monkeypatch):
 
 
 def logits(vocab: int, dtype: torch.dtype) -> torch.Tensor:
-    return layout.empty_logits(ROWS, vocab, dtype=dtype, device="cpu", device_type="cuda")
+    return interface.empty_logits(ROWS, vocab, dtype=dtype, device="cpu", device_type="cuda")
 
 
 def vector(dtype=torch.float32) -> torch.Tensor:

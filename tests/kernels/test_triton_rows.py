@@ -16,7 +16,7 @@ from test_pointwise import FUNCTIONS
 from test_row_kernels import BF16, FP16, FP32, NOTHING, SLACK, Backend, Exact, Rows, check_both, close, logits
 from thunder_flce.device import Device
 from thunder_flce.engine import row_loss
-from thunder_flce.engine.kernels import layout, torch_divergence
+from thunder_flce.engine.kernels import interface, torch_divergence
 from thunder_flce.engine.kernels.interface import RowStatistics
 from thunder_flce.engine.row_loss import RowResults
 from thunder_flce.operation.call import Call
@@ -183,7 +183,7 @@ def test_logits_of_rows_alone_and_among_others(vocab, hidden, dtype, out_dtype):
     wide = torch.stack([bias, -bias], 1)[:, 0]
 
     def logits(rows, weight=weight.contiguous(), bias=bias):  # noqa: B008
-        out = layout.empty_logits(len(x[rows]), vocab, **of | {"dtype": out_dtype or dtype}, device_type="cuda")
+        out = interface.empty_logits(len(x[rows]), vocab, **of | {"dtype": out_dtype or dtype}, device_type="cuda")
         logits_(out, x[rows], weight, bias=bias)
         first = out.clone()
         logits_(out, x[rows], weight, accumulate=True)

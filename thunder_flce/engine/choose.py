@@ -17,7 +17,7 @@ import torch
 
 from thunder_flce.device import ABSENT_DEVICE, BFLOAT16_CAPABILITY, TILE_ROWS, Device
 from thunder_flce.engine.kernels.dispatch import check_available, library
-from thunder_flce.engine.kernels.layout import row_stride
+from thunder_flce.engine.kernels.interface import row_stride
 from thunder_flce.engine.matmul.matmul import scratch_bytes
 from thunder_flce.engine.plan import GRADIENTS_IN_FORWARD, LOSS_ONLY, RECOMPUTE_LOGITS, SAVE_LOGITS, Plan, is_small
 from thunder_flce.operation.call import COLUMN, HIDDEN, Call, argument

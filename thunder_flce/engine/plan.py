@@ -5,7 +5,7 @@ from functools import cached_property
 
 import torch
 
-from thunder_flce.engine.kernels.layout import row_stride
+from thunder_flce.engine.kernels.interface import row_stride
 from thunder_flce.operation.call import Call
 from thunder_flce.options import PlainValues
 

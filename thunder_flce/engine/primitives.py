@@ -14,8 +14,13 @@ from torch import Tensor
 from thunder_flce.device import on_device
 from thunder_flce.engine import collectives, row_loss, rows, token_parts
 from thunder_flce.engine.kernels import dispatch
-from thunder_flce.engine.kernels.interface import RowKernels, RowStatistics, at_columns, target_gradient
-from thunder_flce.engine.kernels.layout import empty_logits
+from thunder_flce.engine.kernels.interface import (
+    RowKernels,
+    RowStatistics,
+    at_columns,
+    empty_logits,
+    target_gradient,
+)
 from thunder_flce.engine.matmul import matmul
 from thunder_flce.engine.plan import RECOMPUTE_LOGITS, Plan
 from thunder_flce.engine.row_loss import RowResults

@@ -28,9 +28,9 @@ from thunder_flce.engine.kernels.interface import (
     at_columns,
     padded_weight,
     target_gradient,
+    whole_rows,
     write_at_targets_,
 )
-from thunder_flce.engine.kernels.layout import whole_rows
 from thunder_flce.operation.loss import LogitMap, RowCoefficients
 from thunder_flce.operation.moments import MOMENTS
 
