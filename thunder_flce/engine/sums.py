@@ -25,24 +25,23 @@ class GradientSums:
         # dX for an upstream gradient of 1 is rounded to 16 bits after it is multiplied by that of its row. Rounded
         # before, too, its error was up to 1.4 times that of PyTorch (DPO, 8192 × 128256 × 4096).
         is_unit = ops.region.saves_unit_gradients
-        # Of each linear.
-        self._inputs: list[Tensor | None] = []
-        self._weights: list[Tensor | None] = []
+        # Of operands by name: dX and dW.
+        self._sums: dict[str, Tensor] = {}
+        has_16_bits = False
         for linear in call.linears:
-            of_input, of_weight, shape = None, None, call.tensors[linear.x].shape
+            shape = call.tensors[linear.x].shape
             if linear.x in call.needs_grad:
-                of_input = ops.empty(shape, call.row_dtype if is_unit else call.dtype)
+                self._sums[linear.x] = ops.empty(shape, call.row_dtype if is_unit else call.dtype)
             if linear.weight in call.needs_grad:
                 dtype = ops.plan.sum_dtype(call, shape[1], rows=rows.count)
-                of_weight = ops.empty(call.tensors[linear.weight].shape, dtype)
+                of_weight = self._sums[linear.weight] = ops.empty(call.tensors[linear.weight].shape, dtype)
+                has_16_bits = has_16_bits or dtype.itemsize == 2
                 if call.vocab < of_weight.shape[0]:
                     # Rows of the weight that are no columns of the logits.
                     of_weight[call.vocab :] = 0
-            self._inputs.append(of_input)
-            self._weights.append(of_weight)
         self._bias: Tensor | None = None
         self._row_weights = weights
-        self._has_frequent = bool(ops.plan.float32_rows and any(map(_is_in_16_bits, self._weights)) and call.vocab)
+        self._has_frequent = bool(ops.plan.float32_rows and has_16_bits and call.vocab)
         self._frequent: FrequentRows | None = None
 
     def memory_for_inputs(self, chunk: slice) -> list[Tensor | None]:
@@ -50,9 +49,11 @@ class GradientSums:
 
         None where there is no such place, or no rows are skipped, so that no copies are needed.
         """
+        call = self._ops.call
         if self._rows.order is None:
-            return [None] * len(self._inputs)
-        return [None if each is None or each.dtype != self._ops.call.dtype else each[chunk] for each in self._inputs]
+            return [None] * len(call.linears)
+        sums = (self._sums.get(linear.x) for linear in call.linears)
+        return [None if each is None or each.dtype != call.dtype else each[chunk] for each in sums]
 
     def add(self, dlogits: Tensor, xs: list[Tensor], chunk: slice, bias_grad: Tensor | None) -> None:
         """Adds what the rows of `chunk` contribute, with dlogits (C, V) and their sum over the rows, (V,), for db.
@@ -64,7 +65,8 @@ class GradientSums:
             # Here, so that the device has the first logits to compute while the host asks for a dozen small kernels.
             self._frequent = FrequentRows(ops, self._rows.target, self._row_weights)
         frequent = self._frequent
-        for linear, x, of_input, of_weight in zip(ops.call.linears, xs, self._inputs, self._weights, strict=True):
+        for linear, x in zip(ops.call.linears, xs, strict=True):
+            of_input, of_weight = self._sums.get(linear.x), self._sums.get(linear.weight)
             finish_input = None
             if of_input is not None:
                 # The matmul of dW hides the sum of dX over the ranks.
@@ -72,7 +74,7 @@ class GradientSums:
             if of_weight is not None:
                 memory = of_weight if of_weight.shape[0] == dlogits.shape[1] else of_weight[: dlogits.shape[1]]
                 ops.weight_gradient_(memory, dlogits, x, linear=linear, accumulate=not self._is_first)
-                if frequent is not None and _is_in_16_bits(of_weight):
+                if frequent is not None and of_weight.dtype.itemsize == 2:
                     columns = frequent.columns_of(dlogits) if columns is None else columns
                     frequent.add(linear, columns, x)
             if of_input is not None and finish_input is not None:
@@ -87,14 +89,14 @@ class GradientSums:
         """The gradients by the names of their operands, in the dtypes of these; zeros where no chunk was added."""
         call, gradients = self._ops.call, {}
         for linear in call.linears:
-            of_input, of_weight = self._inputs.pop(0), self._weights.pop(0)
-            if of_input is not None:
-                self._rows.scatter_(of_input)
-                gradients[linear.x] = of_input
-            if of_weight is not None:
+            if linear.x in self._sums:
+                gradients[linear.x] = self._sums.pop(linear.x)
+                self._rows.scatter_(gradients[linear.x])
+            if linear.weight in self._sums:
+                of_weight = self._sums.pop(linear.weight)
                 if self._is_first:
                     of_weight.zero_()
-                elif self._frequent is not None and _is_in_16_bits(of_weight):
+                elif self._frequent is not None and of_weight.dtype.itemsize == 2:
                     self._frequent.write(linear, of_weight)
                 gradients[linear.weight] = self._ops.rounded(of_weight, call.dtype)
         if call.bias_grad:
@@ -105,10 +107,6 @@ class GradientSums:
                 total = torch.nn.functional.pad(found, (0, bias.shape[0] - found.shape[0]))
             gradients["linear_bias"] = total.to(bias.dtype)
         return gradients
-
-
-def _is_in_16_bits(memory: Tensor | None) -> bool:
-    return memory is not None and memory.dtype.itemsize == 2
 
 
 class FrequentRows:
