@@ -4,15 +4,12 @@ A program has a row of both logits to itself. It reads each for its maximum and 
 is where the forward divergence's gradient is written, and for the others both once more.
 """
 
-from functools import lru_cache
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from thunder_flce.engine.kernels.launch import contiguous, kernel, launch
+from thunder_flce.engine.kernels.launch import contiguous, kernel, launch, settings_of
 from thunder_flce.engine.kernels.triton_rows import _STATISTICS_BLOCKS, _block_for, _exp, _logits, _row_statistics
 from thunder_flce.operation.divergence import Divergence
 
@@ -92,24 +89,17 @@ def _divergence_kernel(
             tl.store(out + columns, gradient.to(out.dtype.element_ty), mask=columns < VOCAB)
 
 
-@lru_cache(maxsize=256)
-def _settings(vocab: int, student: int, teacher: int, out: int, divergence: Divergence) -> dict[str, Any]:
-    """Constants of the kernel, from strides of rows, and options."""
-    log_student, log_teacher = divergence.log_shares or (0.0, 0.0)
-    block = _block_for(vocab, _STATISTICS_BLOCKS)
-    return {
-        "STUDENT_STRIDE": student, "TEACHER_STRIDE": teacher, "OUT_STRIDE": out, "VOCAB": vocab,
-        "SCALE": 1 / divergence.temperature, "OF_STUDENT": divergence.of_student, "OF_TEACHER": divergence.of_teacher,
-        "LOG_STUDENT": log_student, "LOG_TEACHER": log_teacher, **block.settings,
-    }  # fmt: skip
-
-
 def divergence_(
     student: Tensor, teacher: Tensor, divergence: Divergence, *, factors: Tensor | None, out: Tensor
 ) -> Tensor:
     """The divergence of each row, (C,) float32; see `dispatch`."""
     rows, vocab = student.shape
     result = torch.empty(rows, dtype=torch.float32, device=student.device)
-    settings = _settings(vocab, student.stride(0), teacher.stride(0), out.stride(0), divergence)
+    log_student, log_teacher = divergence.log_shares or (0.0, 0.0)
+    settings = settings_of(
+        STUDENT_STRIDE=student.stride(0), TEACHER_STRIDE=teacher.stride(0), OUT_STRIDE=out.stride(0), VOCAB=vocab,
+        SCALE=1 / divergence.temperature, OF_STUDENT=divergence.of_student, OF_TEACHER=divergence.of_teacher,
+        LOG_STUDENT=log_student, LOG_TEACHER=log_teacher, **_block_for(vocab, _STATISTICS_BLOCKS).settings,
+    )  # fmt: skip
     launch(_divergence_kernel, rows, [student, teacher, out, *contiguous(factors), result], settings)
     return result
