@@ -32,8 +32,7 @@ def differentiable_forward(settings: Settings, tensors: Sequence[Tensor], *, is_
         tensors: of the call.
         is_direct: whether the engine may run without the dispatcher, which compilers, modes and subclasses listen to.
     """
-    if forward_ad._current_level >= 0:
-        _check_no_tangents(tensors)
+    _check_no_tangents(tensors)
     if torch._C._are_functorch_transforms_active():
         return _TransformedLinearCrossEntropy.apply(settings, *tensors)
     if torch._C._is_tracing():  # By torch.jit.trace, which does not look into an autograd function.
@@ -46,8 +45,9 @@ def differentiable_forward(settings: Settings, tensors: Sequence[Tensor], *, is_
 
 
 def _check_no_tangents(tensors: Sequence[Tensor]) -> None:
-    """Raises for a forward-mode derivative, inside of a level: what runs below autograd would leave it out."""
-    if any(forward_ad.unpack_dual(each).tangent is not None for each in tensors):
+    """Raises for a forward-mode derivative: what runs below autograd would leave it out."""
+    is_in_level = forward_ad._current_level >= 0
+    if is_in_level and any(forward_ad.unpack_dual(each).tangent is not None for each in tensors):
         raise RuntimeError(_NO_FORWARD_MODE)
 
 
@@ -195,8 +195,7 @@ class _Backward(torch.autograd.Function):
 
 def _autograd_kernel(tensors: list[Tensor], settings: str) -> list[Tensor]:
     """Runs a direct call of the operator, such as those in exported programs."""
-    if forward_ad._current_level >= 0:
-        _check_no_tangents(tensors)
+    _check_no_tangents(tensors)
     known, needed = Settings.parse(settings), []
     if torch.is_grad_enabled():
         operands = dict(zip(known.names, tensors, strict=True))
