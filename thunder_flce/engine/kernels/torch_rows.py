@@ -141,9 +141,8 @@ class TorchRowKernels:
         return self.logit_map(z.to(torch.promote_types(z.dtype, torch.float32)))
 
     def _may_overwrite(self, logits: Tensor, z: Tensor) -> Tensor | None:
-        """The memory of mapped or converted logits, where that is not z's own and a slope won't need it."""
-        is_temporary = logits.data_ptr() != z.data_ptr()
-        return logits if is_temporary and self.logit_map.softcap is None else None
+        """The memory of mapped or converted logits, where that is not z's own."""
+        return logits if logits.data_ptr() != z.data_ptr() else None
 
     def _gradient(
         self, logits: Tensor, slope: Tensor | None, statistics: RowStatistics, coefficients: RowCoefficients,
