@@ -111,8 +111,10 @@ def strategy_of(call: Call, options: Options) -> str:
     if not call.needs_grad:
         return LOSS_ONLY
     strategy, loss = options.strategy, call.loss
-    # Upstream gradients, one number a row, have to be known before anything is summed.
-    needs_later_sums = loss.has_row_gradients and not call.has_unit_gradients
+    # Upstream gradients, one number a row, have to be known before anything is summed. dW and db are sums over rows; dX
+    # of a frozen head is, row by row, its upstream gradient times a vector (with further terms there is more than one).
+    is_frozen = call.needs_grad == ("input",) and len(call.linears) == 1
+    needs_later_sums = loss.has_row_gradients and not (is_frozen and loss.has_parallel_row_gradients)
     if strategy == GRADIENTS_IN_FORWARD and needs_later_sums:
         raise ValueError(
             'strategy "gradients_in_forward" needs reduction "mean" or "sum" and no differentiable outputs: otherwise '

@@ -271,14 +271,6 @@ class Call:
         return sum(prod(self.tensors[name].shape) for name in self.needs_grad) * self.dtype.itemsize
 
     @cached_property
-    def has_unit_gradients(self) -> bool:
-        """Whether each row's gradient is its upstream gradient times a vector that does not depend on it.
-
-        That is dX of a frozen head. dW and db are sums over rows, and with further terms there is more than one dX.
-        """
-        return self.needs_grad == ("input",) and len(self.linears) == 1 and self.loss.has_parallel_row_gradients
-
-    @cached_property
     def ignores_rows(self) -> bool:
         """Whether rows can be ignored at all."""
         return self.loss.ignores_rows or "token_weights" in self.tensors

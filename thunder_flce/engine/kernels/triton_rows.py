@@ -89,12 +89,6 @@ def _sum_below(row, vocab, group, largest, SCALE: tl.constexpr, SOFTCAP: tl.cons
 
 
 @triton.jit
-def _log_sum(others):
-    """From the sum of exponentials relative to the maximum, without the maximum's own 1."""
-    return libdevice.log1p(others)
-
-
-@triton.jit
 def _rest(row, vocab, stride, BLOCK: tl.constexpr):
     """What lies behind the full blocks of a row: columns and z."""
     columns = vocab // BLOCK * BLOCK + tl.arange(0, BLOCK)
@@ -204,7 +198,7 @@ def _row_statistics(row, VOCAB: tl.constexpr, STRIDE: tl.constexpr, SCALE: tl.co
     if VOCAB % BLOCK:
         columns, rest = _rest(row, VOCAB, STRIDE, BLOCK)
     largest, others = _statistics(row, VOCAB, columns, rest, SCALE, SOFTCAP, BLOCK)
-    return largest, _log_sum(others)
+    return largest, libdevice.log1p(others)
 
 
 @kernel(1)
@@ -288,7 +282,7 @@ def _both_kernel(
     largest, others = _statistics(row, vocab, rest_columns, rest, SCALE, SOFTCAP, BLOCK)
     if PARTS > 1:
         largest, others = _merged(largest, others, exchange + 1 + index * SLOTS, part, PARTS, SLOTS, IS_EXACT)
-    log_sum = _log_sum(others)
+    log_sum = libdevice.log1p(others)
     tl.store(found + index, largest, mask=part == 0)
     tl.store(found + rows + index, log_sum, mask=part == 0)
 
