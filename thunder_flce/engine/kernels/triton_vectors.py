@@ -137,60 +137,43 @@ def prepare(call: Call, *, upstream: Tensor | None, ordered: bool) -> Prepared:
     )
 
 
-@triton.jit
-def _terms(
-    row_max, row_log_sum, z_y, weight, at_target, of_rows, log_prob, log_sum_exp, number, is_row, Z_LOSS: tl.constexpr,
-):  # fmt: skip
-    """What each row adds to the loss: weighted cross-entropies and z terms, float32. Writes the outputs of the rows."""
-    of_row = tl.load(weight + number, mask=is_row, other=0.0)
-    largest = tl.load(row_max + number, mask=is_row, other=0.0)
-    log_sum = tl.load(row_log_sum + number, mask=is_row, other=0.0)
-    shifted = tl.load(z_y + number, mask=is_row, other=0.0).to(tl.float32) - largest
-    # The loss must not be negative. NaN stays.
-    loss = log_sum - tl.where(shifted > 0.0, 0.0, shifted)
-    if of_rows is not None:
-        loss = tl.load(of_rows + number, mask=is_row, other=0.0)
-    if at_target is not None:
-        loss = tl.load(at_target + number, mask=is_row, other=0.0) * loss
-    loss = tl.where(of_row != 0.0, of_row * loss, 0.0)
-    lse = largest + log_sum
-    z_term = tl.where(of_row != 0.0, of_row * (Z_LOSS * (lse * lse)), 0.0)
-    if log_prob is not None:
-        tl.store(log_prob + number, tl.where(of_row != 0.0, shifted - log_sum, 0.0), mask=is_row)
-    if log_sum_exp is not None:
-        tl.store(log_sum_exp + number, tl.where(of_row != 0.0, lse, 0.0), mask=is_row)
-    return loss, z_term
-
-
 @kernel(0, "rows")
 def _finish_kernel(
     row_max, row_log_sum, z_y, weight, at_target, of_rows, divisors, result, log_prob, log_sum_exp, rows,
     Z_LOSS: tl.constexpr, REDUCES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """By one program if it REDUCES."""
+    """What each row adds to the loss: weighted cross-entropies and z terms. By one program if it REDUCES."""
+    first = 0 if REDUCES else tl.program_id(0) * BLOCK
+    total, total_z = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    for start in range(0, rows if REDUCES else 1, BLOCK):
+        number = first + start + tl.arange(0, BLOCK)
+        is_row = number < rows
+        of_row = tl.load(weight + number, mask=is_row, other=0.0)
+        largest = tl.load(row_max + number, mask=is_row, other=0.0)
+        log_sum = tl.load(row_log_sum + number, mask=is_row, other=0.0)
+        shifted = tl.load(z_y + number, mask=is_row, other=0.0).to(tl.float32) - largest
+        # The loss must not be negative. NaN stays.
+        loss = log_sum - tl.where(shifted > 0.0, 0.0, shifted)
+        if of_rows is not None:
+            loss = tl.load(of_rows + number, mask=is_row, other=0.0)
+        if at_target is not None:
+            loss = tl.load(at_target + number, mask=is_row, other=0.0) * loss
+        loss = tl.where(of_row != 0.0, of_row * loss, 0.0)
+        lse = largest + log_sum
+        z_term = tl.where(of_row != 0.0, of_row * (Z_LOSS * (lse * lse)), 0.0)
+        if log_prob is not None:
+            tl.store(log_prob + number, tl.where(of_row != 0.0, shifted - log_sum, 0.0), mask=is_row)
+        if log_sum_exp is not None:
+            tl.store(log_sum_exp + number, tl.where(of_row != 0.0, lse, 0.0), mask=is_row)
+        total += loss
+        total_z += z_term
+        if not REDUCES:
+            tl.store(result + number, total + total_z if Z_LOSS != 0 else total, mask=is_row)
     if REDUCES:
-        total, total_z = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-        for start in range(0, rows, BLOCK):
-            number = start + tl.arange(0, BLOCK)
-            loss, z_term = _terms(
-                row_max, row_log_sum, z_y, weight, at_target, of_rows, log_prob, log_sum_exp, number, number < rows,
-                Z_LOSS,
-            )  # fmt: skip
-            total += loss
-            total_z += z_term
         value = tl.div_rn(tl.sum(total, 0), tl.load(divisors))
         if Z_LOSS != 0:
             value += tl.div_rn(tl.sum(total_z, 0), tl.load(divisors + 1))
         tl.store(result, value)
-    else:
-        number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        is_row = number < rows
-        loss, z_term = _terms(
-            row_max, row_log_sum, z_y, weight, at_target, of_rows, log_prob, log_sum_exp, number, is_row, Z_LOSS
-        )
-        if Z_LOSS != 0:
-            loss += z_term
-        tl.store(result + number, loss, mask=is_row)
 
 
 def finish(
