@@ -65,16 +65,7 @@ class TorchRowKernels:
         self.logit_map = logit_map
 
     def statistics(self, z: Tensor, target: Tensor | None = None) -> tuple[RowStatistics, Tensor | None]:
-        row_max = torch.empty(z.shape[0], dtype=torch.promote_types(z.dtype, torch.float32), device=z.device)
-        others = torch.empty_like(row_max)
-        for rows in row_blocks(z):
-            logits = self._logits(z[rows])
-            row_max[rows], column = largest(logits)
-            exponential = torch.sub(logits, row_max[rows, None], out=self._may_overwrite(logits, z[rows])).exp_()
-            # The maximum's own is 1, beside which a small sum of the others would lose its digits; or it is NaN.
-            at = column[:, None]
-            others[rows] = sums_of_rows(exponential.scatter_(1, at, exponential.gather(1, at) - 1))
-        return RowStatistics(row_max, others.log1p_()), None if target is None else at_columns(z, target)
+        return self._statistics(z), None if target is None else at_columns(z, target)
 
     def moments(
         self, z: Tensor, statistics: RowStatistics, class_weight: Tensor | None, names: tuple[str, ...]
@@ -115,27 +106,34 @@ class TorchRowKernels:
         return sums
 
     def both_(self, z: Tensor, target: Tensor, coefficients: RowCoefficients) -> tuple[RowStatistics, Tensor]:
-        row_max = torch.empty(z.shape[0], dtype=torch.promote_types(z.dtype, torch.float32), device=z.device)
-        others, z_y = torch.empty_like(row_max), at_columns(z, target)
-        for rows in row_blocks(z):
-            logits = self._logits(z[rows])
-            row_max[rows], column = largest(logits)
-            slope = self.logit_map.slope(z[rows].to(torch.promote_types(z.dtype, torch.float32)))
-            gradient = torch.sub(logits, row_max[rows, None], out=logits).exp_()
-            # As in `statistics`; the 1 comes back for the gradient.
-            at = column[:, None]
-            own = gradient.gather(1, at)
-            others[rows] = sums_of_rows(gradient.scatter_(1, at, own - 1))
-            gradient.scatter_(1, at, own).mul_((coefficients.probability[rows] / (1 + others[rows]))[:, None])
-            if slope is not None:
-                gradient.mul_(slope)
-            if gradient.data_ptr() != z[rows].data_ptr():
-                z[rows] = gradient
-        statistics = RowStatistics(row_max, others.log1p_())
+        z_y = at_columns(z, target)
+        statistics = self._statistics(z, coefficients.probability)
         entry = target_gradient(self.logit_map, z_y, statistics, coefficients)
         # On a CPU, scatter_ would copy all of a 16-bit z to float32 and back.
         z[torch.arange(z.shape[0], device=z.device), target] = entry.to(z.dtype)
         return statistics, z_y
+
+    def _statistics(self, z: Tensor, factors: Tensor | None = None) -> RowStatistics:
+        """With factors, (C,), these times the derivative of each row's log-sum-exp take the place of z."""
+        row_max = torch.empty(z.shape[0], dtype=torch.promote_types(z.dtype, torch.float32), device=z.device)
+        others = torch.empty_like(row_max)
+        for rows in row_blocks(z):
+            logits, slope = self._logits(z[rows]), None
+            memory = self._may_overwrite(logits, z[rows])
+            if factors is not None:
+                memory, slope = logits, self.logit_map.slope(z[rows].to(row_max.dtype))
+            row_max[rows], column = largest(logits)
+            exponential = torch.sub(logits, row_max[rows, None], out=memory).exp_()
+            # The maximum's own is 1, beside which a small sum of the others would lose its digits; or it is NaN.
+            at = column[:, None]
+            own = exponential.gather(1, at)
+            others[rows] = sums_of_rows(exponential.scatter_(1, at, own - 1))
+            if factors is not None:
+                gradient = exponential.scatter_(1, at, own).mul_((factors[rows] / (1 + others[rows]))[:, None])
+                gradient = gradient if slope is None else gradient.mul_(slope)
+                if gradient.data_ptr() != z[rows].data_ptr():
+                    z[rows] = gradient
+        return RowStatistics(row_max, others.log1p_())
 
     def _logits(self, z: Tensor) -> Tensor:
         return self.logit_map(z.to(torch.promote_types(z.dtype, torch.float32)))
