@@ -374,18 +374,10 @@ def is_plain(key: tuple[Any, ...]) -> bool:
     )
 
 
-def is_slice(op: Op) -> bool:
-    """Whether it is such an index."""
-    return op.name == "getitem" and is_plain(op.args[1] if isinstance(op.args[1], tuple) else (op.args[1],))
-
-
 def is_pick(op: Op) -> bool:
     """Whether each of its results has elements of its operand, in any order, and none twice."""
-    if op.writes or len(op.operands) != 1:
-        return False
-    if op.name in SPLITS:
-        return split_indices(op) is not None
-    return is_slice(op) or op.name in (*PERMUTATIONS, "narrow", "select", "flip", "roll")
+    is_of_one = not op.writes and len(op.operands) == 1
+    return is_of_one and (op.name in (*PERMUTATIONS, "flip", "roll") or indices_of(op) is not None)
 
 
 def without_tensors(op: Op) -> tuple[list[Any], dict[str, Any]]:
@@ -405,19 +397,49 @@ def order_of(op: Op) -> tuple[int, ...]:
     return tuple((permuted(*given, **named) if callable(permuted) else permuted).shape)
 
 
-def split_indices(op: Op) -> list[tuple[Any, ...]] | None:
-    """The index into the operand that each result of one of `SPLITS` has; None where indices are not in order."""
-    split, (given, named) = op.operands[0], without_tensors(op)
-    at = 0 if op.name == "unbind" else 1
-    dim = (given[at] if len(given) > at else named.get("dim", 0)) % split.ndim
-    found, start = [], 0
-    for number, out in enumerate(op.outs):
-        part: Any = number
-        if op.name != "unbind":
-            part = slice(start, start + out.shape[dim])
-            start = part.stop
-        found.append((*[slice(None)] * dim, part, *[slice(None)] * (split.ndim - dim - 1)))
-    return found if op.name != "tensor_split" or same(start, split.shape[dim]) else None
+_PICKS = {
+    "getitem": ("key",), "select": ("dim", "index"), "narrow": ("dim", "start", "length"), "unbind": ("dim",),
+    "split": ("size", "dim"), "chunk": ("count", "dim"), "tensor_split": ("at", "dim"),
+}  # fmt: skip
+"""What these operations are given beside their operand."""
+
+
+def indices_of(op: Op) -> list[tuple[Any, ...]] | None:
+    """The index into the operand that each result has: for each dimension, a number or a slice.
+
+    A dimension that is new has a None. None where an operation is no such index, or may have others.
+    """
+    if op.name not in _PICKS or len(op.operands) != 1:
+        return None
+    operand, (given, named) = op.operands[0], without_tensors(op)
+    known: dict[str, Any] = dict(zip(_PICKS[op.name], given, strict=False)) | named
+    if op.name == "getitem":
+        key = known["key"] if isinstance(known["key"], tuple) else (known["key"],)
+        return [of_all_dims(key, operand.ndim)] if is_plain(key) else None
+    dim, parts, end = known.get("dim", 0) % operand.ndim, list[Any](), 0
+    if op.name == "select":
+        parts = [known["index"]]
+    elif op.name == "narrow":
+        start, end = known["start"], known["start"] + known["length"]
+        parts = [slice(start, None if type(start) is int and start < 0 and end == 0 else end)]
+    elif op.name == "unbind":
+        parts = [*range(len(op.outs))]
+    else:
+        for out in op.outs:
+            parts.append(slice(end, end + out.shape[dim]))
+            end = parts[-1].stop
+        if op.name == "tensor_split" and not same(end, operand.shape[dim]):
+            return None  # At indices that are not in order.
+    found = [(*[slice(None)] * dim, part, *[slice(None)] * (operand.ndim - dim - 1)) for part in parts]
+    return found if all(map(is_plain, found)) else None
+
+
+def of_all_dims(key: tuple[Any, ...], ndim: int) -> tuple[Any, ...]:
+    """An index with a part for each dimension."""
+    dots = next((at for at, part in enumerate(key) if part is Ellipsis), len(key))
+    head, tail = key[:dots], key[dots + 1 :]
+    given = sum(part is not None for part in (*head, *tail))
+    return (*head, *(slice(None),) * (ndim - given), *tail)
 
 
 def keeps_elements(op: Op) -> bool:
@@ -425,9 +447,8 @@ def keeps_elements(op: Op) -> bool:
     operand, out = op.operands[0], op.output
     if not isinstance(out, Tensor) or op.writes:
         return False
-    if is_slice(op):
-        return same(operand.numel, out.numel)
     if op.name in COPIES:
         # A narrower integer might be another label.
         return out.dtype == operand.dtype or out.dtype is torch.int64 or out.dtype.is_floating_point
-    return op.name in RESHAPES or (op.name in ("long", "detach", "select") and same(operand.numel, out.numel))
+    is_all = op.name in ("long", "detach") or indices_of(op) is not None
+    return op.name in RESHAPES or (is_all and same(operand.numel, out.numel))

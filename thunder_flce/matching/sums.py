@@ -33,6 +33,7 @@ from thunder_flce.matching.program import (
     depends_on_values,
     has_elements,
     holds,
+    indices_of,
     is_number,
     is_pick,
     keeps_elements,
@@ -463,25 +464,21 @@ class _Search:
 
 
 def _stands_behind(picks: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Whether tokens are picked behind others: in a split, or by an index of the first dimension."""
+    """Whether tokens are picked behind others, along one of the dimensions."""
     differing: Any = ((one, other) for one, other in zip(picks, others, strict=False) if one is not other)
     for one, other in differing:
-        if one.op is other.op:
-            return one.op.outs.index(one) > one.op.outs.index(other)
-        rows, before = _rows_picked(one.op), _rows_picked(other.op)
-        numbers = 0, before.start, before.stop, rows.start
-        are_known = one.op.operands[0] is other.op.operands[0] and all(type(x) in (int, torch.SymInt) for x in numbers)
-        return are_known and all(holds(x <= y) for x, y in pairwise(numbers))
+        pairs = zip(_ends_of(one), _ends_of(other), strict=False)
+        found = [(0, *before, start) for (start, _), before in pairs if None not in (*before, start)]
+        is_of_one = one.op.operands[0] is other.op.operands[0]
+        return is_of_one and any(all(holds(x <= y) for x, y in pairwise(numbers)) for numbers in found)
     return False
 
 
-def _rows_picked(op: Op) -> slice:
-    """The index of the first dimension, as a slice; without a start where it is none and no number."""
-    index: Any = op.args[1] if op.name == "getitem" else None
-    index = index[0] if isinstance(index, tuple) and index else index
-    if isinstance(index, slice) and index.step in (None, 1):
-        return slice(0 if index.start is None else index.start, index.stop)
-    return slice(index, index + 1) if type(index) in (int, torch.SymInt) else slice(None)
+def _ends_of(picked: Any) -> list[tuple[Any, Any]]:
+    """Where what is picked begins and ends along each dimension, as far as an index says it."""
+    indices = indices_of(picked.op)
+    index = [part for part in indices[picked.op.outs.index(picked)] if part is not None] if indices else []
+    return [(part.start or 0, part.stop) if isinstance(part, slice) else (part, part + 1) for part in index]
 
 
 def _text(picks: Sequence[Tensor]) -> str:

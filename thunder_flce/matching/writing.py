@@ -21,15 +21,14 @@ from thunder_flce.matching.program import (
     COPIES,
     PERMUTATIONS,
     RESHAPES,
-    SPLITS,
     Op,
     Tensor,
+    indices_of,
     is_number,
     keeps_elements,
     order_of,
     same,
     same_shape,
-    split_indices,
     without_tensors,
 )
 from thunder_flce.matching.regions import Region, is_compared_with_labels
@@ -405,12 +404,11 @@ class _Writing:
             numbers = self._call(torch.reshape, numbers, op.operands[0].shape)
             if op.name in PERMUTATIONS:
                 numbers = self._call(torch.permute, numbers, order_of(op))
-            elif op.name in SPLITS:
-                numbers = self._call(operator.getitem, numbers, (split_indices(op) or ())[op.outs.index(picked)])
+            elif indices := indices_of(op):
+                numbers = self._call(operator.getitem, numbers, indices[op.outs.index(picked)])
             else:
-                function = operator.getitem if op.name == "getitem" else getattr(torch.Tensor, op.name)
                 given, named = without_tensors(op)
-                numbers = self._call(function, numbers, *given, **named)
+                numbers = self._call(getattr(torch.Tensor, op.name), numbers, *given, **named)
         return self._call(torch.flatten, numbers)
 
     def _of_rows_of(self, group: Sequence[Summand], weights: Sequence[Tensor]) -> Tensor:

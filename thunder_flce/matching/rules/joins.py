@@ -5,17 +5,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from thunder_flce.matching.algebra import Class, Labels, Row, RowStep, Unknown
-from thunder_flce.matching.program import (
-    COPIES,
-    SPLITS,
-    Op,
-    Tensor,
-    is_plain,
-    same,
-    same_shape,
-    split_indices,
-)
-from thunder_flce.matching.rules.picks import ALL, of_all_dims
+from thunder_flce.matching.program import COPIES, Op, Tensor, indices_of, same, same_shape
+from thunder_flce.matching.rules.picks import ALL
 from thunder_flce.matching.rules.registry import rule
 from thunder_flce.matching.rules.shapes import rows_in_shape
 
@@ -98,28 +89,17 @@ def _of_whole_input(known: "Interpreter", of: Class | Row) -> Class | Row:
             is_exact = input.dtype in (source.dtype, term.dtype) and input.device == source.device
             if not is_exact or any(map(known.program.may_have_changed, (source, input))):
                 break
-        elif (index := _index_of(input)) and index[-1] == slice(None):
-            rows = (RowStep("index", index[:-1], input.shape[:-1]), *rows)
         else:
-            break
+            indices = indices_of(before)
+            index = indices[before.outs.index(input)] if indices else (None,)
+            if None in index or index[-1] != slice(None):
+                break
+            rows = (RowStep("index", index[:-1], input.shape[:-1]), *rows)
         input = source
     if others or term.hidden_dim != term.input.ndim - 1:
         return of
     term = replace(term, input=input, hidden_dim=input.ndim - 1)
     return replace(of, logits=replace(of.logits, terms=(term,), rows=rows))
-
-
-def _index_of(picked: Tensor) -> tuple[Any, ...] | None:
-    """The index into another tensor that a tensor is, of numbers and slices; None where it is none."""
-    op = picked.op
-    if op is None or op.name not in ("getitem", *SPLITS):
-        return None
-    if op.name in SPLITS:
-        indices = split_indices(op)
-        return indices and indices[op.outs.index(picked)]  # type: ignore[return-value]
-    key = op.args[1] if isinstance(op.args[1], tuple) else (op.args[1],)
-    is_known = is_plain(key) and all(part is not None for part in key)
-    return of_all_dims(key, op.operands[0].ndim) if is_known else None
 
 
 def _all_rows(parts: Sequence[Class | Row], dim: int) -> tuple[RowStep, ...] | None:

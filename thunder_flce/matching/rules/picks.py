@@ -13,10 +13,10 @@ from thunder_flce.matching.program import (
     Op,
     Tensor,
     agree,
+    indices_of,
     is_plain,
     keeps_elements,
     same,
-    split_indices,
     tensors_in,
 )
 from thunder_flce.matching.rules.registry import rule
@@ -26,59 +26,45 @@ if TYPE_CHECKING:
     from thunder_flce.matching.interpreter import Interpreter
 
 
-@rule("getitem")
-def _getitem(known: "Interpreter", op: Op, input: Class | Row | Argmax, key: Any) -> Value:
-    if not isinstance(input, Class) and keeps_elements(op):
+@rule("getitem", "select", "narrow", *SPLITS)
+def _picked(
+    known: "Interpreter", op: Op, input: Class | Row | Argmax, *args: Any, **kwargs: Any
+) -> Value | tuple[Class, ...]:
+    indices = indices_of(op)
+    if isinstance(input, Class):
+        if op.name == "getitem" and indices is None:
+            return _at_tensors(known, op, input, *args)
+        if indices is None:
+            raise Unknown("at indices that are not in order" if op.name in SPLITS else "")
+        return tuple(_at_index(input, index, out.shape) for index, out in zip(indices, op.outs, strict=True))
+    if keeps_elements(op):
         return replace(input, shape=op.output.shape)
-    key = key if isinstance(key, tuple) else (key,)
-    if isinstance(input, Argmax):
-        # As if the classes were still there, behind the rows.
-        columns, dots = input.logits.terms[0].columns, () if any(part is Ellipsis for part in key) else (Ellipsis,)
-        of = Class(input.logits, len(input.shape), (*input.shape, columns), poly(u=1))
-        picked = _at_index(of, (*key, *dots, slice(None)), (*op.output.shape, columns))
-        return Argmax(picked.logits, op.output.shape)
-    if isinstance(input, Row):
+    if isinstance(input, Row) or indices is None or op.name not in ("getitem", "select"):
         raise Unknown
-    of = input
-    if len(key) == len(of.shape) and isinstance(key[-1], Tensor) and of.dim == len(of.shape) - 1:
-        if key[:-1] and all(type(part) is int for part in key[:-1]):
-            of, key = _pick(of, (*key[:-1], slice(None)), (of.columns,)), key[-1:]
-        return _indexed(known, op, of, key)
-    return _at_index(of, key, op.output.shape) if is_plain(key) else _at_tensors(known, op, of, key)
-
-
-@rule("select")
-def _select(known: "Interpreter", op: Op, input: Class | Row | Argmax, dim: int, index: Any) -> Value:
-    return _getitem(known, op, input, _at(input, dim, index))
-
-
-@rule("narrow")
-def _narrow(known: "Interpreter", op: Op, input: Class, dim: int, start: Any, length: Any) -> Class:
-    size = input.shape[dim]
-    if isinstance(start, Tensor) or (type(start) is int and start < 0 and type(size) is not int):
-        raise Unknown
-    start = start % size if type(start) is int and start < 0 else start
-    return _pick(input, _at(input, dim, slice(start, start + length)), op.output.shape)
-
-
-@rule(*SPLITS)
-def _split(known: "Interpreter", op: Op, input: Class, *args: Any, **kwargs: Any) -> tuple[Class, ...]:
-    indices = split_indices(op)
-    if indices is None:
-        raise Unknown("at indices that are not in order")
-    if any(index[input.dim] != slice(None) for index in indices):
-        raise Unknown("along the vocabulary")
-    return tuple(_pick(input, index, out.shape) for index, out in zip(indices, op.outs, strict=True))
+    # As if the classes were still there, behind the rows.
+    columns = input.logits.terms[0].columns
+    of = Class(input.logits, len(input.shape), (*input.shape, columns), poly(u=1))
+    picked = _at_index(of, (*indices[0], slice(None)), (*op.output.shape, columns))
+    return Argmax(picked.logits, op.output.shape)
 
 
 @rule("index_select")
 def _index_select(known: "Interpreter", op: Op, input: Class, dim: int, index: Tensor) -> Class:
     if dim % len(input.shape) == input.dim:
         raise Unknown
-    return _at_tensors(known, op, input, (*(slice(None),) * (dim % len(input.shape)), index))
+    return _rows_at_tensors(known, op, input, (*(slice(None),) * (dim % len(input.shape)), index))
 
 
-def _at_tensors(known: "Interpreter", op: Op, of: Class, key: tuple[Any, ...]) -> Class:
+def _at_tensors(known: "Interpreter", op: Op, of: Class, key: Any) -> Class | Row:
+    key = key if isinstance(key, tuple) else (key,)
+    if len(key) != len(of.shape) or not isinstance(key[-1], Tensor) or of.dim != len(of.shape) - 1:
+        return _rows_at_tensors(known, op, of, key)
+    if key[:-1] and all(type(part) is int for part in key[:-1]):
+        of, key = _pick(of, (*key[:-1], slice(None)), (of.columns,)), key[-1:]
+    return _indexed(known, op, of, key)
+
+
+def _rows_at_tensors(known: "Interpreter", op: Op, of: Class, key: tuple[Any, ...]) -> Class:
     """The rows that tensors pick, such as the last token of each sequence, or those that a mask has."""
     tensors, ends = tensors_in(key), key[-1] is Ellipsis or (isinstance(key[-1], slice) and key[-1] == slice(None))
     # A mask is of as many dimensions as it has.
@@ -97,31 +83,11 @@ def _at_tensors(known: "Interpreter", op: Op, of: Class, key: tuple[Any, ...]) -
 
 
 def _at_index(of: Class, key: tuple[Any, ...], new_shape: tuple[Any, ...]) -> Class:
-    """What an index picks, of the shape that comes out."""
-    if not is_plain(key):
-        raise Unknown("with an index that is neither an integer nor a slice")
-    full = of_all_dims(key, len(of.shape))
+    """What an index of `indices_of` picks, of the shape that comes out."""
     sizes = iter(new_shape)
-    shape = tuple(size for part in full if not isinstance(part, int) for size in [next(sizes)] if part is not None)
-    picked = _pick(of, tuple(part for part in full if part is not None), shape)
-    return picked if None not in full else in_shape(picked, new_shape)
-
-
-def of_all_dims(key: tuple[Any, ...], ndim: int) -> tuple[Any, ...]:
-    """An index with a part for each dimension."""
-    dots = next((at for at, part in enumerate(key) if part is Ellipsis), len(key))
-    head, tail = key[:dots], key[dots + 1 :]
-    given = sum(part is not None for part in (*head, *tail))
-    return (*head, *(slice(None),) * (ndim - given), *tail)
-
-
-def _at(of: Class | Row | Argmax, dim: int, part: Any) -> tuple[Any, ...]:
-    """An index into one dimension."""
-    if isinstance(part, Tensor):
-        raise Unknown
-    key: list[Any] = [slice(None)] * len(of.shape)
-    key[dim % len(of.shape)] = part
-    return tuple(key)
+    shape = tuple(size for part in key if not isinstance(part, int) for size in [next(sizes)] if part is not None)
+    picked = _pick(of, tuple(part for part in key if part is not None), shape)
+    return picked if None not in key else in_shape(picked, new_shape)
 
 
 def _pick(of: Class, key: tuple[Any, ...], shape: tuple[Any, ...]) -> Class:
