@@ -5,7 +5,7 @@ All other nodes stay as they are, but where they use a result before the region 
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -252,17 +252,21 @@ class _Graph:
             elif node not in known:
                 waiting += node.all_input_nodes  # All sizes of a tensor, which are traced with it.
 
+        written = {self._node(each) for op in ops for each in op.writes}
+
         def derivative(rows: list[torch.Tensor], given: list[Any]) -> list[torch.Tensor]:
             rows = [each.detach().requires_grad_() for each in rows]
             with torch.enable_grad():
                 # A clone is no leaf, which nothing may change in place.
-                values: dict[Node, Any] = dict(zip(starts, [each.clone() for each in rows], strict=True))
-                values |= zip(others, given, strict=True)
+                found: dict[Node, Any] = dict(zip(starts, [each.clone() for each in rows], strict=True))
+                found |= zip(others, given, strict=True)
+                found |= {node: found[node].clone() for node in written & found.keys()}
                 for node in (*starts, *others, *nodes):
                     if not isinstance(value_of(node), torch.SymInt | torch.SymFloat):
-                        _run(node, values)
-                total = values[result.handle]
-            return list(torch.autograd.grad(total, rows, torch.ones((), dtype=total.dtype, device=total.device)))
+                        _run(node, found)
+                total = found[result.handle]
+            of_rows = torch.autograd.grad(total, rows, torch.ones((), dtype=total.dtype, device=total.device))
+            return [*of_rows, *([] if values is None else [total.detach()])]
 
         rows = [value_of(each).detach() for each in starts]
         given = [each.detach() if isinstance(each, torch.Tensor) else each for each in map(value_of, others)]
@@ -281,32 +285,15 @@ class _Graph:
         with self._graph.inserting_before(self._end):
             # thunder asks for the gradient of all that may have one, and does not know each of these.
             self._graph.call_function(torch._C._set_grad_enabled, (False,))
+            for node, value in zip(placeholders, values or (), strict=False):
+                if node in needed and value is not None:
+                    inlined[node] = self.call(torch.Tensor.to, value, node.meta["val"].dtype).handle
             for node in traced.graph.nodes:
                 if node in needed and node not in inlined:
                     inlined[node] = self._inlined(node, inlined, traced)
             found = [self._made(inlined[each], each.meta["val"]) for each in output.args[0]]
-            found += [] if values is None else [self._run_on(ops, dict(zip(operands, values, strict=True)), result)]
             self._graph.call_function(torch._C._set_grad_enabled, (True,))
             return found
-
-    def _run_on(self, ops: Sequence[Op], values: Mapping[Tensor, Tensor | None], result: Tensor) -> Tensor:
-        """What the operations make of other values: copies of their nodes, whose operations thunder knows."""
-        copies: dict[Node, Node] = {}
-        for each, value in values.items():
-            if value is None:
-                value = self.call(torch.zeros, tuple(each.shape), dtype=each.dtype, device=each.device)
-            elif value.dtype != each.dtype:
-                value = self.call(torch.Tensor.to, value, each.dtype)
-            copies[self._node(each)] = value.handle
-        made = {node for op in ops for node in (op.handle, *_readers_of_parts(op.handle))}
-        for each in (each for op in ops for each in op.writes):
-            if (node := self._node(each)) not in copies and node not in made:
-                copies[node] = self.call(torch.clone, each).handle  # Zeros that losses are added to.
-        for op in ops:
-            for node in (op.handle, *_readers_of_parts(op.handle)):
-                if node not in copies and name_of(node) != "item":
-                    copies[node] = self._graph.node_copy(node, lambda given: copies.get(given, given))
-        return self._made(copies[result.handle], value_of(result.handle).detach())
 
     def _inlined(self, node: Node, inlined: dict[Node, Any], traced: GraphModule) -> Any:
         """What stands here for a node of a derivative's graph."""

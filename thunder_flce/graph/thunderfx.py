@@ -127,7 +127,7 @@ def _as_thunder_knows_them(gm: torch.fx.GraphModule) -> None:
     gm.recompile()
 
 
-_OTHER_NAMES = {"_to_copy": "to", "_unsafe_view": "reshape", "mm": "matmul"}
+_OTHER_NAMES = {"_to_copy": "to", "_unsafe_view": "reshape", "mm": "matmul", "mv": "matmul", "dot": "matmul"}
 
 
 def _detach(given: Any) -> Any:

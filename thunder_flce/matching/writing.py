@@ -252,7 +252,7 @@ class _Writing:
         starts = [*(each.tensor for each in total.summands), *total.others]
         of_none: list[Tensor | None] = [*map(self._of_none_of, total.summands), *[None] * len(total.others)]
         is_divided = self._leaves_out_tokens and any(op.name in ("div", *PRODUCTS) for op in total.ops)
-        is_followed = total.ops and not self._mixes_dtypes and (is_divided or any(each is not None for each in of_none))
+        is_followed = total.ops and (is_divided or any(each is not None for each in of_none))
         found = [self._number(1.0)]
         if total.ops:
             found = self._writer.weights(total.ops, starts, total.place, values=of_none if is_followed else None)
@@ -297,12 +297,6 @@ class _Writing:
         is_selected = total is not None and any(op.name in ("where", "masked_fill") for op in total.ops)
         is_reduced = any(each.row.reduction != "none" for part in self._region.parts for each in part.rows)
         return is_selected or ((is_reduced or not self._keeps_ignored) and ignore_index != NOTHING_IGNORED)
-
-    @property
-    def _mixes_dtypes(self) -> bool:
-        """Whether a product of several dtypes leads to the sum: it needs autocast."""
-        ops = self._region.total.ops if self._region.total else []
-        return any(op.name in PRODUCTS[1:] and len({x.dtype for x in op.operands}) > 1 for op in ops)
 
     def _of_none_of(self, summand: Summand) -> Tensor | None:
         """What a mean is of ignored rows alone: 0, or NaN where all are; None for what is no such mean."""
