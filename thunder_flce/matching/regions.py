@@ -56,6 +56,14 @@ class Region:
         return any(part.has_grad for part in self.parts)
 
     @property
+    def reads_again(self) -> bool:
+        """Whether its gradients are computed from its operands in the backward, as they may be in float16.
+
+        A linear whose weight is frozen does not need its input any more, and may have it changed.
+        """
+        return (bool(self.note) or self.parts[0].logits.dtype is torch.float16) and self.has_grad
+
+    @property
     def place(self) -> Op:
         """The operation whose place it takes, at the earliest."""
         if self.total is not None and self.total.place.op is not None:
@@ -400,56 +408,43 @@ def _stuck(regions: Sequence[Region], known: Interpreter) -> tuple[Region, NotFu
             # What checks that size, or has it as a number, would not move with it.
             return region, NotFused(Reason.LOGITS_USED, f"by {item}, whose size depends on values")
         last = max(last, item.position if isinstance(item, Op) else item.place.position)
-    for region in regions:
-        writer = _moves_across_a_write(region, order, regions, known)
-        if writer is not None:
-            return region, NotFused(Reason.OPERAND_MODIFIED, f"by {writer.name}")
+    if (moved := _moved_across_a_write(order, known)) is not None:
+        region, writer = moved
+        return region, NotFused(Reason.OPERAND_MODIFIED, f"by {writer.name}")
     return None
 
 
-def _moves_across_a_write(
-    region: Region, order: Sequence[Op | Region], regions: Sequence[Region], known: Interpreter
-) -> Op | None:
-    """A change in place between what a region replaces and its place, of what it may read."""
-    program, dropped = known.program, dropped_writes(regions, known)
-    place = order.index(region)
-    before = {item for item in order[:place] if isinstance(item, Op)}
-    # Where gradients wait, as they may in float16, they are computed from the operands. A linear whose weight is frozen
-    # does not need its input any more, and may have it changed.
-    waits = bool(region.note) or region.parts[0].logits.dtype is torch.float16
-    reads_again = waits and region.has_grad
-    for tensor, position in region.read_at.items():
-        for op in program.writers(position + 1, len(program.ops)):
-            if op not in dropped and (op in before or reads_again) and any(may_share(w, tensor) for w in op.writes):
-                return op
-    # It may have waited for what it reads of after its place, and what reads its results has waited with it.
-    behind = [item for item in order[place:] if isinstance(item, Op)]
-    last = max((item.position for item in before), default=-1)
-    for op in (each for each in behind if each.writes or each.position < last):
-        passed = [item for item in before if item.position > op.position]
-        read = [tensor for tensor, position in region.read_at.items() if position > op.position]
+def _moved_across_a_write(order: Sequence[Op | Region], known: Interpreter) -> tuple[Region, Op] | None:
+    """A region for which what reads some memory would stand on the other side of a change of it; and that change."""
+    program, at = known.program, {item: place for place, item in enumerate(order)}
+    reads = {item: _read_by(item, program) for item in order}
+    for writer in (op for op in program.writers(0, len(program.ops)) if op in at):
         # Autograd takes a view for a leaf if what it is a view of has its gradient from a change after it.
-        gives_gradient = op.grad_mode and any(each.needs_grad for each in op.operands)
-        read += [each for item in passed if gives_gradient or not _is_view(item) for each in item.operands]
-        pairs = [(op, read), *((item, op.operands) for item in passed)]
-        if any(may_share(each, other) for writer, others in pairs for each in writer.writes for other in others):
-            return op
-    # What moves behind the region must not read what is written meanwhile, unless that moves as well. It must not write
-    # what is made of the region's rows, either, which the region has read before.
-    moved = [item for item in behind if item.position < region.place.position]
-    for op in moved:
-        for writer in program.writers(op.position, region.place.position):
-            if (
-                writer not in moved
-                and writer not in dropped
-                and any(may_share(written, each) for written in writer.writes for each in op.operands)
-            ):
-                return writer
-    of_rows = {result.tensor for part in region.parts for result in part.rows}
+        gives_gradient = writer.grad_mode and any(each.needs_grad for each in writer.operands)
+        for item in (each for each in order if each is not writer):
+            is_before, region = at[item] < at[writer], item if isinstance(item, Region) else None
+            if isinstance(item, Op) and is_before and not gives_gradient and _is_view(item):
+                continue
+            again = region.read_at if region is not None and region.reads_again else ()
+            for tensor, position in reads[item].items():
+                was_before = position < writer.position
+                is_changed = was_before != is_before or (was_before and tensor in again)
+                if is_changed and any(may_share(written, tensor) for written in writer.writes):
+                    # What has moved has waited for a region.
+                    regions = [each for each in order[: max(at[item], at[writer])] if isinstance(each, Region)]
+                    return region or regions[-1], writer
+    return None
+
+
+def _read_by(item: Op | Region, program: Program) -> dict[Tensor, int]:
+    """What an operation or a region reads, with the positions; a region, also what is made of its rows before it."""
+    if isinstance(item, Op):
+        return dict.fromkeys(item.operands, item.position)
+    of_rows = {result.tensor for part in item.parts for result in part.rows}
     for op in program.ops:
         if not op.writes and not of_rows.isdisjoint(op.operands):
             of_rows.update(op.outs)
-    return next((op for op in moved if any(may_share(w, each) for w in op.writes for each in of_rows)), None)
+    return dict.fromkeys(of_rows, item.place.position) | item.read_at
 
 
 def _is_view(op: Op) -> bool:
