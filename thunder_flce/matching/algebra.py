@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from thunder_flce.matching.program import Tensor, tensors_in
+from thunder_flce.matching.program import Tensor, hint, same, stored, tensors_in
 
 
 class Unknown(Exception):
@@ -205,6 +205,23 @@ class Logits:
         terms = tuple(replace(term, has_grad=False) for term in self.terms)
         sign = Fraction(1 if self.scale > 0 else -1)
         return replace(self, terms=terms, bias_has_grad=False, scale=sign, softcap=None, shift=Fraction(0))
+
+    @property
+    def is_similarity(self) -> bool:
+        """Whether it is of all pairs of a batch, of which a contrastive loss is made: the classes are no vocabulary."""
+        head = self.terms[0]
+        is_square = len(head.rows_shape) == 1 and same(head.columns, head.rows_shape[0])
+        return is_square and stored(head.weight).op is not None
+
+    @property
+    def is_head(self) -> bool:
+        """Whether it may be of a language model's head, and not of a gate: more columns than the input has features.
+
+        And a parameter's, not activations times activations.
+        """
+        head = self.terms[0]
+        weight = stored(head.weight)
+        return hint(head.columns) > hint(head.features) and weight.op is None and weight is not head.input
 
     @property
     def is_linear(self) -> bool:

@@ -14,9 +14,7 @@ from thunder_flce.matching.algebra import Argmax, Class, Logits, Row, Unknown, V
 from thunder_flce.matching.decisions import Decision, NotFused, Reason
 from thunder_flce.matching.program import (
     CHANGED,
-    COPIES,
     PERMUTATIONS,
-    RESHAPES,
     Op,
     Program,
     Tensor,
@@ -24,6 +22,7 @@ from thunder_flce.matching.program import (
     hint,
     keeps_elements,
     same,
+    stored,
 )
 from thunder_flce.matching.rules import LINEARS, RULES
 
@@ -77,14 +76,22 @@ class Escape:
         # Such as by a maximum that is returned.
         return NotFused(Reason.LOGITS_USED, f"by {self.user or self.tensor.op}")
 
+    @property
+    def columns(self) -> Any:
+        """How many classes there are in what the use gives, where it still has classes."""
+        assert self.user is not None and isinstance(self.value, Class)
+        of_first = self.user.outs[0].shape if self.user.name in _SELECTIONS and self.user.outs else ()
+        return of_first[-1] if of_first else self.value.columns
 
-@dataclass(frozen=True)
-class _Lost:
-    """A tensor of logits that were changed in a way that is not described."""
-
-    problem: NotFused
-    columns: Any
-    is_head: bool
+    @property
+    def change(self) -> NotFused:
+        """Why what the use makes of logits is not described."""
+        assert self.user is not None
+        if self.value.logits.is_similarity:
+            return NotFused(Reason.NO_LINEAR)
+        is_written = bool(self.user.writes) or self.user.name == CHANGED
+        reason = Reason.OPERAND_MODIFIED if is_written else Reason.TRANSFORMED_LOGITS
+        return NotFused(reason, f"by {self.user.name}{self.detail}")
 
 
 class Interpreter:
@@ -104,7 +111,8 @@ class Interpreter:
         """Of losses, and of what may become one, whose logits cannot be described"""
         self.broadcast: dict[Tensor, Tensor] = {}
         """The tensors that `broadcast_tensors` gave the shape of logits, and what they were"""
-        self._lost: dict[Tensor, _Lost] = {}
+        self._lost: dict[Tensor, Escape] = {}
+        """What has made something of logits that is not described, and is still of the classes"""
         self._first: dict[Any, Tensor] = {}
         self.followed: list[Op] = []
         """The changes in place that are described"""
@@ -239,36 +247,22 @@ class Interpreter:
         for operand in dict.fromkeys(operands):
             self._demand(operand, op, detail)
         self._forget(op)
-        for operand in operands:
-            found, lost = self.get(operand), self._lost.get(operand)
-            if isinstance(found, Class):
-                is_changed = bool(op.writes) or op.name == CHANGED
-                reason = Reason.OPERAND_MODIFIED if is_changed else Reason.TRANSFORMED_LOGITS
-                problem = NotFused(reason, f"by {op.name}{detail}")
-                problem = NotFused(Reason.NO_LINEAR) if self.is_similarity(found.logits) else problem
-                columns = (
-                    found.columns
-                    if op.name not in _SELECTIONS or not op.outs or not op.outs[0].shape
-                    else op.outs[0].shape[-1]
-                )
-                lost = _Lost(problem, columns, is_head(found.logits))
-            if lost is not None:
-                for out in op.outs:
-                    if out not in self.values and any(same(size, lost.columns) for size in out.shape):
-                        self._lost.setdefault(out, lost)
-                is_head_normalised = op.name in NORMALISERS and lost.is_head
-                if is_head_normalised and op.operands[0] is operand and any(out.needs_grad for out in op.outs):
-                    self.refusals.append(lost.problem.at(op.source, "log-probability"))
-                return
+        found = ((each, self.get(each)) for each in operands)
+        own = (Escape(each, of, op, detail) if isinstance(of, Class) else self._lost.get(each) for each, of in found)
+        lost = next(filter(None, own), None)
+        if lost is not None:
+            for out in op.outs:
+                if out not in self.values and any(same(size, lost.columns) for size in out.shape):
+                    self._lost.setdefault(out, lost)
         if op.name in NORMALISERS and operands and op.outs[0].needs_grad:
-            problem = self.why_unknown(operands[0], is_loss=False)
-            if problem.reason is not Reason.NO_LINEAR:
+            problem = lost.change if lost else self.why_unknown(operands[0], is_loss=False)
+            if problem.reason is not Reason.NO_LINEAR and (lost is None or lost.value.logits.is_head):
                 self.refusals.append(problem.at(op.source, "log-probability"))
 
     def why_unknown(self, logits: Tensor, *, is_loss: bool = True) -> NotFused:
         """Why the logits of a loss, or of what may be none, are not described."""
         if logits in self._lost:
-            return self._lost[logits].problem
+            return self._lost[logits].change
         origin = logits
         while (op := origin.op) is not None and op.operands:
             if not (keeps_elements(op) or op.name in (*PERMUTATIONS, "getitem", "div", "mul")):
@@ -324,12 +318,6 @@ class Interpreter:
                 waiting += [self.broadcast[each]] if each in self.broadcast else each.op.operands
         return False
 
-    def is_similarity(self, logits: Logits) -> bool:
-        """Whether it is of all pairs of a batch, of which a contrastive loss is made: the classes are no vocabulary."""
-        head = logits.terms[0]
-        is_square = len(head.rows_shape) == 1 and same(head.columns, head.rows_shape[0])
-        return is_square and _stored(head.weight).op is not None
-
     def is_every_index(self, part: Any, dim: int, shape: tuple[Any, ...]) -> bool:
         """Whether an index is 0, 1, … along one dimension of a shape, and the same along the others."""
         count = shape[dim]
@@ -349,29 +337,11 @@ class Interpreter:
         return same(start, 0) and same(given.get("step", 1), 1) and agree(end, count)
 
 
-def is_head(logits: Logits) -> bool:
-    """Whether it may be of a language model's head, and not of a gate: more columns than the input has features.
-
-    And a parameter's, not activations times activations.
-    """
-    head = logits.terms[0]
-    weight = _stored(head.weight)
-    return hint(head.columns) > hint(head.features) and weight.op is None and weight is not head.input
-
-
 def _may_be_head(product: Op) -> bool:
     """The same of a product that is not described: one of its operands has more classes than anything else."""
-    stored, shape = [_stored(each) for each in product.operands], product.outs[0].shape
-    weights = [each for each in stored if each.op is None and each.ndim > 1 and stored.count(each) == 1]
+    operands, shape = [stored(each) for each in product.operands], product.outs[0].shape
+    weights = [each for each in operands if each.op is None and each.ndim > 1 and operands.count(each) == 1]
     return any(any(same(size, max(each.shape, key=hint)) for size in shape) for each in weights)
-
-
-def _stored(weight: Tensor) -> Tensor:
-    """A weight, or the first of several, as it was before copies and changes of its shape."""
-    names = {*COPIES, *PERMUTATIONS, *RESHAPES, "detach", "expand", "stack", "cat"}
-    while weight.op is not None and weight.op.name in names:
-        weight = weight.op.operands[0]
-    return weight
 
 
 _DESCRIPTIONS = {Class, Row, Argmax}

@@ -380,6 +380,14 @@ def is_pick(op: Op) -> bool:
     return is_of_one and (op.name in (*PERMUTATIONS, "flip", "roll") or indices_of(op) is not None)
 
 
+def stored(weight: Tensor) -> Tensor:
+    """A weight, or the first of several, as it was before copies and changes of its shape."""
+    names = {*COPIES, *PERMUTATIONS, *RESHAPES, "detach", "expand", "stack", "cat"}
+    while weight.op is not None and weight.op.name in names:
+        weight = weight.op.operands[0]
+    return weight
+
+
 def without_tensors(op: Op) -> tuple[list[Any], dict[str, Any]]:
     """Its arguments that are no tensors: a function may be given its tensor by name, a method may not."""
     given = [each for each in op.args if not isinstance(each, Tensor)]

@@ -13,7 +13,7 @@ import torch
 from thunder_flce.engine.plan import GRADIENTS_IN_FORWARD
 from thunder_flce.matching.algebra import Argmax, Class, Row, atoms
 from thunder_flce.matching.decisions import Decision, NotFused, Reason
-from thunder_flce.matching.interpreter import Interpreter, Result, is_head
+from thunder_flce.matching.interpreter import Interpreter, Result
 from thunder_flce.matching.parts import Part, parts_of
 from thunder_flce.matching.program import (
     PERMUTATIONS,
@@ -142,17 +142,17 @@ def _regions_of(known: Interpreter, options: Options) -> tuple[list[Region], lis
     refused = [
         part.problem.at(part.first.source, part.kind)
         for part in parts
-        if part.problem is not None and _is_reported(part, known)
+        if part.problem is not None and _is_reported(part)
     ]
     return regions, list(dict.fromkeys([*refused, *known.refusals, *_escaped(known, parts)]))
 
 
-def _is_reported(part: Part, known: Interpreter) -> bool:
+def _is_reported(part: Part) -> bool:
     # The log-sum-exp of a gate's scores is for its own loss.
     return (
-        not known.is_similarity(part.logits)
+        not part.logits.is_similarity
         and not part.is_mean_of_logits
-        and (part.kind != "log-sum-exp" or is_head(part.logits))
+        and (part.kind != "log-sum-exp" or part.logits.is_head)
     )
 
 
@@ -230,7 +230,7 @@ def _escaped(known: Interpreter, parts: Sequence[Part]) -> list[Decision]:
     found = []
     for escape in known.escapes:
         of, linears = escape.value, escape.value.logits.linears
-        if escape.user is None or not told.isdisjoint(linears) or not is_head(of.logits):
+        if escape.user is None or not told.isdisjoint(linears) or not of.logits.is_head:
             continue
         form = of.form if isinstance(of, Class) else ""
         is_normalised = "L" in atoms(of.sum) and (isinstance(of, Row) or not form or form == "p" or of.of_u == 1)

@@ -34,7 +34,7 @@ def _loss(
     if target.dtype.is_floating_point or target.ndim == input.ndim:
         raise NotFused(Reason.CLASS_PROBABILITIES)
     if of.dim != min(1, input.ndim - 1):
-        raise wrong_dimension(known, of, f"logits of shape {text_of(input.shape)}")
+        raise wrong_dimension(of, f"logits of shape {text_of(input.shape)}")
     if of.form:
         raise NotFused(Reason.TRANSFORMED_LOGITS, "by softmax" if of.is_probability else "by exp")
     is_nll = op.name == "nll_loss"

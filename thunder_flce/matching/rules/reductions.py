@@ -32,7 +32,7 @@ def _log_softmax(
 ) -> Class:
     dim = int(len(input.shape) not in (0, 1, 3)) if dim is None else dim
     if dim % len(input.shape) != input.dim:
-        raise wrong_dimension(known, input, f"{op.name} over dimension {dim}")
+        raise wrong_dimension(input, f"{op.name} over dimension {dim}")
     copied(known, op, input)
     if not input.is_shifted_logits:
         raise Unknown(f"after {'softmax' if input.form else 'a factor'}")
@@ -44,9 +44,9 @@ def _softmax(known: "Interpreter", op: Op, input: Class, dim: int | None = None,
     return replace(_log_softmax(known, op, input, dim), form="exp")
 
 
-def wrong_dimension(known: "Interpreter", of: Class, detail: str) -> Exception:
+def wrong_dimension(of: Class, detail: str) -> Exception:
     """Why a loss is not over the classes; a contrastive loss compares all pairs both ways."""
-    return Unknown() if known.is_similarity(of.logits) else NotFused(Reason.CLASS_DIMENSION, detail)
+    return Unknown() if of.logits.is_similarity else NotFused(Reason.CLASS_DIMENSION, detail)
 
 
 @rule("logsumexp")
