@@ -105,8 +105,6 @@ class Interpreter:
         self.values: dict[Tensor, Value] = {}
         self.results: dict[Tensor, Result] = {}
         self.escapes: list[Escape] = []
-        self.read_by_linears: list[Escape] = []
-        """Likewise, by a linear, as of the mean embedding of what a softmax predicts"""
         self.refusals: list[Decision] = []
         """Of losses, and of what may become one, whose logits cannot be described"""
         self.broadcast: dict[Tensor, Tensor] = {}
@@ -156,9 +154,9 @@ class Interpreter:
         row = self.get(op.output)
         if isinstance(row, Row) and (op.name in LOSSES or row.reduction != "none"):
             self._give(row, op)
-        if self.begins(op.output):
-            classes = [(each, of) for each in described if isinstance(of := self.get(each), Class)]
-            self.read_by_linears += [Escape(each, of, op) for each, of in classes]
+        if self.begins(op.output):  # As of the mean embedding of what a softmax predicts.
+            for each in described:
+                self._escape(each, op)
         if op.writes:
             self._write(op)
 

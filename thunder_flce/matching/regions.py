@@ -162,8 +162,7 @@ def _is_reported(part: Part) -> bool:
 def _problem(part: Part, known: Interpreter) -> NotFused | None:
     """Why a part cannot be fused, as far as it alone says so."""
     logits = part.logits
-    escapes = [*known.escapes, *known.read_by_linears]
-    escapes = [each for each in escapes if not part.logits.linears.isdisjoint(each.value.logits.linears)]
+    escapes = [each for each in known.escapes if not logits.linears.isdisjoint(each.value.logits.linears)]
     if escapes:
         return min(escapes, key=lambda each: each.user is not None).problem
     if all(atoms(each.row.sum) - {"1"} == {"y"} for each in part.rows):
@@ -231,6 +230,8 @@ def _escaped(known: Interpreter, parts: Sequence[Part]) -> list[Decision]:
     for escape in known.escapes:
         of, linears = escape.value, escape.value.logits.linears
         if escape.user is None or not told.isdisjoint(linears) or not of.logits.is_head:
+            continue
+        if known.begins(escape.user.output):
             continue
         form = of.form if isinstance(of, Class) else ""
         is_normalised = "L" in atoms(of.sum) and (isinstance(of, Row) or not form or form == "p" or of.of_u == 1)
