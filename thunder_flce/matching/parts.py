@@ -18,7 +18,8 @@ from thunder_flce.operation.pointwise import Handle, Recorder
 class TokenInput:
     """A tensor that a token loss reads."""
 
-    tensor: Tensor
+    tensor: Tensor | None
+    """None where it says which tokens were picked"""
     shape: tuple[Any, ...]
     """What it is expanded to, of one element a token"""
     read_at: int
@@ -27,13 +28,11 @@ class TokenInput:
     """Where it is labels: the loss reads whether they are not this one"""
     picks: tuple[Tensor, ...] = ()
     """Where it is for some tokens alone, or in another order: see `sums.Summand`"""
-    is_mask: bool = False
-    """Whether it is no tensor of the program, but says which tokens these are"""
 
     @property
     def dtype(self) -> torch.dtype:
         """That of what the loss reads."""
-        return torch.bool if self.is_mask or self.ignored is not None else self.tensor.dtype
+        return torch.bool if self.tensor is None or self.ignored is not None else self.tensor.dtype
 
 
 @dataclass(eq=False)

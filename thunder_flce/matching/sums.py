@@ -265,11 +265,10 @@ class _Search:
         op, picks, recorder = out.op, self._picks[out], part.recorder
         assert op is not None
         handle = self._tokens[op.operands[0]][1]
-        known = (each for each, of in part.inputs.items() if of.is_mask and _text(of.picks) == _text(picks))
+        known = (each for each, of in part.inputs.items() if of.tensor is None and _text(of.picks) == _text(picks))
         if (mask := next(known, None)) is None:
             mask = recorder.add_input(torch.bool)
-            tensor = part.logits.terms[0].input
-            part.inputs[mask] = TokenInput(tensor, out.shape, op.position, picks=picks, is_mask=True)
+            part.inputs[mask] = TokenInput(None, out.shape, op.position, picks=picks)
         handle = handle if out.needs_grad else recorder.detached(handle)
         picked = recorder.write("where", (mask, handle, 0.0 if out.dtype.is_floating_point else False), {})
         self._whole[part, picked] = self._whole.get((part, handle), handle)
@@ -420,12 +419,13 @@ class _Search:
             _check_factor(tensor, op)
         shape, picks = op.output.shape, self._picks[op.output]
         for handle, known in part.inputs.items():
+            if known.tensor is None or known.ignored is not None:
+                continue
             # A mask has the number that it has as floats, too.
             is_same = self._program.value_number(known.tensor) == self._program.value_number(tensor)
             is_same = is_same and known.tensor.dtype == tensor.dtype
             is_same = is_same and same_shape(known.tensor.shape, tensor.shape) and same_shape(known.shape, shape)
-            is_same = is_same and _text(known.picks) == _text(picks)
-            if known.ignored is None and not known.is_mask and is_same:
+            if is_same and _text(known.picks) == _text(picks):
                 return handle
         handle = part.recorder.add_input(tensor.dtype)
         part.inputs[handle] = TokenInput(tensor, shape, op.position, picks=picks)

@@ -364,13 +364,13 @@ class _Writing:
         return self._in_rows(self._of_all_tokens([*map(self._of_input, given)], [each.picks for each in given]))
 
     def _of_input(self, given: TokenInput) -> Tensor:
-        tensor = given.tensor
-        if given.is_mask:
-            tensor = self._call(torch.full, given.shape, True, dtype=torch.bool, device=tensor.device)
-        elif given.ignored is not None:
-            tensor = self._call(torch.ne, tensor, given.ignored)
+        if given.tensor is None:
+            device = self._logits.terms[0].input.device
+            return self._call(torch.full, given.shape, True, dtype=torch.bool, device=device)
+        if given.ignored is not None:
+            tensor = self._call(torch.ne, given.tensor, given.ignored)
         else:
-            tensor = self._call(torch.detach, tensor)
+            tensor = self._call(torch.detach, given.tensor)
         if not same_shape(tensor.shape, given.shape):
             tensor = self._call(torch.Tensor.expand, tensor, given.shape)
         return tensor
