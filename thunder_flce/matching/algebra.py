@@ -319,6 +319,10 @@ class Class:
         """Whether it is softmax(u)."""
         return self.form == "exp" and self.factor == 1 and _is(LOG_PROBABILITY, self.sum)
 
+    def row(self, name: str, shape: tuple[Any, ...], labels: "Labels | None" = None) -> "Row":
+        """A number of each row, which has one of the row's, such as u_y, in place of u."""
+        return Row(self.logits, shape, with_u_as(name, self.sum), self.form, self.factor, labels)
+
     def detached(self) -> "Class":
         """Without a gradient."""
         return replace(self, sum=without_grad(self.sum), p_has_grad=False)
@@ -359,8 +363,8 @@ class Row:
     logits: Logits
     shape: tuple[Any, ...]
     sum: Poly
-    is_exp: bool = False
-    """Whether it is factor * exp(sum) in place of the sum"""
+    form: str = ""
+    """"exp" for factor * exp(sum) in place of the sum"""
     factor: Fraction = Fraction(1)
     labels: Labels | None = None
     class_weight: Tensor | None = None
@@ -385,7 +389,7 @@ class Row:
         smoothing = -of_mean / factor if factor else Fraction(-1)
         is_loss = factor + of_label + of_mean == 0 and 0 <= smoothing <= 1
         has_one_grad = len({atom.has_grad for atom, _ in self.sum}) == 1
-        if not is_loss or not has_one_grad or factors or self.is_exp or self.labels is None:
+        if not is_loss or not has_one_grad or factors or self.form or self.labels is None:
             return None
         return factor, smoothing
 
@@ -405,7 +409,7 @@ class Row:
     def constant(self) -> float:
         """Its value where it has no `variables`."""
         constant = float(value(self.sum).get("1", 0))
-        return float(self.factor) * math.exp(constant) if self.is_exp else constant
+        return float(self.factor) * math.exp(constant) if self.form else constant
 
     def made_of(self, known: Mapping[str, Any], call: Callable[..., Any]) -> Any:
         """Its value from those of the `variables`, which there are, by functions that `call` calls."""
@@ -417,7 +421,7 @@ class Row:
                     total = part if total is None else call(torch.add, total, part)
         if constant := value(self.sum).get("1"):
             total = call(torch.add, total, float(constant))
-        return scaled(call(torch.exp, total), self.factor, call) if self.is_exp else total
+        return scaled(call(torch.exp, total), self.factor, call) if self.form else total
 
     @property
     def kind(self) -> str:

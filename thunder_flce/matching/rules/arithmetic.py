@@ -97,7 +97,7 @@ def _div(known: "Interpreter", op: Op, input: Any, other: Any, *, rounding_mode:
         raise Unknown
     if isinstance(a, Class) and isinstance(b, Row):
         # exp(s) / exp(t), as in a softmax that is spelled out.
-        if a.form != "exp" or not b.is_exp or not known.is_row_of(b, a) or op.output.dtype != input.dtype:
+        if a.form != "exp" or b.form != "exp" or not known.is_row_of(b, a) or op.output.dtype != input.dtype:
             raise Unknown
         return replace(a, sum=added((1, a.sum), (-1, b.sum)), factor=a.factor / b.factor)
     if not isinstance(a, Class | Row):
@@ -122,10 +122,10 @@ def times(of: _Scaled, factor: Fraction) -> _Scaled:
     """It times a number that is not 0: of logits alone, their factor."""
     if factor == 0:
         raise Unknown
-    if isinstance(of, Row):
-        return replace(of, factor=of.factor * factor) if of.is_exp else replace(of, sum=added((factor, of.sum)))
     if of.form == "exp":
         return replace(of, factor=of.factor * factor)
+    if isinstance(of, Row):
+        return replace(of, sum=added((factor, of.sum)))
     is_u_alone = of.is_shifted_logits and atoms(of.rest) <= {"M", "1"}
     if not is_u_alone or (factor < 0 and (of.rest or of.logits.softcap is not None)):
         return replace(of, sum=added((factor, of.sum)))
@@ -155,7 +155,7 @@ def _add(known: "Interpreter", op: Op, input: Any, other: Any, *, alpha: Any = 1
     if isinstance(a, Row) and isinstance(b, Row):
         return _sum_of_rows(a, b, sign)
     if isinstance(a, Class) and isinstance(b, Row):
-        if not known.is_row_of(b, a) or b.is_exp or a.form or b.labels is not None:
+        if not known.is_row_of(b, a) or b.form or a.form or b.labels is not None:
             raise Unknown
         return replace(a, sum=added((1, a.sum), (sign, b.sum)))
     if isinstance(a, Class) and isinstance(b, Class):
@@ -177,7 +177,7 @@ def _sum_of_rows(a: Row, b: Row, sign: int) -> Row:
     a = a if a.logits == b.logits else _in_terms_of(a, b.logits) or a
     labels = [row.labels for row in (a, b) if row.labels is not None]
     is_one = len(set(labels)) <= 1
-    if a.logits != b.logits or a.is_exp or b.is_exp or not is_one or not same_shape(a.shape, b.shape):
+    if a.logits != b.logits or a.form or b.form or not is_one or not same_shape(a.shape, b.shape):
         raise Unknown
     first = min(labels, key=lambda each: each.read_at, default=None)
     return replace(a, sum=added((1, a.sum), (sign, b.sum)), labels=first)
@@ -260,9 +260,7 @@ def _capped(known: "Interpreter", op: Op, input: Class) -> Class:
 
 @rule("exp")
 def _exp(known: "Interpreter", op: Op, input: Class | Row) -> Value:
-    if isinstance(input, Row) and not input.is_exp:
-        return replace(input, is_exp=True)
-    if not isinstance(input, Class) or not input.is_shifted_logits:
+    if input.form or (isinstance(input, Class) and not input.is_shifted_logits):
         raise Unknown
     return replace(input, form="exp")
 
@@ -270,11 +268,7 @@ def _exp(known: "Interpreter", op: Op, input: Class | Row) -> Value:
 @rule("log")
 def _log(known: "Interpreter", op: Op, input: Class | Row) -> Value:
     """Where a probability underflows, the region has the finite log_softmax, and PyTorch minus infinity."""
-    if input.factor != 1:
-        raise Unknown
-    if isinstance(input, Row) and input.is_exp:
-        return replace(input, is_exp=False)
-    if not isinstance(input, Class) or input.form != "exp":
+    if input.factor != 1 or input.form != "exp":
         raise Unknown
     return replace(input, form="")
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from thunder_flce.matching.algebra import Argmax, Class, Labels, Row, RowStep, Unknown, Value, poly, with_u_as
+from thunder_flce.matching.algebra import Argmax, Class, Labels, Row, RowStep, Unknown, Value, poly
 from thunder_flce.matching.program import (
     SPLITS,
     Op,
@@ -156,8 +156,7 @@ def _at_labels(known: "Interpreter", op: Op, of: Class, index: Tensor, *, wraps:
         raise Unknown("at a choice that depends on the logits")
     number = known.program.number_at(index, op)
     labels = Labels((index,), (number,), op.position, wraps, fills=_fills(known, index))
-    of_label = with_u_as("y", of.sum)
-    return Row(of.logits, op.output.shape, of_label, is_exp=of.form == "exp", factor=of.factor, labels=labels)
+    return of.row("y", op.output.shape, labels)
 
 
 def _fills(known: "Interpreter", index: Tensor) -> tuple[tuple[int, int], int | None] | None:

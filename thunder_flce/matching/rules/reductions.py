@@ -54,7 +54,7 @@ def _logsumexp(known: "Interpreter", op: Op, input: Class, dim: Any, keepdim: bo
     check_over_classes(input, dim)
     if not input.is_shifted_logits:
         raise Unknown
-    return Row(input.logits, op.output.shape, with_u_as("L", input.sum))
+    return input.row("L", op.output.shape)
 
 
 @rule("sum")
@@ -90,12 +90,11 @@ def _columns(of: Class) -> int:
 def summed(of: Class, shape: tuple[Any, ...]) -> Row:
     """Σ exp(u + r), Σ p (a u + r), or Σ (a u + r); or the only summand that is not 0."""
     if of.labels is not None:
-        of_label = with_u_as("y", of.sum)
-        return Row(of.logits, shape, of_label, is_exp=of.form == "exp", factor=of.factor, labels=of.labels)
+        return of.row("y", shape, of.labels)
     if not of.form:
-        return Row(of.logits, shape, added((_columns(of), with_u_as("U", of.sum))))
+        return times(of.row("U", shape), Fraction(_columns(of)))
     if of.form == "exp" and of.of_u == 1:
-        return Row(of.logits, shape, with_u_as("L", of.sum), is_exp=True, factor=of.factor)
+        return of.row("L", shape)
     if of.form != "p":
         raise Unknown
     # Σ p u = E. Without p's gradient, that of Σ p u is p, which is L's; without u's, it is what is left of E's.
@@ -122,8 +121,7 @@ def _amax(known: "Interpreter", op: Op, input: Class, dim: Any = (), keepdim: bo
     check_over_classes(input, dim)
     if input.form == "p" or input.of_u <= 0 or input.factor <= 0:
         raise Unknown
-    maximum = with_u_as("M", input.sum)
-    return Row(input.logits, op.outs[0].shape, maximum, is_exp=input.form == "exp", factor=input.factor)
+    return input.row("M", op.outs[0].shape)
 
 
 @rule("max")
