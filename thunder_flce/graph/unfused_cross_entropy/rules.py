@@ -66,17 +66,6 @@ def _to_rows(tensor: TensorProxy) -> TensorProxy:
     return tensor if tensor.ndim == 2 else ltorch.reshape(tensor, (-1, tensor.shape[-1]))
 
 
-def _from_rows(rows: TensorProxy, like: TensorProxy) -> TensorProxy:
-    """The inverse of `_to_rows`, to the shape of `like`."""
-    if like.ndim == 2:
-        return rows
-    if like.ndim == 1:
-        return ltorch.reshape(rows, tuple(like.shape))
-    batch, classes, *others = like.shape
-    last = ltorch.reshape(rows, (batch, *others, classes))
-    return ltorch.permute(last, (0, like.ndim - 1, *range(1, like.ndim - 1)))
-
-
 def _forward(call: CrossEntropy) -> tuple[TensorProxy, tuple[TensorProxy, ...]]:
     """The loss by the symbol for indices of classes, and what the gradient is computed from."""
     logits = _to_rows(call.logits)
@@ -127,7 +116,8 @@ def _grad(*args: Any, **kwargs: Any) -> TensorProxy:
     grad = get_grad(loss)
     grad = ltorch.reshape(grad, (-1,)) if call.reduction == "none" and grad.ndim != 1 else grad
     gradient = symbols.cross_entropy_bwd(grad, *saved, **call.settings)
-    put_grad(call.logits, _from_rows(gradient, call.logits))
+    _, (of_logits,) = vjp(_to_rows)((call.logits,), (gradient,))
+    put_grad(call.logits, of_logits)
     return loss
 
 
