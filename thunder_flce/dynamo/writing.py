@@ -360,16 +360,11 @@ def _slice_backward(grad: torch.Tensor, sizes: Sequence[Any], dim: int, start: A
         return NotImplemented
     size = sizes[dim]
     before = max(start + size if start < 0 else min(start, size), 0)
-    return _padded(grad, dim, before, size - before - grad.shape[dim])
+    return F.pad(grad, [*(0, 0) * (grad.ndim - dim % grad.ndim - 1), before, size - before - grad.shape[dim]])
 
 
-def _select_backward(grad: torch.Tensor, sizes: Sequence[Any], dim: int, index: Any) -> torch.Tensor:
-    before = index % sizes[dim]
-    return _padded(grad.unsqueeze(dim), dim, before, sizes[dim] - before - 1)
-
-
-def _padded(grad: torch.Tensor, dim: int, before: Any, behind: Any) -> torch.Tensor:
-    return F.pad(grad, [*(0, 0) * (grad.ndim - dim % grad.ndim - 1), before, behind])
+def _select_backward(grad: torch.Tensor, sizes: Sequence[Any], dim: int, index: Any) -> Any:
+    return _slice_backward(grad.unsqueeze(dim), sizes, dim, index, None, 1)
 
 
 def _index_put(given: torch.Tensor, indices: Sequence[Any], values: torch.Tensor, accumulate: bool = False) -> Any:
