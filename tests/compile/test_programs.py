@@ -183,6 +183,10 @@ WITH_WEIGHTS = "class weights"
 PROGRAMS = {
     "by axis": (IN_FORWARD, lambda x, a, m: (((x - a).exp() * m).sum(axis=-1) / m.sum(axis=-1)).mean()),
     "the last token": (IN_FORWARD, lambda x: -x[0, -1] * 2),
+    "tokens from the end": (IN_FORWARD, lambda z, y: -of_labels(z.narrow(1, -3, 2), y.narrow(1, -3, 2)).exp().mean()),
+    "sequences selected": (
+        IN_FORWARD, lambda h, w, y: torch.stack([log_probs(h.select(0, at), w, y[at]) for at in range(B)]).exp().sum(),
+    ),
     # No logits are returned.
     "a maximum that is returned": (Reason.LOGITS_USED, lambda z, y: (of_rows(z, y), z.amax(-1))),
     # Lengths are symbols, and what is made of them is a number.
