@@ -212,6 +212,16 @@ def test_a_small_loss_is_left_to_inductor(tokens, settings, is_left, on_gpu, mon
     assert decision.fused is not is_left and ("left to Inductor" in str(decision)) is is_left
 
 
+@pytest.mark.parametrize("is_one_head", [True, False])
+def test_losses_of_one_head_are_small_together(is_one_head, on_gpu):
+    first, second = (torch.nn.Linear(H, V, bias=False) for _ in range(2))
+    heads = (first, first) if is_one_head else (first, second)
+    compiled = compiled_with(lambda xs, y: [F.cross_entropy(of(x), y) for of, x in zip(heads, xs, strict=True)])
+    tokens = lengths.ONE_CHUNK_BYTES // (4 * V) * 3 // 4
+    compiled(torch.randn(2, tokens, H).unbind(), torch.randint(V, (tokens,)))
+    assert {each.fused for each in thunder_flce.explain(compiled).decisions} == {is_one_head}
+
+
 @pytest.mark.parametrize(("largest", "expected"), [(None, [True, True, False]), (40, [True]), (9000, [False])])
 def test_small_losses_of_many_lengths(largest, expected, on_gpu):
     """A loss is compiled again for lengths with which it is not small, unless the caller has said how long they are."""
@@ -323,14 +333,15 @@ def test_kernels_of_the_user(monkeypatch):
 @pytest.fixture
 def on_gpu(monkeypatch):
     """The backend takes the tensors for those of a GPU, where it asks whether a loss is small; nothing is compiled."""
-    is_small = fusion.is_small
+    are_small = fusion.are_small
 
-    def is_small_on_gpu(region):
+    def are_small_on_gpu(regions):
         with monkeypatch.context() as patch:
-            patch.setattr(region.parts[0].logits.terms[0].input, "device", torch.device("cuda"))
-            return is_small(region)
+            for region in regions:
+                patch.setattr(region.parts[0].logits.terms[0].input, "device", torch.device("cuda"))
+            return are_small(regions)
 
-    monkeypatch.setattr(fusion, "is_small", is_small_on_gpu)
+    monkeypatch.setattr(fusion, "are_small", are_small_on_gpu)
     monkeypatch.setattr(lengths, "ONE_CHUNK_BYTES", 2**20)
     monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", lambda gm, inputs, **others: gm.forward)
 

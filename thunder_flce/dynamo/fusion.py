@@ -8,7 +8,7 @@ from torch._higher_order_ops import wrap
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from thunder_flce.dynamo.lengths import is_small
+from thunder_flce.dynamo.lengths import are_small
 from thunder_flce.dynamo.reading import body_of, is_checkpoint, read
 from thunder_flce.dynamo.writing import write_regions
 from thunder_flce.matching.decisions import Decision, Reason, in_order, report
@@ -48,7 +48,7 @@ def _graphs(gm: GraphModule) -> list[GraphModule]:
 
 def _fuse(gm: GraphModule, options: Options, *, leaves_small: bool) -> list[Decision]:
     known, regions, refused = match(read(gm), options)
-    if leaves_small and options == Options() and regions and all(map(is_small, regions)):
+    if leaves_small and options == Options() and regions and are_small(regions):
         left = [(part.first.source, part.kind) for region in regions for part in region.parts]
         decisions = [Decision(line, reason=Reason.LEFT_TO_INDUCTOR, kind=kind) for line, kind in left]
         return in_order([*decisions, *refused])

@@ -2,7 +2,9 @@
 
 import math
 from bisect import bisect
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -22,11 +24,18 @@ _SMALL_SECONDS = 1.5e-3
 _MOST_TOKENS = 2**31
 
 
-def is_small(region: Region) -> bool:
+def are_small(regions: Sequence[Region]) -> bool:
     """Whether, on a GPU, no time and no memory could be gained: logits are one chunk, and the host's time counts.
 
-    By what a mean of the same sizes would take.
+    By what a mean of the same sizes would take. All regions of one head count together.
     """
+    terms = [region.parts[0].logits.terms[0] for region in regions]
+    rows = {(term.weight, term.input): math.prod(term.rows_shape) for term in terms}
+    tokens = [sum(count for (weight, _), count in rows.items() if weight is term.weight) for term in terms]
+    return all(map(_is_small, regions, tokens))
+
+
+def _is_small(region: Region, tokens: Any) -> bool:
     term, *others = region.parts[0].logits.terms
     device, dtype = term.input.device, term.input.dtype
     if others or len(region.parts) > 1 or device.type != "cuda":
@@ -39,7 +48,7 @@ def is_small(region: Region) -> bool:
     if not seconds:
         return False
     most = min(_SMALL_SECONDS * TILE_ROWS // seconds, ONE_CHUNK_BYTES // (vocab * dtype.itemsize))
-    return _is_at_most(math.prod(term.rows_shape), int(most))
+    return _is_at_most(tokens, int(most))
 
 
 def may_save_logits(call: Call, tokens: "int | torch.SymInt", options: Options) -> bool:

@@ -212,8 +212,9 @@ class Interpreter:
 
     def _forget(self, op: Op) -> None:
         """After a change in place that is not described, a number of each row is no longer what it was."""
-        for tensor in [each for each, known in self.values.items() if isinstance(known, Row | Argmax)]:
-            if any(tensor.shares_memory(each) for each in op.writes):
+        for written in op.writes:
+            of_rows = [each for each, known in self.values.items() if isinstance(known, Row | Argmax)]
+            for tensor in filter(written.shares_memory, of_rows):
                 del self.values[tensor]
 
     # What is asked for.
