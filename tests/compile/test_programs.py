@@ -882,6 +882,21 @@ def chunks_in_other_orders(h, w, y, a, m):
     return sum(each.sum() for pair in zip(exponentials, sines, strict=True) for each in pair)
 
 
+@expect(IN_FORWARD)
+def sums_of_chunks_in_other_orders(h, w, y, a, m):
+    """Each has weights of its own."""
+    first, second = (of_labels(F.linear(h[at], w), y[at]) for at in (slice(2), slice(2, None)))
+    total = (first.exp() * a[:2]).sum() + (first.sin() * m[:2]).sum()
+    return total + (second.sin() * m[2:]).sum() + (second.exp() * a[2:]).sum()
+
+
+@expect(FUSED)
+def histogram_of_a_chunk_beside_a_loss(h, w, y, a):
+    """No gradient comes back from it, and no term of the loss is the chunk's."""
+    first, second = (of_labels(F.linear(h[at], w), y[at]) for at in (slice(2), slice(2, None)))
+    return (first * a[:2]).exp().sum(), torch.histc(second, bins=5)
+
+
 @expect("operations on tokens, and 250 are the most")
 def many_operations(x):
     for _ in range(100):

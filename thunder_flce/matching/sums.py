@@ -139,10 +139,13 @@ class TokenSum:
     def loss_of(self, part: Part) -> tuple[Any, ...]:
         """What tells the loss of a token of one part from that of another, but for tensors and weights."""
         groups, recorder, inputs = self.of_part(part), part.recorder.copy(), [*part.inputs.values()]
-        # Of all groups together, since their operations may have been written in another order.
-        total = reduce(lambda a, b: recorder.write("add", (a, b), {}), [each.handle for each, *_ in groups])
-        text, read = numbered(recorder.finish(total))
-        given = [(inputs[number].dtype, inputs[number].ignored) for number in read]
+        if not groups:  # Such as of losses that become a histogram, and no term of the sum.
+            return ()
+        # Of all groups together, since their operations may have been written in another order, as may the groups
+        # themselves: each has weights of its own.
+        weighted = [recorder.write("mul", (each.handle, recorder.add_input(torch.float32)), {}) for each, *_ in groups]
+        text, read = numbered(recorder.finish(reduce(lambda a, b: recorder.write("add", (a, b), {}), weighted)))
+        given = [(inputs[number].dtype, inputs[number].ignored) for number in read if number < len(inputs)]
         return text, given, [bool(each.picks) for each, *_ in groups]
 
     def counts_ignored(self, part: Part) -> bool:
