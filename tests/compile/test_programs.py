@@ -1852,6 +1852,19 @@ def test_chunks_of_one_loss_are_one_region(program):
     assert len(check(program, IN_FORWARD, by_dynamo(program), (6, 9))) == 2  # One for each length.
 
 
+def test_rows_that_are_joined_are_fused_beside_another_head():
+    """Apart they would be no loss that anybody knows, and take no rows."""
+
+    @with_arguments
+    def program(h, w, y):
+        rows, labels = h.flatten(0, 1), y.flatten()
+        joined = torch.cat([F.linear(rows[at], w) for at in (slice(8, None), slice(8))])
+        probabilities = joined.softmax(-1).gather(-1, labels.roll(-8)[:, None])
+        return F.cross_entropy(F.linear(rows, w.flip(0)), labels) - probabilities.log().sum()
+
+    assert len(check(program, IN_FORWARD, by_dynamo(program), (6,))) == 2
+
+
 @pytest.mark.parametrize("chunks, strategies", [(12, ["recompute_logits"]), (2, ["gradients_in_forward"] * 2)])
 def test_gradients_of_a_head_for_each_of_many_losses_wait(chunks, strategies):
     """More memory than the logits they would take, one beside the other."""

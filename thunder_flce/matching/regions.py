@@ -115,10 +115,16 @@ def match(program: Program, options: Options) -> tuple[Interpreter, list[Region]
         # Such as for an argmax of one of the parts that were joined, or for a loss of each.
         apart = Interpreter(program, joins=False)
         others = _regions_of(apart, options)
-        costs = [(len(refused), sum(map(_matmul_rows, regions))) for regions, refused in (others, found)]
-        if others[0] and costs[0] < costs[1]:
+        if others[0] and _cost(*others) < _cost(*found):
             return apart, *others
     return known, *found
+
+
+def _cost(regions: Sequence[Region], refused: Sequence[Decision]) -> tuple[int, int, int]:
+    """What tells which regions are better, the less of it."""
+    # Not of all losses does anybody say that they are not fused: their rows must not count as spared.
+    linears = {linear for region in regions for part in region.parts for linear in part.logits.linears}
+    return len(refused), -len(linears), sum(map(_matmul_rows, regions))
 
 
 def _matmul_rows(region: Region) -> int:
