@@ -27,6 +27,7 @@ from front_ends import decisions, run
 from thunder_flce import backend
 from thunder_flce.backend import compile_graph
 from thunder_flce.matching.decisions import Reason
+from thunder_flce.matching.program import Tensor
 
 B, H, V = 4, 16, 53
 IN_FORWARD, FUSED, NONE, ANY = "gradients in the forward", "fused", "nothing to fuse", "whatever is fused"
@@ -1850,6 +1851,22 @@ def _heads(h, w, chunks):
 def test_chunks_of_one_loss_are_one_region(program):
     program = with_arguments(program)
     assert len(check(program, IN_FORWARD, by_dynamo(program), (6, 9))) == 2  # One for each length.
+
+
+def test_memory_is_compared_once_for_each_loss_that_is_added_in_place(monkeypatch):
+    """And not once more for each scalar: 96 chunks took half a minute."""
+    shares, compared = Tensor.shares_memory, []
+    monkeypatch.setattr(Tensor, "shares_memory", lambda *of: (compared.append(of), shares(*of))[1])
+
+    @with_arguments
+    def program(h, w, y):
+        total = h.new_zeros(())
+        for logits, labels in zip(_heads(h, w, 12), y.flatten().chunk(12), strict=True):
+            total += of_labels(logits, labels).exp().sum()
+        return total
+
+    assert len(check(program, IN_FORWARD, by_dynamo(program), (6,))) == 1
+    assert len(compared) < 12**3
 
 
 def test_rows_that_are_joined_are_fused_beside_another_head():

@@ -206,6 +206,7 @@ class _Search:
         self._with_grad = {each for each in self._sources if each.needs_grad}
         """What gradients come back from to the sources"""
         self._writes: set[Op] = set()
+        self._is_read: dict[tuple[Tensor, Op], bool] = {}
         for part in parts:
             for result in part.rows:
                 if result.tensor not in part.own:
@@ -445,11 +446,14 @@ class _Search:
 
     def _is_read_after(self, written: Tensor, op: Op) -> bool:
         """Whether a tensor of before an operation, which shares the memory that it changes, is needed after it."""
-        needed = [each for later in self._program.ops[op.position + 1 :] for each in later.operands]
-        return any(
-            each.shares_memory(written) and (each.op is None or each.op.position < op.position)
-            for each in (*needed, *self._program.results)
-        )
+        # Asked for each scalar of a loop that adds losses in place.
+        if (written, op) not in self._is_read:
+            needed = [each for later in self._program.ops[op.position + 1 :] for each in later.operands]
+            self._is_read[written, op] = any(
+                each.shares_memory(written) and (each.op is None or each.op.position < op.position)
+                for each in (*needed, *self._program.results)
+            )
+        return self._is_read[written, op]
 
     def _is_zero(self, tensor: Any, reader: Op) -> bool:
         """Whether it is 0, or a tensor that was made of zeros, and not changed before an operation reads it."""
