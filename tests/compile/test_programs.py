@@ -1882,8 +1882,11 @@ def test_rows_that_are_joined_are_fused_beside_another_head():
     assert len(check(program, IN_FORWARD, by_dynamo(program), (6,))) == 2
 
 
-@pytest.mark.parametrize("chunks, strategies", [(12, ["recompute_logits"]), (2, ["gradients_in_forward"] * 2)])
-def test_gradients_of_a_head_for_each_of_many_losses_wait(chunks, strategies):
+@pytest.mark.parametrize("chunks, options, strategies", [
+    (12, {}, ["recompute_logits"]), (2, {}, ["gradients_in_forward"] * 2),
+    (12, {"strategy": "gradients_in_forward"}, ["gradients_in_forward"] * 12),
+])  # fmt: skip
+def test_gradients_of_a_head_for_each_of_many_losses_wait(chunks, options, strategies):
     """More memory than the logits they would take, one beside the other."""
 
     @with_arguments
@@ -1892,7 +1895,8 @@ def test_gradients_of_a_head_for_each_of_many_losses_wait(chunks, strategies):
         of_each = [(F.cross_entropy(z, labels), (z.argmax(-1) == labels).sum()) for z, labels in parts]
         return sum(loss**2 for loss, _ in of_each), torch.stack([right for _, right in of_each])
 
-    found = check(program, FUSED, by_dynamo(program), (6,))
+    compiled = by_dynamo(program, options={"chunk_rows": 7, **options})
+    found = check(program, FUSED, compiled, (6,))
     assert [each.plan.strategy for each in found] == strategies
 
 

@@ -142,7 +142,7 @@ def _regions_of(known: Interpreter, options: Options) -> tuple[list[Region], lis
     _refuse_together(parts)
     regions = _joined([part for part in parts if part.problem is None], known, options)
     while (stuck := _stuck(regions, known)) is not None:
-        _loosen(*stuck, regions)
+        _loosen(*stuck, regions, options=options)
         _refuse_together(parts)
         regions = [each for each in regions if all(part.problem is None for part in each.parts)]
     refused = [
@@ -273,7 +273,7 @@ def _joined(parts: Sequence[Part], known: Interpreter, options: Options) -> list
     regions: list[Region] = []
     for together in of_heads.values():
         joined = _with_sum(together, known, options)
-        if joined.total is not None or len(together) == 1 or _has_large_gradients(together):
+        if joined.total is not None or len(together) == 1 or _has_large_gradients(together, options):
             regions.append(joined)
             continue
         alone = [_with_sum([part], known, options) for part in together]
@@ -289,21 +289,26 @@ def _joined(parts: Sequence[Part], known: Interpreter, options: Options) -> list
     for region in list(regions):
         ops = set() if region.total is None else {*region.total.ops}
         if taken & ops:
-            _wait(region, "its terms and those of another head are added in turns: add up each head's first", regions)
+            _wait(
+                region,
+                "its terms and those of another head are added in turns: add up each head's first",
+                regions,
+                options=options,
+            )
         else:
             taken |= ops
     return sorted(regions, key=lambda region: region.place.position)
 
 
-def _has_large_gradients(parts: Sequence[Part]) -> bool:
+def _has_large_gradients(parts: Sequence[Part], options: Options) -> bool:
     """Whether gradients of the head, one for each part, would take more memory than the logits of all, if these wait.
 
     Such as of many sequences, whose losses are no one sum.
     """
-    term, has_weights = parts[0].logits.terms[0], any(part.class_weight is not None for part in parts)
-    is_trained = term.has_grad and term.weight.needs_grad and parts[0].has_grad
-    rows = sum(hint(part.count) for part in parts)
-    return is_trained and not has_weights and (len(parts) - 1) * hint(term.features) > rows
+    first, rows = parts[0], sum(hint(part.count) for part in parts)
+    term, may_wait = first.logits.terms[0], options.strategy != GRADIENTS_IN_FORWARD and first.class_weight is None
+    is_trained = term.has_grad and term.weight.needs_grad and first.has_grad
+    return may_wait and is_trained and (len(parts) - 1) * hint(term.features) > rows
 
 
 def _is_of_rows(part: Part) -> bool:
@@ -459,23 +464,23 @@ def _is_view(op: Op) -> bool:
     return not op.writes and bool(op.outs) and all(out.shares_memory(each) for out in op.outs for each in op.operands)
 
 
-def _loosen(region: Region, problem: NotFused, regions: list[Region]) -> None:
+def _loosen(region: Region, problem: NotFused, regions: list[Region], *, options: Options) -> None:
     """Has the program compute the sum itself, or refuses what is left of a region."""
     if region.total is not None or len(region.parts) > 1:
         why = "a tensor is changed in place"
         if problem.reason is Reason.LOGITS_USED:
             is_by = problem.detail.startswith("by ")
             why = f"its results are used {problem.detail}" if is_by else "its weights depend on what needs its results"
-        _wait(region, why, regions)
+        _wait(region, why, regions, options=options)
         return
     for part in region.parts:
         part.problem = part.problem or problem
 
 
-def _wait(region: Region, why: str, regions: list[Region]) -> None:
+def _wait(region: Region, why: str, regions: list[Region], *, options: Options) -> None:
     """Has the program compute the sum of a region itself; one that has none becomes one for each part."""
     is_of_rows = region.has_grad and all(map(_is_of_rows, region.parts))
-    is_one = region.total is not None and (is_of_rows or _has_large_gradients(region.parts))
+    is_one = region.total is not None and (is_of_rows or _has_large_gradients(region.parts, options))
     at, groups = regions.index(region), [region.parts] if is_one else [[part] for part in region.parts]
     regions[at : at + 1] = [Region(parts, note=f"{_WAITS} {why}") for parts in groups]
 
