@@ -185,6 +185,12 @@ PROGRAMS = {
     "by axis": (IN_FORWARD, lambda x, a, m: (((x - a).exp() * m).sum(axis=-1) / m.sum(axis=-1)).mean()),
     "the last token": (IN_FORWARD, lambda x: -x[0, -1] * 2),
     "tokens from the end": (IN_FORWARD, lambda z, y: -of_labels(z.narrow(1, -3, 2), y.narrow(1, -3, 2)).exp().mean()),
+    "half of the rows, from the end": (
+        IN_FORWARD,
+        lambda z, y: -of_labels(*(x.narrow(1, -(n := z.shape[1] // 2), n) for x in (z, y))).exp().mean(),
+    ),
+    "half of the tokens, from the end": (IN_FORWARD, lambda x: x.narrow(1, -(n := x.shape[1] // 2), n).exp().mean()),
+    "a token at half the length": (IN_FORWARD, lambda x: x.select(1, x.shape[1] // 2).exp().mean()),
     "sequences selected": (
         IN_FORWARD, lambda h, w, y: torch.stack([log_probs(h.select(0, at), w, y[at]) for at in range(B)]).exp().sum(),
     ),

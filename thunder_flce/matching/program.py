@@ -377,7 +377,7 @@ def is_plain(key: tuple[Any, ...]) -> bool:
 def is_pick(op: Op) -> bool:
     """Whether each of its results has elements of its operand, in any order, and none twice."""
     is_of_one = not op.writes and len(op.operands) == 1
-    return is_of_one and (op.name in (*PERMUTATIONS, "flip", "roll") or indices_of(op) is not None)
+    return is_of_one and (op.name in (*PERMUTATIONS, "select", "flip", "roll") or indices_of(op) is not None)
 
 
 def stored(weight: Tensor) -> Tensor:
@@ -428,7 +428,10 @@ def indices_of(op: Op) -> list[tuple[Any, ...]] | None:
     if op.name == "select":
         parts = [known["index"]]
     elif op.name == "narrow":
-        start, end = known["start"], known["start"] + known["length"]
+        start = known["start"]
+        if type(start) is not int and not holds(start >= 0):
+            start = start % operand.shape[dim]  # From the end, up to which a slice that ends at 0 would not go.
+        end = start + known["length"]
         parts = [slice(start, None if type(start) is int and start < 0 and end == 0 else end)]
     elif op.name == "unbind":
         parts = [*range(len(op.outs))]
