@@ -2034,6 +2034,18 @@ def test_by_thunderfx(outcome, program):
     check(program, outcome, thunder_flce.thunderfx(program), (6,))
 
 
+@pytest.mark.parametrize("split", [lambda s: s.split([2, 2]), lambda s: s.split(3, 1), torch.unbind])
+def test_thunderfx_keeps_the_grad_mode(split):
+    """What thunder leaves to Inductor would divide the part of a derivative that is computed without gradients."""
+    program = with_arguments(
+        lambda h, w, y, m: torch.where(m.sum() > -1, split(losses(h, w, y))[1].sum(), 0.0) / m.sum()
+    )
+    compiled = thunder_flce.thunderfx(program)
+    for _ in range(2):
+        check(program, IN_FORWARD, compiled, (8,))
+        assert torch.is_grad_enabled()
+
+
 @pytest.mark.parametrize("name", LOOKALIKES)
 @pytest.mark.filterwarnings("ignore")
 def test_what_looks_like_a_number_of_a_row(name):

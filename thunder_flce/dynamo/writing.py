@@ -3,6 +3,7 @@
 All other nodes stay as they are, but where they use a result before the region that gives it: these move behind it.
 """
 
+import itertools
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -367,6 +368,20 @@ def _select_backward(grad: torch.Tensor, sizes: Sequence[Any], dim: int, index: 
     return _slice_backward(grad.unsqueeze(dim), sizes, dim, index, None, 1)
 
 
+def _split(given: torch.Tensor, sizes: Sequence[Any], dim: int = 0) -> list[torch.Tensor]:
+    ends = [0, *itertools.accumulate(sizes)]
+    return [torch.ops.aten.slice(given, dim, *each) for each in itertools.pairwise(ends)]
+
+
+def _split_alike(given: torch.Tensor, size: Any, dim: int = 0) -> list[torch.Tensor]:
+    count = -(-given.shape[dim] // size)
+    return [torch.ops.aten.slice(given, dim, at * size, (at + 1) * size) for at in range(count)]
+
+
+def _unbind(given: torch.Tensor, dim: int = 0) -> list[torch.Tensor]:
+    return [given.select(dim, at) for at in range(given.shape[dim])]
+
+
 def _index_put(given: torch.Tensor, indices: Sequence[Any], values: torch.Tensor, accumulate: bool = False) -> Any:
     if not accumulate:
         return NotImplemented
@@ -385,8 +400,11 @@ _AS_OTHERS: dict[Any, Callable] = {
     torch.ops.aten.index_put.default: _index_put,
     torch.ops.aten.slice_backward.default: _slice_backward,
     torch.ops.aten.select_backward.default: _select_backward,
+    torch.ops.aten.split_with_sizes.default: _split,
+    torch.ops.aten.split.Tensor: _split_alike,
+    torch.ops.aten.unbind.int: _unbind,
 }
-"""Derivatives that thunder does not have, by an operation that it has"""
+"""What thunder does not have, or leaves to Inductor, which would divide a part without gradients: as what it has"""
 
 
 def _note_value(node: Node) -> None:
