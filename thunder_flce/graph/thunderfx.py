@@ -96,7 +96,14 @@ class _Compiler(ThunderCompiler):
                 _as_thunder_knows_them(gm)
         except NotFusedError as error:
             return raising(error)
-        return super().__call__(gm, sample_args)
+        compiled = super().__call__(gm, sample_args)
+
+        def call(*args: Any) -> Any:
+            # Of a part without gradients that thunder divides, it may leave out the switch that ends it.
+            with torch.set_grad_enabled(torch.is_grad_enabled()):
+                return compiled(*args)
+
+        return call
 
 
 def _as_thunder_knows_them(gm: torch.fx.GraphModule) -> None:
