@@ -6,6 +6,7 @@ that it has one gradient: their rows stand one after another, or are the same on
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 from typing import Any
 
 import torch
@@ -381,18 +382,27 @@ def ordered(regions: Sequence[Region], known: Interpreter) -> list[Op | Region]:
     # A region may stand before what it reads, where its parts are far from each other.
     missing |= {out for item in items if isinstance(item, Op) for out in item.outs}
     order: list[Op | Region] = []
-    waiting: list[Op | Region] = []
+    ready: list[int] = []
+    waiting: dict[Tensor, list[int]] = {}
 
-    def is_ready(item: Op | Region) -> bool:
+    def add(number: int) -> None:
+        item = items[number]
         reads = item.read_at if isinstance(item, Region) else item.operands
-        return missing.isdisjoint(reads)
+        if (first := next((each for each in reads if each in missing), None)) is None:
+            heappush(ready, number)
+        else:
+            waiting.setdefault(first, []).append(number)
 
-    for item in items:
-        waiting.append(item)
-        while (ready := next(filter(is_ready, waiting), None)) is not None:
-            waiting.remove(ready)
-            order.append(ready)
-            missing.difference_update(ready.gives if isinstance(ready, Region) else ready.outs)
+    for number in range(len(items)):
+        add(number)
+        while ready:
+            item = items[heappop(ready)]
+            order.append(item)
+            given = item.gives if isinstance(item, Region) else item.outs
+            missing.difference_update(given)
+            for freed in (waiting.pop(each, ()) for each in given):
+                for each in freed:
+                    add(each)
     return order
 
 

@@ -11,6 +11,7 @@ Of the linear part, only that each operation is linear has to be known. The weig
 writes the graph asks autograd for.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -184,7 +185,7 @@ def find_sum(parts: Sequence[Part], known: Interpreter) -> TokenSum:
             break  # It is needed without the factor, too.
         found = total
     if found is None:
-        raise NotASum(search.leak(None) or "they do not become one sum")
+        raise NotASum(search.problem or "they do not become one sum")
     return found
 
 
@@ -215,6 +216,7 @@ class _Search:
                     self._tokens[result.tensor] = part, part.own[result.tensor]
         for op in self._program.ops:
             self._follow(op)
+        self._last_read, self.problem = self._follow_gradients()
 
     def _operands(self, op: Op) -> list[Tensor]:
         return [each for each in dict.fromkeys(op.operands) if each in self._dependent]
@@ -280,27 +282,42 @@ class _Search:
 
     def scalars(self) -> Iterator[Tensor]:
         """The scalars through which alone gradients come to the sources, in order."""
-        for out in (out for op in self._program.ops if len(op.outs) == 1 for out in op.outs):
+        sources = [each for each in self._sources if each.needs_grad]
+        of_sources = max((self._last_read[each] for each in sources), default=0)
+        of_others: float = 0
+        for op in (op for op in self._program.ops if not self._last_read.keys().isdisjoint(op.outs)):
+            out = op.outs[0]
             is_of_all = out in self._tokens and not self._picks.get(out)
-            if out.ndim == 0 and out in self._with_grad and not is_of_all and self.leak(out) is None:
-                yield out
+            if len(op.outs) == 1 and out.ndim == 0 and out in self._with_grad and not is_of_all:
+                if out in self._sources:
+                    of_sources = max((self._last_read[each] for each in sources if each is not out), default=0)
+                if max(of_sources, of_others) <= op.position:
+                    yield out
+            of_others = max(of_others, *(self._last_read.get(each, 0) for each in op.outs))
 
-    def leak(self, place: Tensor | None) -> str | None:
-        """How gradients come to the sources in another way than through a scalar."""
-        reached = {each for each in self._sources if each.needs_grad and each is not place}
+    def _follow_gradients(self) -> tuple[dict[Tensor, float], str]:
+        """Of what gradients come back from to the sources, the position of the last operation that reads it for that.
+
+        It is infinite where a scalar cannot be all that they come from, and what that is, is returned, too.
+        """
+        last_read: dict[Tensor, float] = {each: 0 for each in self._sources if each.needs_grad}
+        problem = ""
         for op in self._program.ops:
-            if reached.isdisjoint(op.operands):
-                continue
+            read = [each for each in op.operands if each in last_read]
+            outs = [out for out in op.outs if out.needs_grad]
             # What a view is changed to reaches all that read what it is a view of.
-            has_grad = any(out.needs_grad for out in op.outs)
-            is_seen = has_grad and any(self._is_read_after(each, op) for each in op.writes)
-            if is_seen or (op.writes and not op.outs):
-                return f"{op} changes a tensor in place"
-            reached.update(out for out in op.outs if out.needs_grad and out is not place)
-        is_returned = not reached.isdisjoint(self._program.results)
-        if not is_returned:
-            return None
-        return "its result, or what is made of it, is returned, or read after a graph break, and not detached"
+            is_seen = bool(read and outs) and any(self._is_read_after(each, op) for each in op.writes)
+            is_changed = is_seen or bool(read and op.writes and not op.outs)
+            if is_changed:
+                problem = problem or f"{op} changes a tensor in place"
+            if read and (outs or is_changed):
+                last_read |= dict.fromkeys(read, math.inf if is_changed else op.position)
+                last_read |= dict.fromkeys(set(outs).difference(last_read), 0)
+        if returned := last_read.keys() & set(self._program.results):
+            told = "its result, or what is made of it, is returned, or read after a graph break, and not detached"
+            problem = problem or told
+            last_read |= dict.fromkeys(returned, math.inf)
+        return last_read, problem
 
     def sum_at(self, place: Tensor, others: dict[Tensor, None] | None = None) -> TokenSum:
         """The sum that a scalar is; with `others`, to which these are added, beside other losses.
