@@ -47,29 +47,29 @@ def _graphs(gm: GraphModule) -> list[GraphModule]:
 
 
 def _fuse(gm: GraphModule, options: Options, *, leaves_small: bool) -> list[Decision]:
-    known, regions, refused = match(read(gm), options)
+    interpreter, regions, refused = match(read(gm), options)
     if leaves_small and options == Options() and regions and are_small(regions):
         left = [(part.first.source, part.kind) for region in regions for part in region.parts]
         decisions = [Decision(line, reason=Reason.LEFT_TO_INDUCTOR, kind=kind) for line, kind in left]
         return in_order([*decisions, *refused])
-    while checkpoints := _checkpoints_of(regions, known, gm):
+    while checkpoints := _checkpoints_of(regions, interpreter, gm):
         for checkpoint in checkpoints:
             _open(gm, checkpoint)
-        known, regions, refused = match(read(gm), options)
+        interpreter, regions, refused = match(read(gm), options)
     if not regions:
         return in_order(refused)
-    decisions = write_regions(gm, regions, known, options)
+    decisions = write_regions(gm, regions, interpreter, options)
     gm.recompile()
     return in_order([*decisions, *refused])
 
 
-def _checkpoints_of(regions: list[Region], known: Interpreter, gm: GraphModule) -> set[Any]:
+def _checkpoints_of(regions: list[Region], interpreter: Interpreter, gm: GraphModule) -> set[Any]:
     """Those with operations that regions replace or differentiate, or with tensors inside that regions read."""
-    order = ordered(regions, known)
+    order = ordered(regions, interpreter)
     read = {tensor for region in regions for tensor in region.read_at}
     inside = {tensor.op for tensor in read if tensor.op is not None and tensor.handle.graph is not gm.graph}
     linear = {op for region in regions if region.total is not None for op in region.total.ops}
-    return {op.inside for op in {*known.program.ops}.difference(order) | inside | linear} - {None}
+    return {op.inside for op in {*interpreter.program.ops}.difference(order) | inside | linear} - {None}
 
 
 def _open(gm: GraphModule, checkpoint: Any) -> None:

@@ -45,9 +45,11 @@ _SYMBOLIC = (torch.SymInt, torch.SymFloat)
 _EXAMPLE_TOKENS = 2048
 
 
-def write_regions(gm: GraphModule, regions: Sequence[Region], known: Interpreter, options: Options) -> list[Decision]:
+def write_regions(
+    gm: GraphModule, regions: Sequence[Region], interpreter: Interpreter, options: Options
+) -> list[Decision]:
     """Puts regions into a graph; returns what was decided about each."""
-    order = ordered(regions, known)
+    order = ordered(regions, interpreter)
     graph, has_grad = _Graph(gm.graph, options), any(region.has_grad for region in regions)
     decisions = []
     for item in order:
@@ -55,11 +57,11 @@ def write_regions(gm: GraphModule, regions: Sequence[Region], known: Interpreter
             graph.keep(item)
         else:
             with graph.behind(item.place, has_grad=has_grad):
-                results, decision = write(item, graph, known, options)
+                results, decision = write(item, graph, interpreter, options)
             graph.replace(results)
             decisions.append(decision)
     kept = {_node_of(item) for item in order if isinstance(item, Op)}
-    graph.erase([node for node in dict.fromkeys(map(_node_of, known.program.all_ops)) if node not in kept])
+    graph.erase([node for node in dict.fromkeys(map(_node_of, interpreter.program.all_ops)) if node not in kept])
     gm.graph.lint()
     return decisions
 

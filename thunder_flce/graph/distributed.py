@@ -50,12 +50,12 @@ def fuses_later(fusion: Any, trace: TraceCtx) -> bool:
 
 
 @rule("synchronize_tensor_parallel_output")
-def _columns_of_all_ranks(known: Interpreter, op: Op, input: Tensor, group: Any, layer_type: Any) -> Class:
+def _columns_of_all_ranks(interpreter: Interpreter, op: Op, input: Tensor, group: Any, layer_type: Any) -> Class:
     """What `thunder.distributed.column_parallel` puts after a linear: it gathers the columns of all ranks.
 
     Before the linear it has put what sums the input's gradient over the ranks. A region does that itself.
     """
-    of = known.get(input)
+    of = interpreter.get(input)
     if not isinstance(of, Class) or not of.is_logits or len(of.logits.terms) > 1:
         raise NotFused(Reason.TENSOR_PARALLEL)
     (term,) = of.logits.terms

@@ -87,10 +87,10 @@ class FuseLinearCrossEntropy(Transform):
             return computation_trace, self.unknown_losses(trace)
         # The trace has its casts already; the region's symbol would be cast by them once more.
         with disable_autocast():
-            known, regions, refused = self.match(read(trace))
+            interpreter, regions, refused = self.match(read(trace))
             if not regions and not any(map(symbols.is_region, trace.bound_symbols)):
                 return computation_trace, in_order(refused)
-            trace, decisions = write_regions(trace, regions, known, options=self.options)
+            trace, decisions = write_regions(trace, regions, interpreter, options=self.options)
         trace.set_provenance(TraceProvenance("Fuse linear and cross-entropy"))
         return trace, in_order([*decisions, *refused])
 

@@ -30,11 +30,11 @@ from thunder_flce.vocab_parallel import as_literal
 
 
 def write_regions(
-    trace: TraceCtx, regions: Sequence[Region], known: Interpreter, *, options: Options
+    trace: TraceCtx, regions: Sequence[Region], interpreter: Interpreter, *, options: Options
 ) -> tuple[TraceCtx, list[Decision]]:
     """The trace with regions, and with a plan for those that the user wrote; and what was decided about each."""
-    writer = _Writer(trace, known, options)
-    for item in ordered(regions, known):
+    writer = _Writer(trace, interpreter, options)
+    for item in ordered(regions, interpreter):
         if isinstance(item, Op):
             writer.keep(item)
         else:
@@ -46,10 +46,10 @@ def write_regions(
 class _Writer:
     """The `Writer` of a trace."""
 
-    def __init__(self, trace: TraceCtx, known: Interpreter, options: Options):
+    def __init__(self, trace: TraceCtx, interpreter: Interpreter, options: Options):
         self.trace = from_trace(trace)
         self.decisions: list[Decision] = []
-        self._known, self._options = known, options
+        self._interpreter, self._options = interpreter, options
         self._swapped: dict[Any, Proxy] = {}
 
     def keep(self, op: Op) -> None:
@@ -66,7 +66,7 @@ class _Writer:
 
     def write(self, region: Region) -> None:
         """Adds a region."""
-        self._add(region.place.handle, lambda: write(region, self, self._known, self._options))
+        self._add(region.place.handle, lambda: write(region, self, self._interpreter, self._options))
 
     def _add(self, source: BoundSymbol, write: Callable[[], tuple[dict[Tensor, Tensor], Decision]]) -> None:
         """Adds what a function writes, at a line of the user's."""

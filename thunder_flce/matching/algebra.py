@@ -289,7 +289,7 @@ class Class:
         return (*self.shape[: self.dim], 1, *self.shape[self.dim + 1 :])
 
     @property
-    def of_u(self) -> Fraction:
+    def factor_of_u(self) -> Fraction:
         """The factor a."""
         return value(self.sum).get("u", Fraction(0))
 
@@ -312,7 +312,7 @@ class Class:
     @property
     def is_shifted_logits(self) -> bool:
         """Whether it is u plus something of each row."""
-        return self.form == "" and self.of_u == 1
+        return self.form == "" and self.factor_of_u == 1
 
     @property
     def is_probability(self) -> bool:

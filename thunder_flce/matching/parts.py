@@ -92,10 +92,10 @@ class Part:
         return min(ops or [result.op for result in self.rows], key=lambda op: op.position)
 
 
-def parts_of(known: Interpreter) -> list[Part]:
+def parts_of(interpreter: Interpreter) -> list[Part]:
     """The parts of a program, in order."""
     parts: list[Part] = []
-    rows = [result for result in known.results.values() if isinstance(result.value, Row)]
+    rows = [result for result in interpreter.results.values() if isinstance(result.value, Row)]
     for result in rows:
         row, labels = result.row, result.row.labels
         if row.class_weight is None and labels and labels.ignore_index is not None and labels.ignore_index < 0:

@@ -423,7 +423,7 @@ def indices_of(op: Op) -> list[tuple[Any, ...]] | None:
     known: dict[str, Any] = dict(zip(_PICKS[op.name], given, strict=False)) | named
     if op.name == "getitem":
         key = known["key"] if isinstance(known["key"], tuple) else (known["key"],)
-        return [of_all_dims(key, operand.ndim)] if is_plain(key) else None
+        return [full_index(key, operand.ndim)] if is_plain(key) else None
     dim, parts, end = known.get("dim", 0) % operand.ndim, list[Any](), 0
     if op.name == "select":
         parts = [known["index"]]
@@ -445,7 +445,7 @@ def indices_of(op: Op) -> list[tuple[Any, ...]] | None:
     return found if all(map(is_plain, found)) else None
 
 
-def of_all_dims(key: tuple[Any, ...], ndim: int) -> tuple[Any, ...]:
+def full_index(key: tuple[Any, ...], ndim: int) -> tuple[Any, ...]:
     """An index with a part for each dimension."""
     dots = next((at for at, part in enumerate(key) if part is Ellipsis), len(key))
     head, tail = key[:dots], key[dots + 1 :]

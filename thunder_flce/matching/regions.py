@@ -110,15 +110,15 @@ class Region:
 
 def match(program: Program, options: Options) -> tuple[Interpreter, list[Region], list[Decision]]:
     """What is known of a program, its regions, in order, and why other losses are none."""
-    known = Interpreter(program)
-    found = _regions_of(known, options)
-    if known.has_joined:
+    interpreter = Interpreter(program)
+    found = _regions_of(interpreter, options)
+    if interpreter.has_joined:
         # Such as for an argmax of one of the parts that were joined, or for a loss of each.
         apart = Interpreter(program, joins=False)
         others = _regions_of(apart, options)
         if others[0] and _cost(*others) < _cost(*found):
             return apart, *others
-    return known, *found
+    return interpreter, *found
 
 
 def _cost(regions: Sequence[Region], refused: Sequence[Decision]) -> tuple[int, int, int]:
@@ -134,15 +134,15 @@ def _matmul_rows(region: Region) -> int:
     return matmuls * sum(hint(part.count) for part in region.parts)
 
 
-def _regions_of(known: Interpreter, options: Options) -> tuple[list[Region], list[Decision]]:
-    parts = parts_of(known)
+def _regions_of(interpreter: Interpreter, options: Options) -> tuple[list[Region], list[Decision]]:
+    parts = parts_of(interpreter)
     for part in parts:
-        part.problem = _problem(part, known)
-    _give_argmaxes(parts, known)
+        part.problem = _problem(part, interpreter)
+    _give_argmaxes(parts, interpreter)
     _refuse_means(parts)
     _refuse_together(parts)
-    regions = _joined([part for part in parts if part.problem is None], known, options)
-    while (stuck := _stuck(regions, known)) is not None:
+    regions = _joined([part for part in parts if part.problem is None], interpreter, options)
+    while (stuck := _stuck(regions, interpreter)) is not None:
         _loosen(*stuck, regions, options=options)
         _refuse_together(parts)
         regions = [each for each in regions if all(part.problem is None for part in each.parts)]
@@ -151,7 +151,7 @@ def _regions_of(known: Interpreter, options: Options) -> tuple[list[Region], lis
         for part in parts
         if part.problem is not None and _is_reported(part)
     ]
-    return regions, list(dict.fromkeys([*refused, *known.refusals, *_escaped(known, parts)]))
+    return regions, list(dict.fromkeys([*refused, *interpreter.refusals, *_escaped(interpreter, parts)]))
 
 
 def _is_reported(part: Part) -> bool:
@@ -166,10 +166,10 @@ def _is_reported(part: Part) -> bool:
 # Parts.
 
 
-def _problem(part: Part, known: Interpreter) -> NotFused | None:
+def _problem(part: Part, interpreter: Interpreter) -> NotFused | None:
     """Why a part cannot be fused, as far as it alone says so."""
     logits = part.logits
-    escapes = [each for each in known.escapes if not logits.linears.isdisjoint(each.value.logits.linears)]
+    escapes = [each for each in interpreter.escapes if not logits.linears.isdisjoint(each.value.logits.linears)]
     if escapes:
         return min(escapes, key=lambda each: each.user is not None).problem
     if all(atoms(each.row.sum) - {"1"} == {"y"} for each in part.rows):
@@ -198,9 +198,9 @@ def _problem(part: Part, known: Interpreter) -> NotFused | None:
     return None
 
 
-def _give_argmaxes(parts: Sequence[Part], known: Interpreter) -> None:
+def _give_argmaxes(parts: Sequence[Part], interpreter: Interpreter) -> None:
     """Gives each argmax to a part that computes the same rows; without one, its logits must stay as they are."""
-    for result in known.results.values():
+    for result in interpreter.results.values():
         argmax = result.value
         if not isinstance(argmax, Argmax):
             continue
@@ -230,18 +230,18 @@ def _refuse_together(parts: Sequence[Part]) -> None:
             refused |= part.logits.linears
 
 
-def _escaped(known: Interpreter, parts: Sequence[Part]) -> list[Decision]:
+def _escaped(interpreter: Interpreter, parts: Sequence[Part]) -> list[Decision]:
     """Log-probabilities of a head that become no loss that is known, where no loss of the same logits says so."""
     told = {tensor for part in parts for tensor in part.logits.linears}
     found = []
-    for escape in known.escapes:
+    for escape in interpreter.escapes:
         of, linears = escape.value, escape.value.logits.linears
         if escape.user is None or not told.isdisjoint(linears) or not of.logits.is_head:
             continue
-        if known.begins(escape.user.output):
+        if interpreter.begins(escape.user.output):
             continue
         form = of.form if isinstance(of, Class) else ""
-        is_normalised = "L" in atoms(of.sum) and (isinstance(of, Row) or not form or form == "p" or of.of_u == 1)
+        is_normalised = "L" in atoms(of.sum) and (isinstance(of, Row) or not form or form == "p" or of.factor_of_u == 1)
         if not is_normalised or not escape.tensor.needs_grad:
             continue
         told |= linears
@@ -266,18 +266,18 @@ _WAITS = "its gradients wait for the backward, because"
 _IN_FLOAT16 = "in float16 they need Options(expected_gradient=), such as a GradScaler's scale"
 
 
-def _joined(parts: Sequence[Part], known: Interpreter, options: Options) -> list[Region]:
+def _joined(parts: Sequence[Part], interpreter: Interpreter, options: Options) -> list[Region]:
     """Parts of one head as one region where all become one sum; else each by itself."""
     of_heads: dict[Any, list[Part]] = {}
     for part in parts:
         of_heads.setdefault(_head(part), []).append(part)
     regions: list[Region] = []
     for together in of_heads.values():
-        joined = _with_sum(together, known, options)
+        joined = _with_sum(together, interpreter, options)
         if joined.total is not None or len(together) == 1 or _has_large_gradients(together, options):
             regions.append(joined)
             continue
-        alone = [_with_sum([part], known, options) for part in together]
+        alone = [_with_sum([part], interpreter, options) for part in together]
         # Where gradients wait, the head has one all the same.
         waiting = [region for region in alone if region.total is None and _is_of_rows(region.parts[0])]
         is_one = len(waiting) > 1 and together[0].has_grad
@@ -329,7 +329,7 @@ def _head(part: Part) -> Any:
     return terms, bias, of_logits, part.class_weight, part.ignore_index, part.has_grad, logits.dtype
 
 
-def _with_sum(parts: list[Part], known: Interpreter, options: Options) -> Region:
+def _with_sum(parts: list[Part], interpreter: Interpreter, options: Options) -> Region:
     """The region of some parts, with the sum that the program makes of their results, if gradients need not wait."""
     plain = Region(parts)
     if not plain.has_grad:
@@ -341,7 +341,7 @@ def _with_sum(parts: list[Part], known: Interpreter, options: Options) -> Region
     try:
         if options.strategy not in (None, GRADIENTS_IN_FORWARD):
             raise NotASum(f"the options say {options.strategy}")
-        total = find_sum(parts, known)
+        total = find_sum(parts, interpreter)
         _check_sum(parts, total, options)
     except NotASum as problem:
         return replace(plain, note=f"{_WAITS} {problem}")
@@ -368,15 +368,15 @@ def _check_sum(parts: Sequence[Part], total: TokenSum, options: Options) -> None
 # Order.
 
 
-def ordered(regions: Sequence[Region], known: Interpreter) -> list[Op | Region]:
+def ordered(regions: Sequence[Region], interpreter: Interpreter) -> list[Op | Region]:
     """Operations and regions, each after what it reads, without those that would have to run before themselves.
 
     A region gives all its results at once, in the place of the first. What uses one before moves behind it. Operations
     whose results nothing needs any more are left out.
     """
     missing = {tensor for region in regions for tensor in region.gives}
-    needed = {*known.program.results, *(tensor for region in regions for tensor in region.read_at)}
-    ops = live(known.program.ops, needed, given=frozenset(missing), dropped=dropped_writes(regions, known))
+    needed = {*interpreter.program.results, *(tensor for region in regions for tensor in region.read_at)}
+    ops = live(interpreter.program.ops, needed, given=frozenset(missing), dropped=dropped_writes(regions, interpreter))
     items: list[Op | Region] = [*regions, *ops]
     items.sort(key=lambda item: (item if isinstance(item, Op) else item.place).position)
     # A region may stand before what it reads, where its parts are far from each other.
@@ -406,19 +406,19 @@ def ordered(regions: Sequence[Region], known: Interpreter) -> list[Op | Region]:
     return order
 
 
-def dropped_writes(regions: Sequence[Region], known: Interpreter) -> set[Op]:
+def dropped_writes(regions: Sequence[Region], interpreter: Interpreter) -> set[Op]:
     """The changes in place that regions take the place of."""
     found: set[Op] = set()
     for region in regions:
         found |= region.total.writes if region.total else set()
         storages = {tensor.storage for part in region.parts for tensor in part.logits.linears}
-        found.update(op for op in known.followed if op.writes[0].storage in storages)
+        found.update(op for op in interpreter.followed if op.writes[0].storage in storages)
     return found
 
 
-def _stuck(regions: Sequence[Region], known: Interpreter) -> tuple[Region, NotFused] | None:
+def _stuck(regions: Sequence[Region], interpreter: Interpreter) -> tuple[Region, NotFused] | None:
     """A region that cannot run, since it reads what it gives, or for a change in place that it would move across."""
-    order = ordered(regions, known)
+    order = ordered(regions, interpreter)
     if stuck := [region for region in regions if region not in order]:
         sums = [region for region in stuck if region.total is not None]
         return (sums or stuck)[0], NotFused(Reason.LOGITS_USED, "the loss depends on their argmax or entropy")
@@ -430,15 +430,15 @@ def _stuck(regions: Sequence[Region], known: Interpreter) -> tuple[Region, NotFu
             # What checks that size, or has it as a number, would not move with it.
             return region, NotFused(Reason.LOGITS_USED, f"by {item}, whose size depends on values")
         last = max(last, item.position if isinstance(item, Op) else item.place.position)
-    if (moved := _moved_across_a_write(order, known)) is not None:
+    if (moved := _moved_across_a_write(order, interpreter)) is not None:
         region, writer = moved
         return region, NotFused(Reason.OPERAND_MODIFIED, f"by {writer.name}")
     return None
 
 
-def _moved_across_a_write(order: Sequence[Op | Region], known: Interpreter) -> tuple[Region, Op] | None:
+def _moved_across_a_write(order: Sequence[Op | Region], interpreter: Interpreter) -> tuple[Region, Op] | None:
     """A region for which what reads some memory would stand on the other side of a change of it; and that change."""
-    program, at = known.program, {item: place for place, item in enumerate(order)}
+    program, at = interpreter.program, {item: place for place, item in enumerate(order)}
     reads = {item: _read_by(item, program) for item in order}
     for writer in (op for op in program.writers(0, len(program.ops)) if op in at):
         # Autograd takes a view for a leaf if what it is a view of has its gradient from a change after it.

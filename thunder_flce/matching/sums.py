@@ -116,7 +116,7 @@ class TokenSum:
             smoothings.add(loss[1])
         return (factors, smoothings.pop()) if len(smoothings) == 1 else None
 
-    def of_part(self, part: Part) -> list[list[Summand]]:
+    def groups_of(self, part: Part) -> list[list[Summand]]:
         """The summands of a part; those that are the same loss of other tokens together: it is computed once."""
         found: list[list[Summand]] = []
         partners: dict[tuple[TokenInput, int], TokenInput] = {}
@@ -139,7 +139,7 @@ class TokenSum:
 
     def loss_of(self, part: Part) -> tuple[Any, ...]:
         """What tells the loss of a token of one part from that of another, but for tensors and weights."""
-        groups, recorder, inputs = self.of_part(part), part.recorder.copy(), [*part.inputs.values()]
+        groups, recorder, inputs = self.groups_of(part), part.recorder.copy(), [*part.inputs.values()]
         if not groups:  # Such as of losses that become a histogram, and no term of the sum.
             return ()
         # Of all groups together, since their operations may have been written in another order, as may the groups
@@ -161,11 +161,11 @@ class TokenSum:
                 any(each.ignored is None for each in summand.inputs)
                 or any(uses(summand.text, name) for name in VARIABLES[1:])
                 or evaluate(summand.text, nothing | {input_name(at): valid for at in range(len(summand.inputs))}).any()
-                for summand, *_ in self.of_part(part)
+                for summand, *_ in self.groups_of(part)
             )
 
 
-def find_sum(parts: Sequence[Part], known: Interpreter) -> TokenSum:
+def find_sum(parts: Sequence[Part], interpreter: Interpreter) -> TokenSum:
     """The scalar through which alone gradients reach the numbers of rows of some parts, with the factors behind it.
 
     Raises:
@@ -173,7 +173,7 @@ def find_sum(parts: Sequence[Part], known: Interpreter) -> TokenSum:
     """
     if any(same(part.count, 0) for part in parts):
         raise NotASum("there are no tokens")  # Their mean is NaN.
-    search, found = _Search(parts, known), None
+    search, found = _Search(parts, interpreter), None
     for place in search.scalars():
         try:
             total = search.sum_at(place)
@@ -192,8 +192,8 @@ def find_sum(parts: Sequence[Part], known: Interpreter) -> TokenSum:
 class _Search:
     """What a program computes of the sources: forwards, token by token; and backwards from a scalar, what is linear."""
 
-    def __init__(self, parts: Sequence[Part], known: Interpreter):
-        self._known, self._program, self._parts = known, known.program, parts
+    def __init__(self, parts: Sequence[Part], interpreter: Interpreter):
+        self._interpreter, self._program, self._parts = interpreter, interpreter.program, parts
         self._sources = {each.tensor: part for part in parts for each in part.rows}
         self._tokens: dict[Tensor, tuple[Part, Handle]] = {}
         """What is computed token by token: of which rows, and what it is in their recorder"""
@@ -223,9 +223,11 @@ class _Search:
 
     def _follow(self, op: Op) -> None:
         """Finds out whether the result of an operation is computed token by token."""
-        operands, outs, known = self._operands(op), op.outs, self._known
+        operands, outs = self._operands(op), op.outs
         # What is described is computed from the logits, and a source, or another region's, where it is needed.
-        if not operands or (outs and all(out in known.values and not known.begins(out) for out in outs)):
+        if not operands or (
+            outs and all(out in self._interpreter.values and not self._interpreter.begins(out) for out in outs)
+        ):
             return
         self._dependent.update(outs)
         if any(each in self._with_grad for each in operands):
@@ -348,7 +350,7 @@ class _Search:
         kept = needed.intersection(self._sources) - {place}
         total = TokenSum(place, summands, order, self._parts, kept, self._writes, list(others or ()))
         # Parts whose losses differ are no one sum: those of one are what the region runs for all.
-        operations = max(sum(each.text.count(" = ") for each, *_ in total.of_part(part)) for part in self._parts)
+        operations = max(sum(each.text.count(" = ") for each, *_ in total.groups_of(part)) for part in self._parts)
         if operations > MOST_OPERATIONS and total.as_losses is None:
             taken = f"{operations} operations on tokens, and {MOST_OPERATIONS} are the most"
             raise NotASum(f"the loss and its derivatives take {taken}")

@@ -58,15 +58,15 @@ class Writer(Protocol):
 
 
 def write(
-    region: Region, writer: Writer, known: Interpreter, options: Options
+    region: Region, writer: Writer, interpreter: Interpreter, options: Options
 ) -> tuple[dict[Tensor, Tensor], Decision]:
     """Adds a region to a graph; returns a new tensor for each of the program's that it gives, and what was decided."""
-    return _Writing(region, writer, known, options).write()
+    return _Writing(region, writer, interpreter, options).write()
 
 
 class _Writing:
-    def __init__(self, region: Region, writer: Writer, known: Interpreter, options: Options):
-        self._region, self._known, self._options = region, known, options
+    def __init__(self, region: Region, writer: Writer, interpreter: Interpreter, options: Options):
+        self._region, self._interpreter, self._options = region, interpreter, options
         self._writer = writer
         self._logits = region.parts[0].logits
         self._rows_dtype = torch.float64 if self._logits.dtype is torch.float64 else torch.float32
@@ -81,7 +81,7 @@ class _Writing:
         self._has_several = is_plain and bool(others) and all(part.logits == first.logits for part in others)
         """Whether the parts are labels of the same rows, so that each row has several"""
         self._is_joined = bool(others) and not self._has_several
-        self._of_none: list[Tensor] = []
+        self._constants: list[Tensor] = []
         """What is added to the sum: 0, or NaN where no token counts, and the sum is divided by their number"""
         self._others: list[tuple[Tensor, Tensor]] = []
         """The other losses that are added between the terms of the sum, and their factors"""
@@ -105,7 +105,7 @@ class _Writing:
             "softcap": None if logits.softcap is None else float(logits.softcap),
             "vocab_size": logits.vocab_size,
         }
-        settings |= self._of_rows() if region.total is None else self._of_total(arguments)
+        settings |= self._settings_of_rows() if region.total is None else self._settings_of_sum(arguments)
         outputs = self._outputs()
         detached = tuple(name for name, has_grad in outputs.items() if name in DIFFERENTIABLE_OUTPUTS and not has_grad)
         loss = Loss(outputs=tuple(outputs), detached=detached, **settings)
@@ -138,7 +138,7 @@ class _Writing:
 
     def _inputs_and_labels(self) -> tuple[list[Tensor], Tensor]:
         """Of each term (..., H), and labels (...): of all parts one after another, or (T, K) of the same rows."""
-        of_parts = [self._of_part(part) for part in self._region.parts]
+        of_parts = [self._operands_of(part) for part in self._region.parts]
         if len(of_parts) == 1:
             return of_parts[0]
         if self._has_several:
@@ -148,13 +148,13 @@ class _Writing:
         inputs = [self._call(torch.cat, [self._flat(each, 2) for each in column]) for column in columns]
         return inputs, self._call(torch.cat, [self._flat(each) for _, each in of_parts])
 
-    def _of_part(self, part: Part) -> tuple[list[Tensor], Tensor]:
+    def _operands_of(self, part: Part) -> tuple[list[Tensor], Tensor]:
         inputs = [self._input(term, part) for term in part.logits.terms]
         rows = inputs[0].shape[:-1]
         if part.labels is None:
             zeros = self._call(torch.zeros, rows, dtype=torch.int64, device=inputs[0].device)
             return inputs, zeros
-        labels = _before_reshapes(part.labels.tensors[0], rows, self._known)
+        labels = _before_reshapes(part.labels.tensors[0], rows, self._interpreter)
         if shapes := part.labels.shapes:
             pairs = zip(part.labels.tensors, shapes, strict=True)
             labels = self._call(torch.cat, [self._call(torch.reshape, *each) for each in pairs], part.labels.dim)
@@ -234,7 +234,7 @@ class _Writing:
 
     # What the region computes.
 
-    def _of_rows(self) -> dict[str, Any]:
+    def _settings_of_rows(self) -> dict[str, Any]:
         """The loss where results are given one by one."""
         if self._loss is None:
             return {"reduction": "none", "ignore_index": NOTHING_IGNORED}
@@ -245,24 +245,24 @@ class _Writing:
             "label_smoothing": float(self._loss.as_loss[1]),
         }
 
-    def _of_total(self, arguments: dict[str, Any]) -> dict[str, Any]:
+    def _settings_of_sum(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """The loss of a sum over tokens; adds its weights, and what it reads, to the arguments."""
         region, total = self._region, self._region.total
         assert total is not None
         starts = [*(each.tensor for each in total.summands), *total.others]
-        of_none: list[Tensor | None] = [*map(self._of_none_of, total.summands), *[None] * len(total.others)]
+        of_none: list[Tensor | None] = [*map(self._mean_of_ignored, total.summands), *[None] * len(total.others)]
         is_divided = self._leaves_out_tokens and any(op.name in ("div", *PRODUCTS) for op in total.ops)
         is_followed = total.ops and (is_divided or any(each is not None for each in of_none))
         found = [self._number(1.0)]
         if total.ops:
             found = self._writer.weights(total.ops, starts, total.place, values=of_none if is_followed else None)
-        self._of_none = [found.pop()] if is_followed else [each for each in of_none if each is not None]
+        self._constants = [found.pop()] if is_followed else [each for each in of_none if each is not None]
         derivatives = dict(zip(starts, found, strict=True))
         self._others = [(other, derivatives[other]) for other in total.others]
         weights = [
             [
-                (group, self._of_rows_of(group, [derivatives[each.tensor] for each in group]))
-                for group in total.of_part(part)
+                (group, self._token_weights(group, [derivatives[each.tensor] for each in group]))
+                for group in total.groups_of(part)
             ]
             for part in region.parts
         ]
@@ -280,14 +280,14 @@ class _Writing:
             if self._has_several:
                 arguments["target_weights"] = self._call(torch.stack, of_parts, -1)
             else:
-                arguments["token_weights"] = self._of_all_parts(of_parts)
+                arguments["token_weights"] = self._joined(of_parts)
             return settings
         token_losses = map(self._token_loss, region.parts, weights)
         texts, inputs, token_weights = zip(*token_losses, strict=True)
         (settings["token_loss"],) = set(texts)
-        arguments["token_inputs"] = tuple(map(self._of_all_parts, zip(*inputs, strict=True)))
+        arguments["token_inputs"] = tuple(map(self._joined, zip(*inputs, strict=True)))
         if token_weights[0] is not None:
-            arguments["token_weights"] = self._of_all_parts(token_weights)
+            arguments["token_weights"] = self._joined(token_weights)
         return settings
 
     @property
@@ -298,9 +298,9 @@ class _Writing:
         is_reduced = any(each.row.reduction != "none" for part in self._region.parts for each in part.rows)
         return is_selected or ((is_reduced or not self._keeps_ignored) and ignore_index != NOTHING_IGNORED)
 
-    def _of_none_of(self, summand: Summand) -> Tensor | None:
+    def _mean_of_ignored(self, summand: Summand) -> Tensor | None:
         """What a mean is of ignored rows alone: 0, or NaN where all are; None for what is no such mean."""
-        result = self._known.results.get(summand.tensor)
+        result = self._interpreter.results.get(summand.tensor)
         if result is None or result.row.reduction != "mean" or result.row.ignore_index is None or summand.picks:
             return None
         return self._call(torch.mul, self._part_of_mean(summand.part), 0.0)
@@ -320,7 +320,7 @@ class _Writing:
         total = self._region.total
         return total is not None and not total.kept and not any(part.argmaxes for part in self._region.parts)
 
-    def _of_all_parts(self, tensors: Sequence[Tensor]) -> Tensor:
+    def _joined(self, tensors: Sequence[Tensor]) -> Tensor:
         """One number of each token, of all parts one after another."""
         return self._call(torch.cat, tensors) if self._is_joined else tensors[0]
 
@@ -361,9 +361,9 @@ class _Writing:
         """What a token loss reads: a weight, or an input, which may be others for other tokens."""
         if isinstance(given, Tensor):
             return given
-        return self._in_rows(self._of_all_tokens([*map(self._of_input, given)], [each.picks for each in given]))
+        return self._in_rows(self._scattered([*map(self._expanded, given)], [each.picks for each in given]))
 
-    def _of_input(self, given: TokenInput) -> Tensor:
+    def _expanded(self, given: TokenInput) -> Tensor:
         if given.tensor is None:
             device = self._logits.terms[0].input.device
             return self._call(torch.full, given.shape, True, dtype=torch.bool, device=device)
@@ -375,7 +375,7 @@ class _Writing:
             tensor = self._call(torch.Tensor.expand, tensor, given.shape)
         return tensor
 
-    def _of_all_tokens(self, tensors: Sequence[Tensor], picks: Sequence[Sequence[Tensor]]) -> Tensor:
+    def _scattered(self, tensors: Sequence[Tensor], picks: Sequence[Sequence[Tensor]]) -> Tensor:
         """One number of each token in order, from those of the tokens that were picked for each; all others have 0."""
         value, *others = tensors
         if not picks[0]:
@@ -405,12 +405,12 @@ class _Writing:
                 numbers = self._call(getattr(torch.Tensor, op.name), numbers, *given, **named)
         return self._call(torch.flatten, numbers)
 
-    def _of_rows_of(self, group: Sequence[Summand], weights: Sequence[Tensor]) -> Tensor:
+    def _token_weights(self, group: Sequence[Summand], weights: Sequence[Tensor]) -> Tensor:
         """The weights of the tokens of some summands, from their own."""
         (summand, *_), (weight, *_) = group, weights
         if summand.picks:
-            return self._of_all_tokens(weights, [each.picks for each in group])
-        part, result = summand.part, self._known.results.get(summand.tensor)
+            return self._scattered(weights, [each.picks for each in group])
+        part, result = summand.part, self._interpreter.results.get(summand.tensor)
         if result is None or result.row.reduction == "none":
             return weight
         if result.row.ignore_index is None:
@@ -458,7 +458,7 @@ class _Writing:
     def _argmax_output(self, part: Part) -> str:
         """In ignored rows, valid_argmax is -1, which no other label may be."""
         is_free = not -1 <= part.ignore_index < part.logits.terms[0].columns
-        compared = (is_compared_with_labels(each.tensor, part, self._known.program) for each in part.argmaxes)
+        compared = (is_compared_with_labels(each.tensor, part, self._interpreter.program) for each in part.argmaxes)
         return "valid_argmax" if is_free and all(compared) else "argmax"
 
     def _results(self, found: dict[str, Tensor]) -> dict[Tensor, Tensor]:
@@ -466,22 +466,22 @@ class _Writing:
         results: dict[Tensor, Tensor] = {}
         if total is not None:
             loss = found["loss"]
-            for each in self._of_none:
+            for each in self._constants:
                 loss = self._call(torch.add, loss, each)
             for other, factor in self._others:
                 loss = self._call(torch.add, loss, self._call(torch.mul, other, factor))
             results[total.place] = self._like(total.place, loss)
         start: Any = 0
         for part in region.parts:
-            of_part, start = self._of_one_part(found, part, start)
+            of_part, start = self._outputs_of(found, part, start)
             for result in part.argmaxes:
                 results[result.tensor] = self._like(result.tensor, of_part[self._argmax_output(part)])
             for result in part.rows:
                 if total is None or result.tensor in total.kept:
-                    results[result.tensor] = self._like(result.tensor, self._of_result(result, of_part, part))
+                    results[result.tensor] = self._like(result.tensor, self._result(result, of_part, part))
         return {tensor: results[tensor] for tensor in region.gives}
 
-    def _of_one_part(self, found: dict[str, Tensor], part: Part, start: Any) -> tuple[dict[str, Tensor], Any]:
+    def _outputs_of(self, found: dict[str, Tensor], part: Part, start: Any) -> tuple[dict[str, Tensor], Any]:
         """What the region gives of one part's rows, from a number on; and the number of the first that follows."""
         if not self._is_joined:
             return found, start
@@ -489,7 +489,7 @@ class _Writing:
         of_part = {name: self._call(operator.getitem, each, (own,)) for name, each in found.items() if each.ndim}
         return of_part, own.stop
 
-    def _of_result(self, result: Result, found: dict[str, Tensor], part: Part) -> Tensor:
+    def _result(self, result: Result, found: dict[str, Tensor], part: Part) -> Tensor:
         """A result, from what the region returns."""
         if result is self._loss:
             return found["loss"]
@@ -518,7 +518,7 @@ class _Writing:
             found = self._call(torch.detach, found)
         found = self._call(torch.Tensor.to, self._call(torch.reshape, found, program.shape), program.dtype)
         # Others may be given the same tensor, and the operator's backward may read it.
-        return self._call(torch.clone, found) if self._known.program.may_have_changed(program) else found
+        return self._call(torch.clone, found) if self._interpreter.program.may_have_changed(program) else found
 
     # The upstream gradient.
 
@@ -533,11 +533,11 @@ class _Writing:
             return 1.0 if total is not None and total.as_losses is None else None
         number: float = given or 1.0
         tensor: Tensor | None = None
-        of_results = [each.value.logits for each in self._known.results.values()]
+        of_results = [each.value.logits for each in self._interpreter.results.values()]
         for factor, divides in factors_after(result) if result is not None else ():
             if not isinstance(factor, Tensor):
                 number = number / factor if divides else number * factor
-            elif not self._known.hangs_on(factor, *of_results) and (
+            elif not self._interpreter.hangs_on(factor, *of_results) and (
                 factor.op is None or factor.op.position <= self._region.place.position
             ):
                 factor = self._call(torch.reshape, self._call(torch.detach, factor), ())
@@ -556,7 +556,7 @@ class _Writing:
         return number if result is None or result.dtype.itemsize >= 4 else _rounded(number, result.dtype)
 
 
-def _before_reshapes(labels: Tensor, rows: Sequence[Any], known: Interpreter) -> Tensor:
+def _before_reshapes(labels: Tensor, rows: Sequence[Any], interpreter: Interpreter) -> Tensor:
     """The labels, in the shape of the rows if they had it before a reshape."""
     found: Tensor | None = labels
     while found is not None and not same_shape(found.shape, rows):
@@ -564,7 +564,7 @@ def _before_reshapes(labels: Tensor, rows: Sequence[Any], known: Interpreter) ->
         is_reshape = found.op is not None and bool(found.op.operands) and keeps_elements(found.op)
         # Of eight bits, or rounded, they are others.
         is_reshape = is_reshape and found.dtype == labels.dtype
-        is_reshape = is_reshape and found not in known.results and not known.program.may_have_changed(found)
+        is_reshape = is_reshape and found not in interpreter.results and not interpreter.program.may_have_changed(found)
         found = found.op.operands[0] if is_reshape else None  # type: ignore[union-attr]
     return labels if found is None or found.dtype != labels.dtype else found
 

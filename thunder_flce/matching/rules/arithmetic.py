@@ -30,20 +30,20 @@ if TYPE_CHECKING:
 
 
 @rule("mul")
-def _mul(known: "Interpreter", op: Op, input: Any, other: Any) -> Value:
-    a, b = known.get(input), known.get(other)
+def _mul(interpreter: "Interpreter", op: Op, input: Any, other: Any) -> Value:
+    a, b = interpreter.get(input), interpreter.get(other)
     if isinstance(a, Class) and isinstance(b, Class):
         return weighted(a, b) if a.form == "exp" else weighted(b, a)
     found, factor = (a, other) if a is not None else (b, input)
     if not isinstance(found, Class | Row):
         raise Unknown
     if isinstance(found, Class) and all(user.name == "sum" for user in op.output.users):
-        if (of_labels := at_one_hot(known, found, factor)) is not None:
+        if (of_labels := at_one_hot(interpreter, found, factor)) is not None:
             return of_labels
-    return _with_factor(known, op, found, factor) or times(found, _number(factor))
+    return _with_factor(interpreter, op, found, factor) or times(found, _number(factor))
 
 
-def _with_factor(known: "Interpreter", op: Op, of: Class | Row, factor: Any) -> Class | None:
+def _with_factor(interpreter: "Interpreter", op: Op, of: Class | Row, factor: Any) -> Class | None:
     """Logits times a tensor of one number for each row, or for all, or over it, such as the temperatures of sequences.
 
     It is a factor of the rows of hidden states, which it rounds: a bias would not have it. So is a number that Dynamo
@@ -56,30 +56,30 @@ def _with_factor(known: "Interpreter", op: Op, of: Class | Row, factor: Any) -> 
         step = RowStep(op.name, (factor.node.expr,), given=(factor,))
         return replace(of, logits=with_step(of, step, of.rows_shape))
     is_factor = isinstance(factor, Tensor) and factor.dtype.is_floating_point and not factor.needs_grad
-    if not is_factor or factor.ndim > len(of.shape) or known.hangs_on(factor, logits):
+    if not is_factor or factor.ndim > len(of.shape) or interpreter.hangs_on(factor, logits):
         return None
     shape = (*(1,) * (len(of.shape) - factor.ndim), *factor.shape)
     if not all(same(size, 1) or same(size, row) for size, row in zip(shape, of.kept_shape, strict=True)):
         return None
     step = RowStep(
-        op.name, (known.program.number_at(factor, op),), given=(factor,),
+        op.name, (interpreter.program.number_at(factor, op),), given=(factor,),
         factor_shape=(*shape[: of.dim], *shape[of.dim + 1 :], 1), read_at=op.position,
     )  # fmt: skip
     return replace(of, logits=with_step(of, step, of.rows_shape))
 
 
-def at_one_hot(known: "Interpreter", of: Class, one_hot: Any) -> Class | None:
+def at_one_hot(interpreter: "Interpreter", of: Class, one_hot: Any) -> Class | None:
     """The product with the one-hot vectors of labels."""
     made = [one_hot] if isinstance(one_hot, Tensor) else []
     while made and (before := made[-1].op) is not None and before.name in COPIES:
         made.append(before.operands[0])
-    op = made[-1].op if made and not any(map(known.program.may_have_changed, made)) else None
+    op = made[-1].op if made and not any(map(interpreter.program.may_have_changed, made)) else None
     if op is None or op.name != "one_hot" or of.form == "p" or not same_shape(one_hot.shape, of.shape):
         return None
     index = op.operands[0]
-    if of.dim != len(of.shape) - 1 or known.hangs_on(index, of.logits):
+    if of.dim != len(of.shape) - 1 or interpreter.hangs_on(index, of.logits):
         return None
-    return replace(of, labels=Labels((index,), (known.program.number_at(index, op),), op.position))
+    return replace(of, labels=Labels((index,), (interpreter.program.number_at(index, op),), op.position))
 
 
 def weighted(p: Class, of: Class) -> Class:
@@ -91,18 +91,18 @@ def weighted(p: Class, of: Class) -> Class:
 
 
 @rule("div")
-def _div(known: "Interpreter", op: Op, input: Any, other: Any, *, rounding_mode: str | None = None) -> Value:
-    a, b = known.get(input), known.get(other)
+def _div(interpreter: "Interpreter", op: Op, input: Any, other: Any, *, rounding_mode: str | None = None) -> Value:
+    a, b = interpreter.get(input), interpreter.get(other)
     if rounding_mode is not None or a is None:
         raise Unknown
     if isinstance(a, Class) and isinstance(b, Row):
         # exp(s) / exp(t), as in a softmax that is spelled out.
-        if a.form != "exp" or b.form != "exp" or not known.is_row_of(b, a) or op.output.dtype != input.dtype:
+        if a.form != "exp" or b.form != "exp" or not interpreter.is_row_of(b, a) or op.output.dtype != input.dtype:
             raise Unknown
         return replace(a, sum=added((1, a.sum), (-1, b.sum)), factor=a.factor / b.factor)
     if not isinstance(a, Class | Row):
         raise Unknown
-    if (found := _with_factor(known, op, a, other)) is not None:
+    if (found := _with_factor(interpreter, op, a, other)) is not None:
         return found
     number = _number(other)
     if number == 0:
@@ -111,7 +111,7 @@ def _div(known: "Interpreter", op: Op, input: Any, other: Any, *, rounding_mode:
 
 
 @rule("neg")
-def _neg(known: "Interpreter", op: Op, input: Class | Row) -> Value:
+def _neg(interpreter: "Interpreter", op: Op, input: Class | Row) -> Value:
     return times(input, Fraction(-1))
 
 
@@ -147,29 +147,29 @@ def _number(given: Any) -> Fraction:
 
 
 @rule("add", "sub")
-def _add(known: "Interpreter", op: Op, input: Any, other: Any, *, alpha: Any = 1) -> Value:
+def _add(interpreter: "Interpreter", op: Op, input: Any, other: Any, *, alpha: Any = 1) -> Value:
     if alpha != 1:
         raise Unknown
     sign = 1 if op.name == "add" else -1
-    a, b = known.get(input), known.get(other)
+    a, b = interpreter.get(input), interpreter.get(other)
     if isinstance(a, Row) and isinstance(b, Row):
         return _sum_of_rows(a, b, sign)
     if isinstance(a, Class) and isinstance(b, Row):
-        if not known.is_row_of(b, a) or b.form or a.form or b.labels is not None:
+        if not interpreter.is_row_of(b, a) or b.form or a.form or b.labels is not None:
             raise Unknown
         return replace(a, sum=added((1, a.sum), (sign, b.sum)))
     if isinstance(a, Class) and isinstance(b, Class):
         if a.logits == b.logits and a.dim == b.dim and not a.form and not b.form and same_shape(a.shape, b.shape):
             return replace(a, sum=added((1, a.sum), (sign, b.sum)))
         if sign == 1:
-            return _sum_of_linears(known, a, b, op)
+            return _sum_of_linears(interpreter, a, b, op)
         raise Unknown
     of, bias = (a, other) if isinstance(a, Class) else (b, input)
     if isinstance(of, Class) and not of.form and is_number(bias) and (sign == 1 or of is a):
         return replace(of, sum=added((1, of.sum), (sign * Fraction(bias), ONE)))
     if not isinstance(of, Class) or not isinstance(bias, Tensor) or sign != 1:
         raise Unknown
-    return _with_bias(of, bias, known.program.changes_before(op, bias))
+    return _with_bias(of, bias, interpreter.program.changes_before(op, bias))
 
 
 def _sum_of_rows(a: Row, b: Row, sign: int) -> Row:
@@ -212,7 +212,7 @@ def _with_bias(of: Class, bias: Tensor, changes: int) -> Class:
     return replace(of, logits=logits, sum=poly(u=1))
 
 
-def _sum_of_linears(known: "Interpreter", a: Class, b: Class, op: Op) -> Class:
+def _sum_of_linears(interpreter: "Interpreter", a: Class, b: Class, op: Op) -> Class:
     """Such as x @ W.T + y @ B.T, a head and its low-rank adapter: the terms of both."""
     both = (a, b)
     alike = a.dim == b.dim == len(a.shape) - 1 and same_shape(a.shape, b.shape) and a.logits.group == b.logits.group
@@ -243,7 +243,7 @@ def _sum_of_linears(known: "Interpreter", a: Class, b: Class, op: Op) -> Class:
 
 
 @rule("tanh", "sigmoid")
-def _capped(known: "Interpreter", op: Op, input: Class) -> Class:
+def _capped(interpreter: "Interpreter", op: Op, input: Class) -> Class:
     """sigmoid(u) is (1 + tanh(u / 2)) / 2."""
     logits, shift = input.logits, value(input.rest).get("1", Fraction(0))
     if not input.is_shifted_logits or not atoms(input.rest) <= {"1"} or logits.softcap is not None:
@@ -259,14 +259,14 @@ def _capped(known: "Interpreter", op: Op, input: Class) -> Class:
 
 
 @rule("exp")
-def _exp(known: "Interpreter", op: Op, input: Class | Row) -> Value:
+def _exp(interpreter: "Interpreter", op: Op, input: Class | Row) -> Value:
     if input.form or (isinstance(input, Class) and not input.is_shifted_logits):
         raise Unknown
     return replace(input, form="exp")
 
 
 @rule("log")
-def _log(known: "Interpreter", op: Op, input: Class | Row) -> Value:
+def _log(interpreter: "Interpreter", op: Op, input: Class | Row) -> Value:
     """Where a probability underflows, the region has the finite log_softmax, and PyTorch minus infinity."""
     if input.factor != 1 or input.form != "exp":
         raise Unknown
@@ -274,7 +274,7 @@ def _log(known: "Interpreter", op: Op, input: Class | Row) -> Value:
 
 
 @rule("clamp", "clamp_min")
-def _clamp(known: "Interpreter", op: Op, input: Class, min: Any = None, max: Any = None) -> Class:
+def _clamp(interpreter: "Interpreter", op: Op, input: Class, min: Any = None, max: Any = None) -> Class:
     """Only -inf is changed, as by `Categorical.entropy`, lest its product with a probability of 0 be NaN."""
     if max is not None or not isinstance(min, float) or min != torch.finfo(op.output.dtype).min:
         raise Unknown

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 @rule("stack", "cat")
-def _join(known: "Interpreter", op: Op, tensors: Sequence[Tensor], dim: int = 0) -> Class | Row:
+def _join(interpreter: "Interpreter", op: Op, tensors: Sequence[Tensor], dim: int = 0) -> Class | Row:
     """Rows of the same logits put together, such as the sequences of a batch, or those of the token before each."""
-    found: list[Any] = [known.get(each) for each in tensors]
+    found: list[Any] = [interpreter.get(each) for each in tensors]
     if not all(isinstance(each, Class | Row) for each in found):
         raise Unknown("with other tensors")
     are_of_one = len({each.logits.terms[0].input for each in found}) == 1
-    found = found if are_of_one else [_of_whole_input(known, each) for each in found]
+    found = found if are_of_one else [_as_rows_of_whole_input(interpreter, each) for each in found]
     first, shape = found[0], op.output.shape
 
     def without_rows(of: Any) -> Any:
@@ -49,8 +49,8 @@ def _join(known: "Interpreter", op: Op, tensors: Sequence[Tensor], dim: int = 0)
         rows_dim, rows_shape = dim - (dim > classes), _without(shape, classes)
     rows = _all_rows(found, rows_dim)
     if rows is None or not are_of_one:
-        known.has_joined = True
-        if not known.joins:
+        interpreter.has_joined = True
+        if not interpreter.joins:
             raise Unknown
     if rows is None:
         rows = (RowStep("cat", (rows_dim, *map(rows_in_shape, parts)), rows_shape),)
@@ -79,7 +79,7 @@ def _without(shape: tuple[Any, ...], dim: int) -> tuple[Any, ...]:
     return (*shape[:dim], *shape[dim + 1 :])
 
 
-def _of_whole_input(known: "Interpreter", of: Class | Row) -> Class | Row:
+def _as_rows_of_whole_input(interpreter: "Interpreter", of: Class | Row) -> Class | Row:
     """Logits of some rows of a tensor, such as a chunk, as some of the logits of all its rows."""
     (term, *others), rows = of.logits.terms, of.logits.rows
     input = term.input
@@ -87,7 +87,7 @@ def _of_whole_input(known: "Interpreter", of: Class | Row) -> Class | Row:
         source = before.operands[0]
         if before.name in COPIES:
             is_exact = input.dtype in (source.dtype, term.dtype) and input.device == source.device
-            if not is_exact or any(map(known.program.may_have_changed, (source, input))):
+            if not is_exact or any(map(interpreter.program.may_have_changed, (source, input))):
                 break
         else:
             indices = indices_of(before)

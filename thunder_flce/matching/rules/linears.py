@@ -17,10 +17,10 @@ LINEARS = ("linear", "inner", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum
 
 
 def _product(
-    known: "Interpreter", op: Op, equation: str, input: Tensor, weight: Tensor, *, bias: Tensor | None = None
+    interpreter: "Interpreter", op: Op, equation: str, input: Tensor, weight: Tensor, *, bias: Tensor | None = None
 ) -> Class:
     """A linear of each row, as an equation such as "bth,vh->btv" has it: one matrix, and no sum over rows."""
-    if any(isinstance(known.get(each), Row | Argmax) for each in (input, weight)):
+    if any(isinstance(interpreter.get(each), Row | Argmax) for each in (input, weight)):
         raise Unknown  # They are asked for.
     names, _, result = equation.partition("->")
     of_input, _, of_weight = names.partition(",")
@@ -52,65 +52,68 @@ def _product(
         raise Unknown
     dims = of_weight.index(classes[0]), of_weight.index(features[0])
     term = Term(
-        known.first_of(input, op), known.first_of(weight, op), of_input.index(features[0]), dims, input.dtype,
-        has_grad=out.needs_grad, changes=known.program.changes_before(op, *op.operands), outputs=(out,),
+        interpreter.first_of(input, op), interpreter.first_of(weight, op),
+        of_input.index(features[0]), dims, input.dtype, has_grad=out.needs_grad,
+        changes=interpreter.program.changes_before(op, *op.operands), outputs=(out,),
     )  # fmt: skip
     steps = () if rows == out_rows else (RowStep("permute", tuple(map(rows.index, out_rows)), out_shape),)
-    bias = None if bias is None else known.first_of(bias, op)
+    bias = None if bias is None else interpreter.first_of(bias, op)
     logits = Logits((term,), bias, bias_has_grad=out.needs_grad, rows=steps)
     return Class(logits, dim, out.shape, poly(u=1))
 
 
 @rule("linear", "inner")
-def _linear(known: "Interpreter", op: Op, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Class:
+def _linear(interpreter: "Interpreter", op: Op, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Class:
     rows = ascii_letters[: input.ndim - 1]
     if weight.ndim != 2:
         raise Unknown
-    return _product(known, op, f"{rows}H,VH->{rows}V", input, weight, bias=bias)
+    return _product(interpreter, op, f"{rows}H,VH->{rows}V", input, weight, bias=bias)
 
 
 @rule("matmul", "mm", "bmm")
-def _matmul(known: "Interpreter", op: Op, input: Tensor, other: Tensor, *, bias: Tensor | None = None) -> Class:
+def _matmul(interpreter: "Interpreter", op: Op, input: Tensor, other: Tensor, *, bias: Tensor | None = None) -> Class:
     """A linear where the second operand is a matrix, (H, V), or that for each item of a batch."""
     if not isinstance(other, Tensor) or not isinstance(input, Tensor) or not 2 <= other.ndim <= max(2, input.ndim):
         raise Unknown
     rows = ascii_letters[: input.ndim - 1]
-    return _product(known, op, f"{rows}H,{rows[input.ndim - other.ndim : -1]}HV->{rows}V", input, other, bias=bias)
+    return _product(
+        interpreter, op, f"{rows}H,{rows[input.ndim - other.ndim : -1]}HV->{rows}V", input, other, bias=bias
+    )
 
 
 @rule("addmm", "baddbmm")
 def _addmm(
-    known: "Interpreter", op: Op, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: Any = 1, alpha: Any = 1
+    interpreter: "Interpreter", op: Op, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: Any = 1, alpha: Any = 1
 ) -> Class:
     if (beta, alpha) != (1, 1) or not same_shape(input.shape, (mat2.shape[-1],)):
         raise Unknown
-    return _matmul(known, op, mat1, mat2, bias=input)
+    return _matmul(interpreter, op, mat1, mat2, bias=input)
 
 
 @rule("tensordot")
-def _tensordot(known: "Interpreter", op: Op, a: Tensor, b: Tensor, dims: Any = 2, out: None = None) -> Class:
+def _tensordot(interpreter: "Interpreter", op: Op, a: Tensor, b: Tensor, dims: Any = 2, out: None = None) -> Class:
     of_a, of_b = list(ascii_letters[: a.ndim]), list(ascii_letters[a.ndim : a.ndim + b.ndim])
     both = (range(a.ndim - dims, a.ndim), range(dims)) if isinstance(dims, int) else dims
     for dim, other in zip(*both, strict=True):
         of_b[other] = of_a[dim]
     result = "".join(name for name in of_a + of_b if (name in of_a) != (name in of_b))
-    return _product(known, op, f"{''.join(of_a)},{''.join(of_b)}->{result}", a, b)
+    return _product(interpreter, op, f"{''.join(of_a)},{''.join(of_b)}->{result}", a, b)
 
 
 @rule("conv1d")
 def _conv1d(
-    known: "Interpreter", op: Op, input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1,
+    interpreter: "Interpreter", op: Op, input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1,
     padding: Any = 0, dilation: Any = 1, groups: Any = 1,
 ) -> Class:  # fmt: skip
     """With a kernel of one token."""
     if (stride, padding, groups) not in ((1, 0, 1), ((1,), (0,), 1)):
         raise Unknown
     batch = "B" if input.ndim == 3 else ""
-    return _product(known, op, f"{batch}HT,VHK->{batch}VT", input, weight, bias=bias)
+    return _product(interpreter, op, f"{batch}HT,VHK->{batch}VT", input, weight, bias=bias)
 
 
 @rule("einsum")
-def _einsum(known: "Interpreter", op: Op, equation: str, *operands: Any) -> Class | Row:
+def _einsum(interpreter: "Interpreter", op: Op, equation: str, *operands: Any) -> Class | Row:
     """A linear, or Σ p log p as in `einsum("btv,btv->bt", p, log_p)`."""
     tensors = operands[0] if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
     if len(tensors) != 2 or not isinstance(equation, str):
@@ -124,14 +127,14 @@ def _einsum(known: "Interpreter", op: Op, equation: str, *operands: Any) -> Clas
         each.replace("...", digits[10 - tensor.ndim + len(each.replace("...", "")) :])
         for each, tensor in zip((*names.split(","), result), (*tensors, op.output), strict=True)
     )
-    a, b = map(known.get, tensors)
+    a, b = map(interpreter.get, tensors)
     if isinstance(a, Class) and isinstance(b, Class) and (a.form or b.form):
         of = weighted(a, b) if a.form == "exp" else weighted(b, a)
         if of_a != of_b or len(set(of_a)) < len(of_a) or result != of_a[: of.dim] + of_a[of.dim + 1 :]:
             raise Unknown
         return summed(of, op.output.shape)
     for known_of, one_hot in ((a, tensors[1]), (b, tensors[0])):
-        found = at_one_hot(known, known_of, one_hot) if isinstance(known_of, Class) and of_a == of_b else None
+        found = at_one_hot(interpreter, known_of, one_hot) if isinstance(known_of, Class) and of_a == of_b else None
         if found is not None and result == of_a[: found.dim]:
             return summed(found, op.output.shape)
     if any(isinstance(of, Class) and not of.is_logits for of in (a, b)):
@@ -140,6 +143,6 @@ def _einsum(known: "Interpreter", op: Op, equation: str, *operands: Any) -> Clas
     # Of two matrices, that one has the classes whose dimension is the last.
     first, second = ways if result[-1:] in of_b else ways[::-1]
     try:
-        return _product(known, op, *first)
+        return _product(interpreter, op, *first)
     except Unknown:
-        return _product(known, op, *second)
+        return _product(interpreter, op, *second)

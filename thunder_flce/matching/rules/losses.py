@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 
 @rule("cross_entropy", "nll_loss")
 def _loss(
-    known: "Interpreter", op: Op, input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None,
-    ignore_index: Any = -100, reduce: Any = None, reduction: Any = "mean", label_smoothing: Any = 0.0,
+    interpreter: "Interpreter", op: Op, input: Tensor, target: Tensor, weight: Tensor | None = None,
+    size_average: Any = None, ignore_index: Any = -100, reduce: Any = None, reduction: Any = "mean",
+    label_smoothing: Any = 0.0,
 ) -> Row:  # fmt: skip
-    of = known.get(input)
+    of = interpreter.get(input)
     if not isinstance(of, Class):
-        raise known.why_unknown(input)
+        raise interpreter.why_unknown(input)
     if isinstance(label_smoothing, torch.SymFloat):
         # AOTAutograd makes Dynamo trace again, with a number, and this graph is dropped.
         raise Unknown
@@ -44,7 +45,7 @@ def _loss(
         raise NotFused(Reason.TRANSFORMED_LOGITS, "by a factor after log_softmax")
     if weight is not None:
         _check_class_weights(weight, of.logits)
-    labels = Labels((target,), (known.program.number_at(target, op),), op.position, ignore_index=ignore_index)
+    labels = Labels((target,), (interpreter.program.number_at(target, op),), op.position, ignore_index=ignore_index)
     smoothing = Fraction(label_smoothing)
     if is_nll:
         # Its gradient is that of its input, also where a log-sum-exp was detached.

@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 @rule("getitem", "select", "narrow", *SPLITS)
 def _picked(
-    known: "Interpreter", op: Op, input: Class | Row | Argmax, *args: Any, **kwargs: Any
+    interpreter: "Interpreter", op: Op, input: Class | Row | Argmax, *args: Any, **kwargs: Any
 ) -> Value | tuple[Class, ...]:
     indices = indices_of(op)
     if isinstance(input, Class):
         if op.name == "getitem" and indices is None:
-            return _at_tensors(known, op, input, *args)
+            return _at_tensors(interpreter, op, input, *args)
         if indices is None:
             raise Unknown("at indices that are not in order" if op.name in SPLITS else "")
         return tuple(_at_index(input, index, out.shape) for index, out in zip(indices, op.outs, strict=True))
@@ -49,22 +49,22 @@ def _picked(
 
 
 @rule("index_select")
-def _index_select(known: "Interpreter", op: Op, input: Class, dim: int, index: Tensor) -> Class:
+def _index_select(interpreter: "Interpreter", op: Op, input: Class, dim: int, index: Tensor) -> Class:
     if dim % len(input.shape) == input.dim:
         raise Unknown
-    return _rows_at_tensors(known, op, input, (*(slice(None),) * (dim % len(input.shape)), index))
+    return _rows_at_tensors(interpreter, op, input, (*(slice(None),) * (dim % len(input.shape)), index))
 
 
-def _at_tensors(known: "Interpreter", op: Op, of: Class, key: Any) -> Class | Row:
+def _at_tensors(interpreter: "Interpreter", op: Op, of: Class, key: Any) -> Class | Row:
     key = key if isinstance(key, tuple) else (key,)
     if len(key) != len(of.shape) or not isinstance(key[-1], Tensor) or of.dim != len(of.shape) - 1:
-        return _rows_at_tensors(known, op, of, key)
+        return _rows_at_tensors(interpreter, op, of, key)
     if key[:-1] and all(type(part) is int for part in key[:-1]):
         of, key = _pick(of, (*key[:-1], slice(None)), (of.columns,)), key[-1:]
-    return _indexed(known, op, of, key)
+    return _indexed(interpreter, op, of, key)
 
 
-def _rows_at_tensors(known: "Interpreter", op: Op, of: Class, key: tuple[Any, ...]) -> Class:
+def _rows_at_tensors(interpreter: "Interpreter", op: Op, of: Class, key: tuple[Any, ...]) -> Class:
     """The rows that tensors pick, such as the last token of each sequence, or those that a mask has."""
     tensors, ends = tensors_in(key), key[-1] is Ellipsis or (isinstance(key[-1], slice) and key[-1] == slice(None))
     # A mask is of as many dimensions as it has.
@@ -74,9 +74,9 @@ def _rows_at_tensors(known: "Interpreter", op: Op, of: Class, key: tuple[Any, ..
     is_known = all(isinstance(each, Tensor) or is_plain((each,)) for each in key) and tensors
     if not is_of_rows or not is_known or of.dim != len(of.shape) - 1:
         raise Unknown("with an index that is neither an integer nor a slice")
-    if any(known.hangs_on(each, of.logits) for each in tensors):
+    if any(interpreter.hangs_on(each, of.logits) for each in tensors):
         raise Unknown("at rows that depend on the logits")
-    number_at = known.program.number_at
+    number_at = interpreter.program.number_at
     numbers = repr(tree_map_only(Tensor, lambda each: (number_at(each, op), each.shape, each.dtype), key))
     step = RowStep("take", (numbers,), given=key, read_at=op.position)
     return replace(of, logits=with_step(of, step, op.output.shape[:-1]), shape=op.output.shape, dim=op.output.ndim - 1)
@@ -116,55 +116,55 @@ ALL = ((None, None, None), (0, None, None), (None, None, 1), (0, None, 1))
 
 
 @rule("gather")
-def _gather(known: "Interpreter", op: Op, input: Class, dim: int, index: Tensor, **kwargs: Any) -> Row:
+def _gather(interpreter: "Interpreter", op: Op, input: Class, dim: int, index: Tensor, **kwargs: Any) -> Row:
     check_over_classes(input, dim)
     is_one = index.ndim == len(input.shape) and same(index.shape[input.dim], 1)
     sizes = [size for at, size in enumerate(index.shape) if at != input.dim]
     if not is_one or not all(map(agree, sizes, input.rows_shape)):
         raise Unknown(f"labels of shape {text_of(index.shape)} for logits of shape {text_of(input.shape)}")
-    return _at_labels(known, op, input, index)
+    return _at_labels(interpreter, op, input, index)
 
 
 @rule("take_along_dim")
-def _take_along_dim(known: "Interpreter", op: Op, input: Class, indices: Tensor, dim: int | None = None) -> Row:
+def _take_along_dim(interpreter: "Interpreter", op: Op, input: Class, indices: Tensor, dim: int | None = None) -> Row:
     if dim is None:
         raise Unknown
-    return _gather(known, op, input, dim, indices)
+    return _gather(interpreter, op, input, dim, indices)
 
 
-def _indexed(known: "Interpreter", op: Op, of: Class, key: tuple[Any, ...]) -> Row:
+def _indexed(interpreter: "Interpreter", op: Op, of: Class, key: tuple[Any, ...]) -> Row:
     """Logits [arange(N), labels] or [arange(B)[:, None], arange(T), labels]."""
     *rows, labels = key
     shape, rows_shape = op.output.shape, of.rows_shape
     is_of_rows = len(shape) == len(rows_shape) and all(map(agree, shape, rows_shape))
     if labels.dtype in (torch.bool, torch.uint8) or not is_of_rows:
         raise Unknown("rows picked by an index")
-    if not all(known.is_every_index(part, dim, of.rows_shape) for dim, part in enumerate(rows)):
+    if not all(interpreter.is_every_index(part, dim, of.rows_shape) for dim, part in enumerate(rows)):
         raise Unknown("rows picked by an index")
     if not all(map(agree, labels.shape, of.rows_shape[len(of.rows_shape) - labels.ndim :])) or labels.ndim < len(rows):
         raise Unknown(f"labels of shape {text_of(labels.shape)} for logits of shape {text_of(of.shape)}")
-    return _at_labels(known, op, of, labels, wraps=True)
+    return _at_labels(interpreter, op, of, labels, wraps=True)
 
 
-def _at_labels(known: "Interpreter", op: Op, of: Class, index: Tensor, *, wraps: bool = False) -> Row:
+def _at_labels(interpreter: "Interpreter", op: Op, of: Class, index: Tensor, *, wraps: bool = False) -> Row:
     """What is known of each class at one label of each row."""
-    index = known.labels_of(index)
+    index = interpreter.labels_of(index)
     if of.form == "p":
         raise Unknown
-    if known.hangs_on(index, of.logits):
+    if interpreter.hangs_on(index, of.logits):
         # Such as a gate's experts, or a sampled token.
         raise Unknown("at a choice that depends on the logits")
-    number = known.program.number_at(index, op)
-    labels = Labels((index,), (number,), op.position, wraps, fills=_fills(known, index))
+    number = interpreter.program.number_at(index, op)
+    labels = Labels((index,), (number,), op.position, wraps, fills=_fills(interpreter, index))
     return of.row("y", op.output.shape, labels)
 
 
-def _fills(known: "Interpreter", index: Tensor) -> tuple[tuple[int, int], int | None] | None:
+def _fills(interpreter: "Interpreter", index: Tensor) -> tuple[tuple[int, int], int | None] | None:
     """`Labels.fills`, as of `labels.clamp(min=0)` or `where(labels != -100, labels, 0)`."""
-    op = known.program.origin(index)
+    op = interpreter.program.origin(index)
     if op is None or op.name not in ("clamp", "clamp_min", "masked_fill", "where"):
         return None
-    args, number_at = [*op.args, *op.kwargs.values()], known.program.number_at
+    args, number_at = [*op.args, *op.kwargs.values()], interpreter.program.number_at
     if op.writes or len(args) < 2 or "max" in op.kwargs:
         return None
     if len(args) == 2:

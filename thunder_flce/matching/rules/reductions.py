@@ -28,20 +28,22 @@ if TYPE_CHECKING:
 
 @rule("log_softmax")
 def _log_softmax(
-    known: "Interpreter", op: Op, input: Class, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None
+    interpreter: "Interpreter", op: Op, input: Class, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None
 ) -> Class:
     dim = int(len(input.shape) not in (0, 1, 3)) if dim is None else dim
     if dim % len(input.shape) != input.dim:
         raise wrong_dimension(input, f"{op.name} over dimension {dim}")
-    copied(known, op, input)
+    copied(interpreter, op, input)
     if not input.is_shifted_logits:
         raise Unknown(f"after {'softmax' if input.form else 'a factor'}")
     return replace(input, sum=added((1, input.u), (-1, with_u_as("L", input.u))))
 
 
 @rule("softmax")
-def _softmax(known: "Interpreter", op: Op, input: Class, dim: int | None = None, *args: Any, **kwargs: Any) -> Class:
-    return replace(_log_softmax(known, op, input, dim), form="exp")
+def _softmax(
+    interpreter: "Interpreter", op: Op, input: Class, dim: int | None = None, *args: Any, **kwargs: Any
+) -> Class:
+    return replace(_log_softmax(interpreter, op, input, dim), form="exp")
 
 
 def wrong_dimension(of: Class, detail: str) -> Exception:
@@ -50,7 +52,7 @@ def wrong_dimension(of: Class, detail: str) -> Exception:
 
 
 @rule("logsumexp")
-def _logsumexp(known: "Interpreter", op: Op, input: Class, dim: Any, keepdim: bool = False) -> Row:
+def _logsumexp(interpreter: "Interpreter", op: Op, input: Class, dim: Any, keepdim: bool = False) -> Row:
     check_over_classes(input, dim)
     if not input.is_shifted_logits:
         raise Unknown
@@ -59,9 +61,9 @@ def _logsumexp(known: "Interpreter", op: Op, input: Class, dim: Any, keepdim: bo
 
 @rule("sum")
 def _sum(
-    known: "Interpreter", op: Op, input: Class, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+    interpreter: "Interpreter", op: Op, input: Class, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Row:
-    copied(known, op, input)
+    copied(interpreter, op, input)
     if dim is None and len(input.shape) > 1 and not keepdim and (found := summed(input, input.rows_shape)).is_whole:
         return replace(found, reduction="sum")
     check_over_classes(input, dim)
@@ -70,9 +72,9 @@ def _sum(
 
 @rule("mean")
 def _mean(
-    known: "Interpreter", op: Op, input: Class, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+    interpreter: "Interpreter", op: Op, input: Class, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Row:
-    found = times(_sum(known, op, input, dim, keepdim), 1 / Fraction(_columns(input)))
+    found = times(_sum(interpreter, op, input, dim, keepdim), 1 / Fraction(_columns(input)))
     if found.reduction == "none":
         return found
     if not has_elements(op.operands[0]):
@@ -93,51 +95,51 @@ def summed(of: Class, shape: tuple[Any, ...]) -> Row:
         return of.row("y", shape, of.labels)
     if not of.form:
         return times(of.row("U", shape), Fraction(_columns(of)))
-    if of.form == "exp" and of.of_u == 1:
+    if of.form == "exp" and of.factor_of_u == 1:
         return of.row("L", shape)
     if of.form != "p":
         raise Unknown
     # Σ p u = E. Without p's gradient, that of Σ p u is p, which is L's; without u's, it is what is left of E's.
     expected = poly(E=1) if of.p_has_grad else without_grad(poly(E=1))
-    own, log_sum = of.of_u * (has_grad(of.u) - of.p_has_grad), poly(L=1)
-    of_row = added((1, of.rest), (of.of_u, expected), (own, log_sum), (-own, without_grad(log_sum)))
+    own, log_sum = of.factor_of_u * (has_grad(of.u) - of.p_has_grad), poly(L=1)
+    of_row = added((1, of.rest), (of.factor_of_u, expected), (own, log_sum), (-own, without_grad(log_sum)))
     return Row(of.logits, shape, of_row)
 
 
 @rule("entr")
-def _entr(known: "Interpreter", op: Op, input: Class) -> Class:
-    return times(_xlogy(known, op, input, input), Fraction(-1))
+def _entr(interpreter: "Interpreter", op: Op, input: Class) -> Class:
+    return times(_xlogy(interpreter, op, input, input), Fraction(-1))
 
 
 @rule("xlogy")
-def _xlogy(known: "Interpreter", op: Op, input: Class, other: Class) -> Class:
+def _xlogy(interpreter: "Interpreter", op: Op, input: Class, other: Class) -> Class:
     if other.form != "exp" or other.factor != 1:
         raise Unknown
     return weighted(input, replace(other, form=""))
 
 
 @rule("amax")
-def _amax(known: "Interpreter", op: Op, input: Class, dim: Any = (), keepdim: bool = False) -> Row:
+def _amax(interpreter: "Interpreter", op: Op, input: Class, dim: Any = (), keepdim: bool = False) -> Row:
     check_over_classes(input, dim)
-    if input.form == "p" or input.of_u <= 0 or input.factor <= 0:
+    if input.form == "p" or input.factor_of_u <= 0 or input.factor <= 0:
         raise Unknown
     return input.row("M", op.outs[0].shape)
 
 
 @rule("max")
-def _max(known: "Interpreter", op: Op, input: Class, dim: Any = None, keepdim: bool = False) -> tuple[Value, ...]:
+def _max(interpreter: "Interpreter", op: Op, input: Class, dim: Any = None, keepdim: bool = False) -> tuple[Value, ...]:
     if dim is None or isinstance(dim, Tensor):
         raise Unknown
     values, indices = op.output
-    found = _argmax(known, op, input, dim), _amax(known, op, input, dim)
+    found = _argmax(interpreter, op, input, dim), _amax(interpreter, op, input, dim)
     return replace(found[1], shape=values.shape), replace(found[0], shape=indices.shape)
 
 
 @rule("argmax")
-def _argmax(known: "Interpreter", op: Op, input: Class, dim: Any = None, keepdim: bool = False) -> Argmax:
+def _argmax(interpreter: "Interpreter", op: Op, input: Class, dim: Any = None, keepdim: bool = False) -> Argmax:
     check_over_classes(input, dim)
     # Several exponentials may be infinite.
-    if input.form == "p" or (input.form == "exp" and not input.detached().is_probability) or not input.of_u:
+    if input.form == "p" or (input.form == "exp" and not input.detached().is_probability) or not input.factor_of_u:
         raise Unknown
     order = input.logits.in_order
-    return Argmax(order if input.of_u > 0 else replace(order, scale=-order.scale), op.outs[-1].shape)
+    return Argmax(order if input.factor_of_u > 0 else replace(order, scale=-order.scale), op.outs[-1].shape)

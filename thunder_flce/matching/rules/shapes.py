@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @rule(*COPIES, "detach")
-def copied(known: "Interpreter", op: Op, input: Value, *args: Any, **kwargs: Any) -> Value:
+def copied(interpreter: "Interpreter", op: Op, input: Value, *args: Any, **kwargs: Any) -> Value:
     """The same numbers, in no narrower dtype where they are of all classes."""
     tensor, after = op.operands[0], op.output.dtype
     # Others would round the logits once more, or need a wider loss.
@@ -36,7 +36,7 @@ def check_over_classes(of: Class, dims: Any) -> None:
 
 
 @rule(*RESHAPES, "expand", "expand_as", "broadcast_in_dim", "atleast_1d")
-def _reshape(known: "Interpreter", op: Op, input: Class | Row | Argmax, *args: Any, **kwargs: Any) -> Value:
+def _reshape(interpreter: "Interpreter", op: Op, input: Class | Row | Argmax, *args: Any, **kwargs: Any) -> Value:
     """Any operation that keeps the elements' order and the classes as a dimension of their own."""
     shape = op.output.shape
     if not same(math.prod(shape), op.operands[0].numel):
@@ -54,7 +54,7 @@ def in_shape(of: Class, shape: tuple[Any, ...]) -> Class:
 
 
 @rule(*PERMUTATIONS)
-def _permute(known: "Interpreter", op: Op, input: Class, *args: Any, **kwargs: Any) -> Class:
+def _permute(interpreter: "Interpreter", op: Op, input: Class, *args: Any, **kwargs: Any) -> Class:
     order, shape = order_of(op), op.output.shape
     rows, dim = tuple(d - (d > input.dim) for d in order if d != input.dim), order.index(input.dim)
     logits = input.logits
@@ -75,16 +75,16 @@ def rows_in_shape(of: Class | Row) -> tuple[RowStep, ...]:
 
 
 @rule("broadcast_tensors")
-def _broadcast_tensors(known: "Interpreter", op: Op, *tensors: Any) -> tuple[Class | None, ...]:
+def _broadcast_tensors(interpreter: "Interpreter", op: Op, *tensors: Any) -> tuple[Class | None, ...]:
     """Logits beside labels that are given their shape, as in `Categorical.log_prob`: the logits stay as they are."""
     operands = op.operands
     found: list[Class | None] = []
     for operand, out in zip(operands, op.output, strict=True):
-        of = known.get(operand)
+        of = interpreter.get(operand)
         if of is not None and not (isinstance(of, Class) and same_shape(out.shape, operand.shape)):
             raise Unknown
         found.append(of if isinstance(of, Class) else None)
         if of is None:
             # Who reads the whole of it, and not only its first column, needs the logits' shape, which all know.
-            known.broadcast[out] = operand
+            interpreter.broadcast[out] = operand
     return tuple(found)
