@@ -104,13 +104,7 @@ class _Reader:
                 result.handle = user
 
     def _add(self, node: Node, inside: Node | None) -> None:
-        value = value_of(node)
-        if value is None and node.target is operator.getitem:
-            of, index = value_of(node.args[0]), node.args[1]  # type: ignore[arg-type]
-            if isinstance(of, FakeTensor):
-                # Dynamo does not say what `tolist` reads.
-                with of.fake_mode, torch.set_grad_enabled(self._grad_mode):
-                    node.meta["example_value"] = value = of[index]  # type: ignore[index]
+        value = self._value_of(node)
         written = [each for each in written_by(node) if isinstance(value_of(each), torch.Tensor)]
         outs = [each for each in tree_flatten(value)[0] if isinstance(each, torch.Tensor)]
         is_of_tensors = any(isinstance(value_of(each), torch.Tensor) for each in node.all_input_nodes)
@@ -126,33 +120,11 @@ class _Reader:
                 self._values[node].handle = node
             return
         self._write_sizes(node, inside)
-        name = name_of(node)
-        is_in_place = bool(written) and name.endswith("_") and not name.endswith("__")
-        name = name.removesuffix("_") if is_in_place else name
-        library = str(getattr(node.target, "__module__", None) or "").removeprefix("torch._ops.")
-        if library.partition(".")[0] not in _OF_TORCH:
-            # An operator of another library, or the user's function in a graph, is not PyTorch's of that name.
-            name += f" of {library}"
-        if name == "view" and value.dtype != value_of(node.all_input_nodes[0]).dtype:
-            name += " of bits"
-        if name in _CAST_BY_AUTOCAST and isinstance(value, torch.Tensor):
-            # Not autocast's: a product in more than 16 bits, which has an out_dtype, and a loss of class probabilities.
-            labels: Any = node.kwargs.get("target", *node.args[1:2]) if name == "cross_entropy" else None
-            is_product, is_of_labels = name in LINEARS, not labels or not value_of(labels).is_floating_point()
-            if is_of_labels and (value.dtype.itemsize == 2 or not is_product):
-                self._write_casts(node, value.dtype, inside)
+        name = _full_name(node, is_written=bool(written))
+        if _is_cast_by_autocast(name, node):
+            self._write_casts(node, value.dtype, inside)
         args, kwargs = map_arg((tuple(node.args), dict(node.kwargs)), self._values.__getitem__)
-        if node.target is getattr:
-            args = args[:1]
-        if name == "where" and node.op == "call_method":
-            given = dict(zip(("input", "condition", "other"), args, strict=False)) | kwargs
-            args, kwargs = (given["condition"], given["input"], given["other"]), {}
-        kwargs = {_OF_NUMPY.get(key, key): each for key, each in kwargs.items()}
-        if name in _OF_ATEN and library == "aten":
-            names = ("input", "target", "weight", "reduction", "ignore_index", "label_smoothing")
-            of_loss: Any = {"reduction": 1, **dict(zip(names, args, strict=False)), **kwargs}
-            of_loss["reduction"] = ("none", "mean", "sum")[of_loss["reduction"]]
-            name, args, kwargs = _OF_ATEN[name], (), of_loss
+        name, args, kwargs = _as_function(node, name, args, kwargs)
         output = tree_map(lambda each: _tensor(each, node), value)
         if not self._grad_mode:
             for tensor, out in zip(tensors_in(output), outs, strict=True):
@@ -175,6 +147,14 @@ class _Reader:
             )  # fmt: skip
         )
         self._values[node] = output
+
+    def _value_of(self, node: Node) -> Any:
+        """What Dynamo has found a node to be, and what `tolist` reads, of which Dynamo does not say it."""
+        of = value_of(node.args[0]) if node.target is operator.getitem else None  # type: ignore[arg-type]
+        if value_of(node) is None and isinstance(of, FakeTensor):
+            with of.fake_mode, torch.set_grad_enabled(self._grad_mode):
+                node.meta["example_value"] = of[node.args[1]]  # type: ignore[index]
+        return value_of(node)
 
     def _write_sizes(self, node: Node, inside: Node | None) -> None:
         """Writes sizes, dtype and device in place of a tensor that is read for these alone: logits may be."""
@@ -215,6 +195,49 @@ class _Reader:
                 cast.meta = {**node.meta, "example_value": value}
                 node.replace_input_with(operand, cast)
                 self._add(cast, inside)
+
+
+def _library_of(node: Node) -> str:
+    return str(getattr(node.target, "__module__", None) or "").removeprefix("torch._ops.")
+
+
+def _full_name(node: Node, *, is_written: bool) -> str:
+    """An operation's name, without the underscore of a change in place; that of another library says whose it is."""
+    name, library = name_of(node), _library_of(node)
+    if is_written and name.endswith("_") and not name.endswith("__"):
+        name = name.removesuffix("_")
+    if library.partition(".")[0] not in _OF_TORCH:
+        # An operator of another library, or the user's function in a graph, is not PyTorch's of that name.
+        return f"{name} of {library}"
+    is_of_bits = name == "view" and value_of(node).dtype != value_of(node.all_input_nodes[0]).dtype
+    return "view of bits" if is_of_bits else name
+
+
+def _is_cast_by_autocast(name: str, node: Node) -> bool:
+    """Whether autocast may cast the operands: not for a product in more than 16 bits, which has an out_dtype."""
+    value = value_of(node)
+    if name not in _CAST_BY_AUTOCAST or not isinstance(value, torch.Tensor):
+        return False
+    labels: Any = node.kwargs.get("target", *node.args[1:2]) if name == "cross_entropy" else None
+    if labels and value_of(labels).is_floating_point():
+        return False  # A loss of class probabilities.
+    return name not in LINEARS or value.dtype.itemsize == 2
+
+
+def _as_function(node: Node, name: str, args: Any, kwargs: Any) -> tuple[str, Any, Any]:
+    """The name and arguments of a method, or of ATen's or NumPy's function, as those of PyTorch's function."""
+    kwargs = {_OF_NUMPY.get(key, key): each for key, each in kwargs.items()}
+    if node.target is getattr:
+        args = args[:1]
+    if name == "where" and node.op == "call_method":
+        given = dict(zip(("input", "condition", "other"), args, strict=False)) | kwargs
+        args, kwargs = (given["condition"], given["input"], given["other"]), {}
+    if name in _OF_ATEN and _library_of(node) == "aten":
+        names = ("input", "target", "weight", "reduction", "ignore_index", "label_smoothing")
+        of_loss: Any = {"reduction": 1, **dict(zip(names, args, strict=False)), **kwargs}
+        of_loss["reduction"] = ("none", "mean", "sum")[of_loss["reduction"]]
+        name, args, kwargs = _OF_ATEN[name], (), of_loss
+    return name, args, kwargs
 
 
 def _has_grad_fn(out: torch.Tensor) -> bool:

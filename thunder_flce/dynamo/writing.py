@@ -245,16 +245,7 @@ class _Graph:
     ) -> list[Tensor]:
         """See `Writer`: autograd's derivative of the nodes, as operations of ATen."""
         starts, nodes = [self._node(operand) for operand in operands], [op.handle for op in ops]
-        known = {*starts, *nodes, *(each for node in (*starts, *nodes) for each in _readers_of_parts(node))}
-        others: dict[Node, None] = {}
-        waiting = [each for node in nodes[::-1] for each in node.all_input_nodes[::-1]]
-        while waiting:
-            node = waiting.pop()
-            if isinstance(value_of(node), torch.Tensor | torch.SymInt | torch.SymFloat):
-                others |= {} if node in known else {node: None}
-            elif node not in known:
-                waiting += node.all_input_nodes  # All sizes of a tensor, which are traced with it.
-
+        others = _read_beside(starts, nodes)
         written = {self._node(each) for op in ops for each in op.writes}
 
         def derivative(rows: list[torch.Tensor], given: list[Any]) -> list[torch.Tensor]:
@@ -272,14 +263,18 @@ class _Graph:
             return [*of_rows, *([] if values is None else [total.detach()])]
 
         rows = [value_of(each).detach() for each in starts]
-        given = [each.detach() if isinstance(each, torch.Tensor) else each for each in map(value_of, others)]
         wide = [each.float() if each.dtype.itemsize < 4 else each for each in rows]
+        given = [each.detach() if isinstance(each, torch.Tensor) else each for each in map(value_of, others)]
         with tracing(None), self._fake_mode, enable_python_dispatcher(), torch.autocast("cpu", enabled=False):
             # Dynamo cannot print a guard that autograd's own thread of a GPU adds.
             with torch.autograd.set_multithreading_enabled(False):
                 traced = make_fx(derivative, decomposition_table=_AS_OTHERS)(wide, given)
+        return self._inline(traced, others, values or ())
+
+    def _inline(self, traced: GraphModule, others: Sequence[Node], values: Sequence[Tensor | None]) -> list[Tensor]:
+        """Adds a derivative, of rows and of other nodes, with the values of rows where there are any."""
         placeholders = traced.graph.find_nodes(op="placeholder")
-        inlined: dict[Node, Any] = dict(zip(placeholders[len(starts) :], others, strict=True))
+        inlined: dict[Node, Any] = dict(zip(placeholders[len(placeholders) - len(others) :], others, strict=True))
         (output,) = traced.graph.find_nodes(op="output")
         needed = set(output.args[0])
         for node in reversed(traced.graph.nodes):
@@ -288,7 +283,7 @@ class _Graph:
         with self._graph.inserting_before(self._end):
             # thunder asks for the gradient of all that may have one, and does not know each of these.
             self._graph.call_function(torch._C._set_grad_enabled, (False,))
-            for node, value in zip(placeholders, values or (), strict=False):
+            for node, value in zip(placeholders, values, strict=False):
                 if node in needed and value is not None:
                     inlined[node] = self.call(torch.Tensor.to, value, node.meta["val"].dtype).handle
             for node in traced.graph.nodes:
@@ -433,6 +428,20 @@ def _run(node: Node, values: dict[Node, Any]) -> None:
             values[each] = getattr(args[0], str(each.target))(*args[1:], **kwargs)
         else:
             values[each] = each.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _read_beside(starts: Sequence[Node], nodes: Sequence[Node]) -> list[Node]:
+    """The tensors and numbers that some nodes read beside what they start from, and beside each other."""
+    known = {*starts, *nodes, *(each for node in (*starts, *nodes) for each in _readers_of_parts(node))}
+    others: dict[Node, None] = {}
+    waiting = [each for node in nodes[::-1] for each in node.all_input_nodes[::-1]]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(value_of(node), torch.Tensor | torch.SymInt | torch.SymFloat):
+            others |= {} if node in known else {node: None}
+        elif node not in known:
+            waiting += node.all_input_nodes  # All sizes of a tensor, which are traced with it.
+    return list(others)
 
 
 def _is_float(given: Any) -> bool:

@@ -132,11 +132,7 @@ class Interpreter:
         detail = ""
         found: Any = None
         try:
-            rule = None if op.writes and not self._is_written_out_of_place(op) else RULES.get(op.name)
-            if rule is not None and (given := self._arguments(rule, op)) is not None:
-                found = rule(*given.args, **given.kwargs)
-            if isinstance(found, Row | Argmax) and self._is_view_of_written(op):
-                found = None
+            found = self._by_rule(op)
         except Unknown as problem:
             detail = f" {problem}" if str(problem) else ""
         except NotFused as problem:
@@ -159,6 +155,15 @@ class Interpreter:
                 self._escape(each, op)
         if op.writes:
             self._write(op)
+
+    def _by_rule(self, op: Op) -> Any:
+        """The description of the result, or of each; None where no rule says what it is."""
+        rule = None if op.writes and not self._is_written_out_of_place(op) else RULES.get(op.name)
+        given = None if rule is None else self._arguments(rule, op)
+        if rule is None or given is None:
+            return None
+        found = rule(*given.args, **given.kwargs)
+        return None if isinstance(found, Row | Argmax) and self._is_view_of_written(op) else found
 
     def _arguments(self, rule: Any, op: Op) -> inspect.BoundArguments | None:
         """What a rule is called with; None where it takes no such arguments: PyTorch's functions have more of them."""

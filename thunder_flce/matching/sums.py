@@ -235,13 +235,7 @@ class _Search:
         if not outs or not self._sources.keys().isdisjoint(outs):
             return
         if not all(each in self._tokens for each in operands):
-            for each in operands:
-                before, problem = each.op, self._problems.get(each)
-                if problem is None or before is None:
-                    continue
-                is_of_all = isinstance(problem, FactorNeedsGradient)
-                if is_of_all or not _is_linear(before, self._operands(before), self._is_zero):
-                    self._problems[outs[0]] = problem
+            self._pass_on_problems(operands, outs[0])
             return
         part, *others = {self._tokens[each][0] for each in operands}
         of_picks = {_text(picks): picks for picks in (self._picks.get(each, ()) for each in operands)}
@@ -267,6 +261,15 @@ class _Search:
             self._problems[outs[0]] = NotASum(f"{problem}{op.where} is no operation on single tokens")
         except NotASum as problem:
             self._problems[outs[0]] = problem
+
+    def _pass_on_problems(self, operands: Sequence[Tensor], out: Tensor) -> None:
+        """Why operands are not computed token by token is why a result is not, unless it is no problem for a sum."""
+        for each in operands:
+            before, problem = each.op, self._problems.get(each)
+            if problem is not None and before is not None:
+                is_of_all = isinstance(problem, FactorNeedsGradient)
+                if is_of_all or not _is_linear(before, self._operands(before), self._is_zero):
+                    self._problems[out] = problem
 
     def _picked(self, out: Tensor, part: Part) -> Handle:
         """Tokens that are picked: others are 0, and whatever is made of them, their gradients are, too."""
