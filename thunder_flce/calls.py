@@ -18,7 +18,7 @@ from thunder_flce.engine.plan import LOSS_ONLY, SAVE_LOGITS, Plan
 from thunder_flce.operation.call import Call, are_of_tokens, operand_names
 from thunder_flce.operation.checks import check_call, check_scalar
 from thunder_flce.operation.loss import Loss
-from thunder_flce.operators import PLAIN, Settings, is_direct, is_traced, is_watched, plan_for, planned_tokens
+from thunder_flce.operators import Settings, is_traced, is_watched, plan_for, planned_tokens
 from thunder_flce.options import Options, plain
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ _known: dict[Any, Settings] = {}
 """Of direct calls, by what those have in common that run alike, and the number of tokens that their plan is for. The
 address of the loss is in the key; the settings keep it alive."""
 _MOST_KNOWN = 4096
+_PLAIN = (Tensor, torch.nn.Parameter)
+"""Classes of tensors that nobody else has something to say about"""
 
 
 def run(
@@ -51,38 +53,39 @@ def run(
         # A loss that is equal may have a number of another type, which is to be checked.
         key = (key, id(loss), options, ranks, torch.is_grad_enabled())
     settings = _known.get(key)
-    runs_directly = settings is not None
     if settings is None:
         settings = _prepared(tensors, loss, options, ranks=ranks)
-        runs_directly = settings.options is None and all(map(is_direct, tensors.values()))
-        if key is not None and runs_directly:
+        if settings.options is not None:  # The operator makes the plan.
+            key = None
+        if key is not None:
             if len(_known) >= _MOST_KNOWN:
                 _known.clear()
             _known[key] = settings
-    runs_directly = runs_directly and not is_watched()
-    return differentiable_forward(settings, [*tensors.values()], is_direct=runs_directly)[: 1 + len(loss.outputs)]
+    is_direct = key is not None and not is_watched()
+    return differentiable_forward(settings, [*tensors.values()], is_direct=is_direct)[: 1 + len(loss.outputs)]
 
 
 def _kind(tensors: Mapping[str, Any]) -> tuple[Any, ...] | None:
     """What tensors have in common that differ in their number of tokens alone, but are planned for the same number.
 
-    None where something is no tensor, nested, of a class of its own, or of other tokens than the input.
+    None where the engine cannot run without the dispatcher: where something is no tensor, has no values, is a view that
+    PyTorch negates when it is read, nested, of a class of its own, or of other tokens than the input.
     """
     input = tensors.get("input")
-    if input is None or type(input) not in PLAIN or input.is_nested:
+    if input is None or type(input) not in _PLAIN or input.is_nested:
         return None
     names, dimensions = tuple(tensors), input.ndim - 1
     tokens = input.shape[:dimensions]
     found = [names, dimensions, planned_tokens(tokens.numel())]
     for value, is_of_tokens in zip(tensors.values(), are_of_tokens(names), strict=True):
-        if type(value) not in PLAIN or value.is_nested:
+        if type(value) not in _PLAIN or value.is_nested or value.is_meta or value.is_neg():
             return None
         shape = value.shape
         if is_of_tokens:
             if shape[:dimensions] != tokens:
                 return None
             shape = shape[dimensions:]
-        found += (shape, value.dtype, value.device, value.layout, value.requires_grad, value.is_neg())
+        found += (shape, value.dtype, value.device, value.layout, value.requires_grad)
     return tuple(found)
 
 

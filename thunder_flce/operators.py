@@ -331,15 +331,6 @@ def _register_flops() -> None:
 when_imported("torch.utils.flop_counter", _register_flops)
 
 
-PLAIN = (Tensor, torch.nn.Parameter)
-"""Classes of tensors that nobody else has something to say about"""
-
-
-def is_direct(tensor: Tensor) -> bool:
-    """Whether the engine may run on a tensor without the dispatcher, unless something listens to that."""
-    return type(tensor) in PLAIN and not tensor.is_meta and not tensor.is_neg()
-
-
 def is_watched() -> bool:
     """Whether a mode, a profiler or a transform of torch.func has to see the operator."""
     return (
