@@ -7,7 +7,7 @@ not depend on that (`operators.planned_tokens`): these are neither checked nor p
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,15 +15,11 @@ from torch import Tensor
 from thunder_flce.autograd import differentiable_forward, requires_grad
 from thunder_flce.engine.choose import strategy_of
 from thunder_flce.engine.plan import LOSS_ONLY, SAVE_LOGITS, Plan
-from thunder_flce.operation.call import Call, are_of_tokens, operand_names
+from thunder_flce.operation.call import Call, Shard, are_of_tokens, operand_names
 from thunder_flce.operation.checks import check_call, check_scalar
 from thunder_flce.operation.loss import Loss
 from thunder_flce.operators import Settings, is_traced, is_watched, plan_for, planned_tokens
 from thunder_flce.options import Options, plain
-
-if TYPE_CHECKING:
-    from thunder_flce.vocab_parallel import Agreement
-
 
 _known: dict[Any, Settings] = {}
 """Of direct calls, by what those have in common that run alike, and the number of tokens that their plan is for. The
@@ -34,7 +30,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def run(
-    arguments: Mapping[str, Any], loss: Loss, options: Options, *, ranks: "Agreement | str | None" = None
+    arguments: Mapping[str, Any], loss: Loss, options: Options, *, ranks: Shard | str | None = None
 ) -> Sequence[Tensor]:
     """The loss and its outputs.
 
@@ -89,17 +85,17 @@ def _kind(tensors: Mapping[str, Any]) -> tuple[Any, ...] | None:
     return tuple(found)
 
 
-def _prepared(tensors: Mapping[str, Any], loss: Loss, options: Options, *, ranks: "Agreement | str | None") -> Settings:
+def _prepared(tensors: Mapping[str, Any], loss: Loss, options: Options, *, ranks: Shard | str | None) -> Settings:
     """Checks and plans a call."""
-    literal, agreement = (ranks, None) if isinstance(ranks, str) else (None, ranks)
-    if literal is None:  # Otherwise ranks agree, and check the call, when the operator runs.
-        vocab = None if agreement is None else agreement.weight_rows
-        check_call(tensors, loss=loss, vocab=vocab)
-    shard, device = (None, None) if agreement is None else (agreement.shard, agreement.device)
-    call = Call(tensors=tensors, loss=loss, needs_grad=needed(tensors), shard=shard)
-    if literal is not None or (agreement is None and is_traced(tensors["input"])):
-        return unplanned(call, options, vocab_parallel=literal)
-    return settings_of_call(call, plan_for(call, options, device=device))
+    if isinstance(ranks, str):  # They agree, and check the call, when the operator runs.
+        call = Call(tensors=tensors, loss=loss, needs_grad=needed(tensors))
+        return unplanned(call, options, vocab_parallel=ranks)
+    call = Call(tensors=tensors, loss=loss, shard=ranks)
+    check_call(call)
+    call = replace(call, needs_grad=needed(tensors))
+    if ranks is None and is_traced(call.tensors["input"]):
+        return unplanned(call, options)
+    return settings_of_call(call, plan_for(call, options))
 
 
 def settings_of_call(call: Call, plan: Plan, **others: Any) -> Settings:

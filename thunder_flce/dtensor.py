@@ -116,10 +116,10 @@ def on_mesh(tensors: Mapping[str, Any], loss: Loss, options: Options) -> Callabl
 
     def run_agreed() -> tuple[Tensor, ...]:
         # Before anything is redistributed.
-        agreement = None if agree is None else agree()
+        shard = None if agree is None else agree()
         own = _local(input, of_input, of_input)
         parts = {name: part(name, value, own) for name, value in tensors.items()}
-        return tuple(map(result_of_all, run(parts, loss, options, ranks=agreement)))
+        return tuple(map(result_of_all, run(parts, loss, options, ranks=shard)))
 
     return run_agreed
 

@@ -190,13 +190,10 @@ def backward(
 
 def _planned(settings: Settings, tensors: Sequence[Tensor]) -> tuple[Call, Plan]:
     """The call, with the numbers of all ranks' tokens, and its plan."""
-    call, options, device = settings.call(tensors), settings.options, None
+    call, options = settings.call(tensors), settings.options
     if settings.vocab_parallel is not None:
-        call, device = agreed_call(call, settings.vocab_parallel, options or Options())
-    plan = settings.plan
-    if options is not None:
-        plan = plan_for(call, options, device=device)
-    return gathered(call), plan
+        call = agreed_call(call, settings.vocab_parallel, options or Options())
+    return gathered(call), settings.plan if options is None else plan_for(call, options)
 
 
 # More tokens than these are planned for in whole tiles: lengths that change have few plans.
@@ -208,11 +205,12 @@ def planned_tokens(tokens: int) -> int:
     return tokens if tokens <= _FEW_TOKENS else -(-tokens // TILE_ROWS) * TILE_ROWS
 
 
-def plan_for(call: Call, options: Options, *, device: Device | None = None) -> Plan:
+def plan_for(call: Call, options: Options) -> Plan:
     """The plan for a call, or for one of up to 127 more tokens; for a divided vocabulary, on the device agreed on.
 
     The same whichever calls came before.
     """
+    device = None if call.shard is None else call.shard.device
     call = call.specs(tokens=planned_tokens(call.own_tokens))
     return _plan(call, options, device or Device.of(call.device))
 

@@ -46,7 +46,7 @@ class PlainValues:
 
     def non_defaults(self) -> dict[str, Any]:
         """The fields that differ from their defaults, by name, which is what a trace carries."""
-        found = {f.name: (getattr(self, f.name), f.default) for f in fields(cast(Any, self)) if f.compare}
+        found = {f.name: (getattr(self, f.name), f.default) for f in fields(cast(Any, self)) if f.repr}
         return {
             name: value.non_defaults() if isinstance(value, PlainValues) else value
             for name, (value, default) in found.items()

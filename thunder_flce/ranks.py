@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from thunder_flce.calls import loss_of, run
-from thunder_flce.operation.call import OF_TOKENS, argument
+from thunder_flce.operation.call import OF_TOKENS, Call, Shard, argument
 from thunder_flce.operation.checks import check_call
 from thunder_flce.operation.loss import Loss
 from thunder_flce.operators import is_traced
 from thunder_flce.options import Options
 from thunder_flce.vocab_parallel import (
     ONLY_EAGER,
-    Agreement,
     VocabParallel,
     agreement_on,
     as_literal,
@@ -51,28 +50,26 @@ def on_ranks(
     agree = agreement_on(parallel, own, loss=loss, options=options)
 
     def run_agreed() -> Sequence[Tensor]:
-        agreement = agree()
+        shard = agree()
         if is_dtensor(weight := own.get("weight")):
             own["weight"] = weight.full_tensor()
         if parallel.data_parallel:
-            return _run_averaged(own, loss, options, agreement=agreement)
-        return run(own, loss, options, ranks=agreement)
+            return _run_averaged(own, loss, options, shard=shard)
+        return run(own, loss, options, ranks=shard)
 
     return run_agreed
 
 
-def _run_averaged(
-    tensors: Mapping[str, Any], loss: Loss, options: Options, *, agreement: Agreement
-) -> tuple[Tensor, ...]:  # fmt: skip
+def _run_averaged(tensors: Mapping[str, Any], loss: Loss, options: Options, *, shard: Shard) -> tuple[Tensor, ...]:
     """The loss and its outputs with `VocabParallel.data_parallel`, of what the ranks have agreed on.
 
     What comes before averages a rank's gradients over the ranks, as FSDP and DDP do, so what is differentiated is the
     mean over ranks of their losses. That is a call with `sequence_parallel`, once all ranks have as many tokens: to
     those with fewer, ignored ones are added.
     """
-    check_call(tensors, loss=loss, vocab=agreement.weight_rows)
-    shape, ranks = tensors["input"].shape[:-1], agreement.shard.ranks
-    count, most = shape.numel(), agreement.most_tokens
+    check_call(Call(tensors=tensors, loss=loss, shard=shard))
+    shape, ranks = tensors["input"].shape[:-1], shard.ranks
+    count, most = shape.numel(), shard.most_tokens
 
     def padded(name: str, tensor: Any) -> Any:
         """(most, ...) where the tensor has this rank's tokens."""
@@ -101,4 +98,4 @@ def _run_averaged(
             mine.register_hook(lambda grad: grad / ranks)
         return mine
 
-    return tuple(map(own, run(changed, loss, options, ranks=agreement)))
+    return tuple(map(own, run(changed, loss, options, ranks=shard)))

@@ -20,8 +20,9 @@ import operator
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from hashlib import blake2b
+from math import prod
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeGuard
 from weakref import WeakKeyDictionary
@@ -32,7 +33,7 @@ from torch import Tensor
 
 from thunder_flce.device import Device
 from thunder_flce.importing import when_imported
-from thunder_flce.operation.call import COLUMN, OF_TOKENS, Call, Shard, argument
+from thunder_flce.operation.call import COLUMN, OF_TOKENS, Call, Shard, argument, is_tensor
 from thunder_flce.operation.checks import check_call, check_is_dense
 from thunder_flce.operation.loss import Loss
 from thunder_flce.options import Options, PlainValues
@@ -124,19 +125,6 @@ class VocabParallel(PlainValues):
 _FIELDS = tuple(field.name for field in fields(VocabParallel))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Agreement:
-    """What all ranks know of a call."""
-
-    shard: Shard
-    weight_rows: int
-    """Rows of the whole weight"""
-    device: Device | None
-    """The one of all ranks' with the least memory, so that all make one plan; None without a weight"""
-    most_tokens: int = field(compare=False)
-    """Those of the rank with the most; with `data_parallel`, ranks have different numbers"""
-
-
 class _Told(NamedTuple):
     """What a rank tells the others in the first collective of a call, numbers of 64 bits."""
 
@@ -173,13 +161,13 @@ def has_dtensor(values: Sequence[Any]) -> bool:
     return any([has_dtensor(each) if isinstance(each, (list, tuple)) else is_dtensor(each) for each in values])
 
 
-def agreed_call(call: Call, vocab_parallel: str, options: Options) -> tuple[Call, Device | None]:
-    """A call in a graph with this rank's columns, once all ranks agree, and the device that all plan for."""
+def agreed_call(call: Call, vocab_parallel: str, options: Options) -> Call:
+    """A call in a graph with this rank's columns, once all ranks agree."""
     parallel = VocabParallel.of(vocab_parallel)
     agree = agreement_on(parallel, call.tensors, loss=call.loss, options=options, needs_grad=call.needs_grad)
-    agreement = agree()
-    check_call(call.tensors, loss=call.loss, vocab=agreement.weight_rows)
-    return replace(call, shard=agreement.shard), agreement.device
+    call = replace(call, shard=agree())
+    check_call(call)
+    return call
 
 
 def agreement_on(
@@ -189,15 +177,16 @@ def agreement_on(
     loss: Loss,
     options: Options,
     needs_grad: Collection[str] | None = None,
-) -> Callable[[], Agreement]:
+) -> Callable[[], Shard]:
     """What has all ranks agree on a call, each with its own description of it.
 
-    It gives the `Agreement`: which rank has which part of the vocabulary, once it is clear that all mean the same call.
+    It gives this rank's `Shard`, with what all ranks know of the call, once it is clear that all mean the same one.
     Until it is called, an error is of this rank alone, which `tell` tells the others.
 
     Args:
         parallel: the ranks.
-        tensors: by name, as `named_tensors` has them; not checked yet. Of weights that are DTensors, ranks have parts.
+        tensors: by name, as `named_tensors` has them, or specs of them; not checked yet. Of weights that are DTensors,
+            ranks have parts.
         loss: the loss.
         options: the options.
         needs_grad: the names of the operands whose gradient is needed; None for those that require one here and now.
@@ -206,7 +195,7 @@ def agreement_on(
         ValueError: for what differs between ranks, on all of them.
     """
     group, weight, input = parallel.process_group, tensors.get("linear_weight"), tensors.get("input")
-    device = Device.of(weight.device) if isinstance(weight, Tensor) else None
+    device = Device.of(weight.device) if is_tensor(weight) else None
     call = _described(parallel, tensors, loss, options, needs_grad)
     if os.environ.get(CHECK_EVERY_CALL, "") not in ("", "0"):
         call |= _values(parallel, tensors)
@@ -214,15 +203,15 @@ def agreement_on(
         digest=_digest(sorted(call.items())),
         rows=_rows(weight),
         start=_NONE if parallel.start is None else parallel.start,
-        tokens=input.shape[:-1].numel() if isinstance(input, Tensor) else 0,
+        tokens=prod(input.shape[:-1]) if is_tensor(input) else 0,
         device=_digest(device),
     )
 
-    def agree() -> Agreement:
+    def agree() -> Shard:
         if _is_capturing(group):
             given, devices = _told_while_capturing(group, told)
         else:
-            given = _told_by_all(group, told, weight.device if isinstance(weight, Tensor) else None)
+            given = _told_by_all(group, told, weight.device if is_tensor(weight) else None)
             if any(each.digest != told.digest for each in given):
                 _raise_difference(_words_of_all(group, call))
             is_one = all(each.device == told.device for each in given)
@@ -234,13 +223,8 @@ def agreement_on(
                 f"input_grad_dtype must be None, torch.float32 or input's dtype, {of_input}, but got "
                 f"{parallel.input_grad_dtype}"
             )
-        _, all_rows, starts, counts, _ = zip(*given, strict=True)
-        return Agreement(
-            shard=_shard(parallel, loss, all_rows, _starts(all_rows, starts)),
-            weight_rows=sum(all_rows),
-            device=None if device is None else min(filter(None, devices), key=lambda it: (it.memory or 0, repr(it))),
-            most_tokens=max(counts),
-        )
+        least = None if device is None else min(filter(None, devices), key=lambda it: (it.memory or 0, repr(it)))
+        return replace(_shard(parallel, loss, given), device=least)
 
     return agree
 
@@ -347,12 +331,12 @@ def _described(
     for name, value in tensors.items():
         check_is_dense(name, value)
     input = tensors.get("input")
-    tokens = input.shape[:-1] if parallel.data_parallel and isinstance(input, Tensor) else None
+    tokens = input.shape[:-1] if parallel.data_parallel and is_tensor(input) else None
     rows, device = _rows(tensors.get("linear_weight")), getattr(input, "device", None)
     call: dict[str, str] = {}
     others: dict[str, str] = {}
     for name, value in tensors.items():
-        if not isinstance(value, Tensor):
+        if not is_tensor(value):
             call[name] = type(value).__name__
             if isinstance(value, Real):
                 others[f"the value of {name}"] = str(value)
@@ -394,19 +378,19 @@ def _values(parallel: VocabParallel, tensors: Mapping[str, Any]) -> dict[str, st
 def _rows(weight: Any) -> int:
     """Rows of this rank's part of a weight, whatever it is."""
     local = weight.to_local() if is_dtensor(weight) else weight
-    return local.shape[0] if isinstance(local, Tensor) and local.ndim else 0
+    return local.shape[0] if is_tensor(local) and len(local.shape) else 0
 
 
 # The parts of the vocabulary.
 
 
-def _starts(all_rows: tuple[int, ...], starts: tuple[int, ...]) -> list[int]:
+def _starts(all_rows: Sequence[int], starts: Sequence[int]) -> Sequence[int]:
     """The first row of each rank's part."""
     if set(starts) == {_NONE}:
         return [sum(all_rows[:rank]) for rank in range(len(all_rows))]
     parts = sorted((start, start + rows) for start, rows in zip(starts, all_rows, strict=True) if rows)
     if _NONE not in starts and [start for start, _ in parts] == [0, *(stop for _, stop in parts)][: len(parts)]:
-        return list(starts)
+        return starts
     given = ["None" if start == _NONE else str(start) for start in starts]
     of_ranks = ", ".join(f"{start} with {rows} rows" for start, rows in zip(given, all_rows, strict=True))
     raise ValueError(
@@ -415,9 +399,10 @@ def _starts(all_rows: tuple[int, ...], starts: tuple[int, ...]) -> list[int]:
     )
 
 
-def _shard(parallel: VocabParallel, loss: Loss, all_rows: tuple[int, ...], starts: list[int]) -> Shard:
-    rank, size = dist.get_rank(parallel.process_group), loss.vocab_size
+def _shard(parallel: VocabParallel, loss: Loss, given: Sequence[_Told]) -> Shard:
+    rank, size, all_rows = dist.get_rank(parallel.process_group), loss.vocab_size, [each.rows for each in given]
     vocab = size if isinstance(size, int) else sum(all_rows)
+    starts = _starts(all_rows, [each.start for each in given])
     columns = [max(min(start + rows, vocab) - start, 0) for start, rows in zip(starts, all_rows, strict=True)]
     return Shard(
         group=parallel.process_group.group_name,
@@ -431,6 +416,8 @@ def _shard(parallel: VocabParallel, loss: Loss, all_rows: tuple[int, ...], start
         float32_input_grad=parallel.input_grad_dtype in (None, torch.float32),
         sequence_parallel=parallel.divides_tokens,
         input_grad_factor=len(all_rows) if parallel.data_parallel else 1,
+        weight_rows=sum(all_rows),
+        most_tokens=max(each.tokens for each in given),
     )
 
 

@@ -5,27 +5,19 @@ from copy import copy
 from dataclasses import replace
 from typing import Any
 
-import torch
 from thunder.core.compile_data import get_compile_data
-from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx
 from thunder.distributed import get_skip_data_parallel_grad_sync
 from thunder.distributed.tensor_parallel.common import TensorParallelLayerType, TransformForTensorParallel
 from thunder.transforms import LORATransform
 from thunder.transforms.quantization import BitsAndBytesLinearQuant4bit
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.fsdp import FSDPModule
 
-from thunder_flce.device import Device
-from thunder_flce.graph.trace_arguments import spec_of
 from thunder_flce.matching.algebra import Class
 from thunder_flce.matching.decisions import NotFused, Reason
 from thunder_flce.matching.interpreter import Interpreter
 from thunder_flce.matching.program import Op, Tensor
 from thunder_flce.matching.rules import rule
-from thunder_flce.operation.call import Call
-from thunder_flce.options import Options
-from thunder_flce.vocab_parallel import agreed_call
 
 _REWRITE_LINEARS = (TransformForTensorParallel, LORATransform, BitsAndBytesLinearQuant4bit)
 
@@ -84,20 +76,6 @@ def _restore_sources(trace: TraceCtx, original: TraceCtx) -> None:
         if len(sources) == len(bsyms):
             for bsym, source in zip(bsyms, sources, strict=True):
                 bsym.source_filename, bsym.source_positions = source.source_filename, source.source_positions
-
-
-def agreed_by_ranks(call: Call, vocab_parallel: str, options: Options) -> tuple[Call, Device | None]:
-    """`agreed_call` of proxies: ranks that divide the vocabulary of a region agree when they compile it."""
-
-    def fake(name: str, given: Any) -> Any:
-        spec = spec_of(given) if isinstance(given, TensorProxy) else None
-        return given if spec is None else torch.empty(spec.shape, dtype=spec.dtype, device=spec.device)
-
-    with unset_fake_temporarily():
-        with FakeTensorMode():
-            of_fakes = call.map(fake)
-        agreed, device = agreed_call(of_fakes, vocab_parallel, options)
-    return replace(call, shard=agreed.shard), device
 
 
 def warn_of_gradients_that_are_not_summed() -> None:

@@ -29,21 +29,22 @@ from thunder.core.transforms import get_grad, put_grad, register_grad
 from thunder.extend import OperatorExecutor, register_executor
 from thunder.transforms.autocast import maybe_downcast_to
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_flatten, tree_map
 
 from thunder_flce import calls, functional, operators
 from thunder_flce.engine.kernels.scaling import graph_is_kept, scaled_gradients
 from thunder_flce.engine.plan import LOSS_ONLY
 from thunder_flce.graph import trace_printer
-from thunder_flce.graph.distributed import agreed_by_ranks
 from thunder_flce.graph.reading import is_static, may_need_grad
-from thunder_flce.graph.trace_arguments import plain, settings_of, specs
+from thunder_flce.graph.trace_arguments import plain, settings_of, spec_of, specs
 from thunder_flce.matching.decisions import PlannedRegion
 from thunder_flce.operation.call import Call, Spec, named_tensors, operand_names, result_specs
 from thunder_flce.operation.checks import check_call
 from thunder_flce.operation.loss import Loss
 from thunder_flce.operators import Settings, plan_for
 from thunder_flce.options import Options
+from thunder_flce.vocab_parallel import agreed_call
 
 executor = OperatorExecutor("flce", version="0.1")
 register_executor(executor)
@@ -174,13 +175,15 @@ def _with_plan(call: Call, vocab_parallel: str | None) -> Settings:
 
 def _planned(call: Call, vocab_parallel: str | None, options: Options) -> PlannedRegion:
     """The call, of specs, and its plan. Where ranks divide the vocabulary, they exchange what they have to agree on."""
-    device = None
     if vocab_parallel is None:
-        check_call(call.tensors, loss=call.loss)
+        check_call(call)
+        call = specs(call)
     else:
-        call, device = agreed_by_ranks(call, vocab_parallel, options)
-    call = specs(call)
-    return PlannedRegion(call, plan_for(call, options, device=device))
+        with_numbers = call.map(lambda _, given: spec_of(given) if isinstance(given, TensorProxy) else given)
+        with unset_fake_temporarily():
+            agreed = agreed_call(with_numbers, vocab_parallel, options)
+        call = replace(specs(call), shard=agreed.shard)
+    return PlannedRegion(call, plan_for(call, options))
 
 
 def add_region(
@@ -224,7 +227,7 @@ def linear_cross_entropy(
     loss = Loss(**settings | {"token_loss": settings["token_loss"] or ""})
     call, vocab_parallel = Call(tensors=named_tensors(given), loss=loss), given["vocab_parallel"]
     if vocab_parallel is None and is_static(*tree_flatten(given)[0]):
-        check_call(call.tensors, loss=loss)
+        check_call(call)
     known = calls.unplanned(specs(call), Options(), vocab_parallel=vocab_parallel)
     results = flce_linear_cross_entropy(tuple(call.tensors.values()), **known.non_defaults())
     return results if loss.outputs else results[0]

@@ -6,13 +6,14 @@ Legend: T tokens, H hidden size, V vocabulary, K targets a token.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
+from thunder_flce.device import Device
 from thunder_flce.operation.loss import OUTPUTS, Loss
 from thunder_flce.options import PlainValues
 
@@ -116,7 +117,7 @@ def _is_sequence(value: Any) -> bool:
     return isinstance(value, Sequence) and not is_tensor(value)
 
 
-def is_tensor(value: Any) -> bool:
+def is_tensor(value: Any) -> TypeGuard[Any]:
     """Whether it is a tensor, a `Spec` or thunder's proxy."""
     return hasattr(value, "shape") and hasattr(value, "dtype") and hasattr(value, "requires_grad")
 
@@ -161,6 +162,13 @@ class Shard(PlainValues):
     """Whether each rank has a part of the tokens, too: equal parts, in the order of ranks."""
     input_grad_factor: int = 1
     """What the sum of dX over the ranks is multiplied by: their number, where others will average it."""
+    # What else ranks know once they have agreed. A trace does not carry it: its plan is made already.
+    weight_rows: int = field(default=0, repr=False)
+    """Rows of the whole weight."""
+    device: Device | None = field(default=None, repr=False)
+    """The one of all ranks' with the least memory, so that all make one plan; None without a weight."""
+    most_tokens: int = field(default=0, repr=False, compare=False)
+    """Those of the rank with the most, where ranks have different numbers."""
 
     @property
     def token_parts(self) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from thunder_flce.operation import pointwise
-from thunder_flce.operation.call import CLASS, HIDDEN, SCALAR, TOKEN, argument, is_tensor
+from thunder_flce.operation.call import CLASS, HIDDEN, SCALAR, TOKEN, Call, argument, is_tensor
 from thunder_flce.operation.divergence import KINDS
 from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS, OUTPUTS, Loss
 from thunder_flce.operation.pointwise import VARIABLES
@@ -25,26 +25,22 @@ def dtype_name(tensor: Any) -> str:
     return str(tensor.dtype).split(".")[-1].rstrip("_").replace("bool8", "bool")
 
 
-def check_call(arguments: Mapping[str, Any], *, loss: Loss, vocab: int | None = None) -> None:
-    """Raises for arguments that have no meaning.
-
-    Args:
-        arguments: of `linear_cross_entropy`, or of `linear_kl_divergence`, as `call.named_tensors` has them.
-            num_items and expected_gradient may be numbers.
-        loss: everything about the loss that is a plain value.
-        vocab: V, where linear_weight has a part of the rows only.
+def check_call(call: Call) -> None:
+    """Raises for arguments that have no meaning; of the tensors, num_items and expected_gradient may be numbers.
 
     Raises:
         TypeError: for a dtype or a type that does not fit; the message names the argument and what was expected.
         ValueError: for a shape, a device or a value that does not fit, likewise.
     """
-    divergence = loss.divergence
+    loss, divergence = call.loss, call.loss.divergence
     others = ("target",) if divergence is None else ("teacher_input", "teacher_weight")
-    given = {**dict.fromkeys(("input", "linear_weight", *others)), **arguments}
+    given = {**dict.fromkeys(("input", "linear_weight", *others)), **call.tensors}
     numbers = {name: value for name, value in given.items() if name in _SCALAR_RULES and not is_tensor(value)}
     tensors = {name: tensor for name, tensor in given.items() if name not in numbers}
     for name in tensors:
         _check_tensor(name, tensors)
+    # V, where ranks have a part of the rows each.
+    vocab = None if call.shard is None else call.shard.weight_rows
     _check_shapes({name: tuple(tensor.shape) for name, tensor in tensors.items()}, vocab)
     for name, tensor in tensors.items():
         _check_needs_no_gradient(name, tensor)
