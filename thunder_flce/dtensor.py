@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from thunder_flce.calls import run
-from thunder_flce.operation.call import COLUMN, HIDDEN, SCALAR, TOKEN, argument
+from thunder_flce.operation.call import COLUMN, HIDDEN, SCALAR, TOKEN, Call, argument
 from thunder_flce.operation.loss import OUTPUTS, Loss
 from thunder_flce.options import Options
 from thunder_flce.vocab_parallel import VocabParallel, agreement_on
@@ -90,7 +90,7 @@ def on_mesh(tensors: Mapping[str, Any], loss: Loss, options: Options) -> Callabl
         at = has_columns.index(True)
         _check_even(input, at)
         parallel = VocabParallel(group=mesh.get_group(at), sequence_parallel=has_part[at])
-        agree = agreement_on(parallel, tensors, loss=loss, options=options)
+        agree = agreement_on(parallel, Call(tensors=tensors, loss=loss), options)
     weight_grads = tuple(Partial() if at in summed else placement for at, placement in enumerate(of_weight))
     of_sums = tuple(Partial() if at in summed else Replicate() for at in range(mesh.ndim))
     shape = input.shape[:-1]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from thunder_flce.calls import loss_of, run
-from thunder_flce.operation.call import OF_TOKENS, Call, Shard, argument
+from thunder_flce.operation.call import OF_TOKENS, Call, argument
 from thunder_flce.operation.checks import check_call
 from thunder_flce.operation.loss import Loss
 from thunder_flce.operators import is_traced
@@ -47,29 +47,30 @@ def on_ranks(
             from thunder_flce.dtensor import local_weight
 
             own[name] = local_weight(name, value, parallel)
-    agree = agreement_on(parallel, own, loss=loss, options=options)
+    agree = agreement_on(parallel, Call(tensors=own, loss=loss), options)
 
     def run_agreed() -> Sequence[Tensor]:
         shard = agree()
         if is_dtensor(weight := own.get("weight")):
             own["weight"] = weight.full_tensor()
         if parallel.data_parallel:
-            return _run_averaged(own, loss, options, shard=shard)
+            return _run_averaged(Call(tensors=own, loss=loss, shard=shard), options)
         return run(own, loss, options, ranks=shard)
 
     return run_agreed
 
 
-def _run_averaged(tensors: Mapping[str, Any], loss: Loss, options: Options, *, shard: Shard) -> tuple[Tensor, ...]:
-    """The loss and its outputs with `VocabParallel.data_parallel`, of what the ranks have agreed on.
+def _run_averaged(call: Call, options: Options) -> tuple[Tensor, ...]:
+    """The loss and its outputs with `VocabParallel.data_parallel`, of a call that the ranks have agreed on.
 
     What comes before averages a rank's gradients over the ranks, as FSDP and DDP do, so what is differentiated is the
     mean over ranks of their losses. That is a call with `sequence_parallel`, once all ranks have as many tokens: to
     those with fewer, ignored ones are added.
     """
-    check_call(Call(tensors=tensors, loss=loss, shard=shard))
-    shape, ranks = tensors["input"].shape[:-1], shard.ranks
-    count, most = shape.numel(), shard.most_tokens
+    check_call(call)
+    assert call.shard is not None
+    loss, shape, count = call.loss, call.shape, call.own_tokens
+    shard, ranks, most = call.shard, call.shard.ranks, call.shard.most_tokens
 
     def padded(name: str, tensor: Any) -> Any:
         """(most, ...) where the tensor has this rank's tokens."""
@@ -80,7 +81,7 @@ def _run_averaged(tensors: Mapping[str, Any], loss: Loss, options: Options, *, s
         flat = given.reshape(count, *given.shape[len(shape) :])
         return torch.cat([flat, flat.new_full((most - count, *flat.shape[1:]), fill)]) if count < most else flat
 
-    changed = {name: padded(name, tensor) for name, tensor in tensors.items()}
+    changed = {name: padded(name, tensor) for name, tensor in call.tensors.items()}
     # The mean over the ranks divides by their number, too.
     if loss.reduction == "sum":
         loss, changed["num_items"] = loss_of(**asdict(loss) | {"reduction": "mean"}), float(ranks)

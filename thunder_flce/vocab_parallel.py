@@ -19,7 +19,7 @@ import ast
 import operator
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from hashlib import blake2b
 from math import prod
@@ -164,20 +164,12 @@ def has_dtensor(values: Sequence[Any]) -> bool:
 def agreed_call(call: Call, vocab_parallel: str, options: Options) -> Call:
     """A call in a graph with this rank's columns, once all ranks agree."""
     parallel = VocabParallel.of(vocab_parallel)
-    agree = agreement_on(parallel, call.tensors, loss=call.loss, options=options, needs_grad=call.needs_grad)
-    call = replace(call, shard=agree())
+    call = replace(call, shard=agreement_on(parallel, call, options)())
     check_call(call)
     return call
 
 
-def agreement_on(
-    parallel: VocabParallel,
-    tensors: Mapping[str, Any],
-    *,
-    loss: Loss,
-    options: Options,
-    needs_grad: Collection[str] | None = None,
-) -> Callable[[], Shard]:
+def agreement_on(parallel: VocabParallel, call: Call, options: Options) -> Callable[[], Shard]:
     """What has all ranks agree on a call, each with its own description of it.
 
     It gives this rank's `Shard`, with what all ranks know of the call, once it is clear that all mean the same one.
@@ -185,22 +177,20 @@ def agreement_on(
 
     Args:
         parallel: the ranks.
-        tensors: by name, as `named_tensors` has them, or specs of them; not checked yet. Of weights that are DTensors,
-            ranks have parts.
-        loss: the loss.
+        call: of tensors or specs, not checked yet. Of weights that are DTensors, ranks have parts. `needs_grad` is of a
+            program; in an eager call, operands require a gradient here and now.
         options: the options.
-        needs_grad: the names of the operands whose gradient is needed; None for those that require one here and now.
 
     Raises:
         ValueError: for what differs between ranks, on all of them.
     """
-    group, weight, input = parallel.process_group, tensors.get("linear_weight"), tensors.get("input")
+    group, weight, input = parallel.process_group, call.tensors.get("linear_weight"), call.tensors.get("input")
     device = Device.of(weight.device) if is_tensor(weight) else None
-    call = _described(parallel, tensors, loss, options, needs_grad)
+    words = _described(parallel, call, options)
     if os.environ.get(CHECK_EVERY_CALL, "") not in ("", "0"):
-        call |= _values(parallel, tensors)
+        words |= _values(parallel, call.tensors)
     told = _Told(
-        digest=_digest(sorted(call.items())),
+        digest=_digest(sorted(words.items())),
         rows=_rows(weight),
         start=_NONE if parallel.start is None else parallel.start,
         tokens=prod(input.shape[:-1]) if is_tensor(input) else 0,
@@ -213,7 +203,7 @@ def agreement_on(
         else:
             given = _told_by_all(group, told, weight.device if is_tensor(weight) else None)
             if any(each.digest != told.digest for each in given):
-                _raise_difference(_words_of_all(group, call))
+                _raise_difference(_words_of_all(group, words))
             is_one = all(each.device == told.device for each in given)
             devices = [device] if is_one else _words_of_all(group, device)
             _remember(group, told, (given, devices))
@@ -224,7 +214,7 @@ def agreement_on(
                 f"{parallel.input_grad_dtype}"
             )
         least = None if device is None else min(filter(None, devices), key=lambda it: (it.memory or 0, repr(it)))
-        return replace(_shard(parallel, loss, given), device=least)
+        return replace(_shard(parallel, call.loss, given), device=least)
 
     return agree
 
@@ -320,24 +310,18 @@ def _raise_difference(words: list[Any]) -> NoReturn:
 # A call in words.
 
 
-def _described(
-    parallel: VocabParallel,
-    tensors: Mapping[str, Any],
-    loss: Loss,
-    options: Options,
-    needs_grad: Collection[str] | None,
-) -> dict[str, str]:
+def _described(parallel: VocabParallel, call: Call, options: Options) -> dict[str, str]:
     """What must be equal on all ranks, in words, by the name of the argument."""
-    for name, value in tensors.items():
+    for name, value in call.tensors.items():
         check_is_dense(name, value)
-    input = tensors.get("input")
+    input = call.tensors.get("input")
     tokens = input.shape[:-1] if parallel.data_parallel and is_tensor(input) else None
-    rows, device = _rows(tensors.get("linear_weight")), getattr(input, "device", None)
-    call: dict[str, str] = {}
+    rows, device = _rows(call.tensors.get("linear_weight")), getattr(input, "device", None)
+    words: dict[str, str] = {}
     others: dict[str, str] = {}
-    for name, value in tensors.items():
+    for name, value in call.tensors.items():
         if not is_tensor(value):
-            call[name] = type(value).__name__
+            words[name] = type(value).__name__
             if isinstance(value, Real):
                 others[f"the value of {name}"] = str(value)
             continue
@@ -347,19 +331,19 @@ def _described(
         elif tokens is not None and known.role in OF_TOKENS and shape[: len(tokens)] == tokens:
             shape = ("T", *shape[len(tokens) :])
         needs = value.requires_grad and (torch.is_grad_enabled() or not known.differentiable)
-        if known.differentiable and needs_grad is not None:
-            needs = name in needs_grad
+        needs = needs or name in call.needs_grad
         kind, dtype = "a DTensor, " if is_dtensor(value) else "", str(value.dtype).removeprefix("torch.")
         where = value.device.type if device == value.device else value.device
         gradient = ", which requires a gradient" if needs else ""
-        call[name] = f"{kind}{dtype} ({', '.join(map(str, shape))}) on {where}{gradient}"
+        words[name] = f"{kind}{dtype} ({', '.join(map(str, shape))}) on {where}{gradient}"
         if is_dtensor(value):
             others[f"the placement of {name}"] = f"{value.placements} on {value.device_mesh}"
     # The backward of a program begins with another agreement, for which eager ranks would not come.
-    others["whether a program computes gradients"] = str(bool(needs_grad))
+    others["whether a program computes gradients"] = str(bool(call.needs_grad))
     settings = {name: getattr(parallel, name) for name in _FIELDS if name not in ("group", "start")}
-    plain = {**{field.name: getattr(loss, field.name) for field in fields(loss)}, "options": options, **settings}
-    return {**call, **others, **{name: repr(value) for name, value in plain.items()}}
+    of_loss = {field.name: getattr(call.loss, field.name) for field in fields(call.loss)}
+    plain = {**of_loss, "options": options, **settings}
+    return {**words, **others, **{name: repr(value) for name, value in plain.items()}}
 
 
 def _values(parallel: VocabParallel, tensors: Mapping[str, Any]) -> dict[str, str]:

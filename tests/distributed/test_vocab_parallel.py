@@ -21,7 +21,7 @@ from test_plan import DEVICES, call, shard_of
 from thunder_flce import LinearCrossEntropyLoss, Options, VocabParallel, count_items, linear_cross_entropy
 from thunder_flce.device import Device
 from thunder_flce.engine.choose import choose
-from thunder_flce.operation.call import named_tensors
+from thunder_flce.operation.call import Call
 from thunder_flce.operation.loss import Loss
 from thunder_flce.options import STRATEGIES
 from thunder_flce.vocab_parallel import CHECK_EVERY_CALL, agreement_on
@@ -325,8 +325,8 @@ def test_a_program_on_one_rank_alone_is_an_error_where_its_backward_would_wait()
     def run(rank):
         x, weight = (torch.zeros(each, 8, requires_grad=True) for each in (3, 5))
         tensors = {"input": x, "linear_weight": weight, "target": torch.zeros(3).long()}
-        how = {"loss": Loss(), "options": Options(), "needs_grad": ("input", "linear_weight") if rank else None}
-        return agreement_on(VocabParallel(group=dist.group.WORLD), tensors, **how)()
+        of_program = Call(tensors=tensors, loss=Loss(), needs_grad=("input", "linear_weight") if rank else ())
+        return agreement_on(VocabParallel(group=dist.group.WORLD), of_program, Options())()
 
     for found in errors_of(2, run):
         assert "whether a program computes gradients is False on rank 0 and True on rank 1" in str(found)
@@ -342,8 +342,8 @@ def test_ranks_with_different_gpus_make_one_plan(others, monkeypatch):
         rank_of.rank = rank
         arguments = {"input": torch.zeros(3, 8), "linear_weight": torch.zeros(5, 8), "target": torch.zeros(3).long()}
         parallel = VocabParallel(group=dist.group.WORLD)
-        tensors, others = named_tensors(arguments), {"loss": Loss(), "options": Options()}
-        found, again = (agreement_on(parallel, tensors, **others)() for _ in range(2))
+        given = Call(tensors=arguments, loss=Loss())
+        found, again = (agreement_on(parallel, given, Options())() for _ in range(2))
         assert found == again
         region = call(shard=replace(shard_of(2), rank=rank))
         return found.device, [choose(region, Options(tune_products=tune), found.device) for tune in (None, True)]
