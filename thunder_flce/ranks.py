@@ -1,7 +1,7 @@
 """Calls of several ranks: who has which part of them, before the part of this rank runs."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -70,7 +70,9 @@ def _run_averaged(call: Call, options: Options) -> tuple[Tensor, ...]:
     check_call(call)
     assert call.shard is not None
     loss, shape, count = call.loss, call.shape, call.own_tokens
-    shard, ranks, most = call.shard, call.shard.ranks, call.shard.most_tokens
+    ranks, most = call.shard.ranks, call.shard.most_tokens
+    # What is known of one number of tokens holds for others.
+    shard = replace(call.shard, most_tokens=0)
 
     def padded(name: str, tensor: Any) -> Any:
         """(most, ...) where the tensor has this rank's tokens."""

@@ -134,6 +134,7 @@ class _Told(NamedTuple):
     """Of its part of the weight"""
     start: int = 0
     tokens: int = 0
+    """With `data_parallel`"""
     device: int = 0
     """A hash of its device"""
 
@@ -141,10 +142,8 @@ class _Told(NamedTuple):
 # Among numbers, what stands for None.
 _NONE = -1
 
-_All = tuple[list[_Told], list[Device | None]]
-"""What all ranks told, and their devices"""
-# By what this rank told, for captured CUDA graphs; None where others have told different things.
-_agreed: "WeakKeyDictionary[ProcessGroup, dict[_Told, _All | None]]" = WeakKeyDictionary()
+# By what this rank told, for captured CUDA graphs; None where it has not been the same each time.
+_agreed: "WeakKeyDictionary[ProcessGroup, dict[_Told, Shard | None]]" = WeakKeyDictionary()
 _REMEMBERED = 256
 
 
@@ -193,20 +192,18 @@ def agreement_on(parallel: VocabParallel, call: Call, options: Options) -> Calla
         digest=_digest(sorted(words.items())),
         rows=_rows(weight),
         start=_NONE if parallel.start is None else parallel.start,
-        tokens=prod(input.shape[:-1]) if is_tensor(input) else 0,
+        tokens=prod(input.shape[:-1]) if parallel.data_parallel and is_tensor(input) else 0,
         device=_digest(device),
     )
 
     def agree() -> Shard:
         if _is_capturing(group):
-            given, devices = _told_while_capturing(group, told)
-        else:
-            given = _told_by_all(group, told, weight.device if is_tensor(weight) else None)
-            if any(each.digest != told.digest for each in given):
-                _raise_difference(_words_of_all(group, words))
-            is_one = all(each.device == told.device for each in given)
-            devices = [device] if is_one else _words_of_all(group, device)
-            _remember(group, told, (given, devices))
+            return _agreed_before(group, told)
+        given = _told_by_all(group, told, weight.device if is_tensor(weight) else None)
+        if any(each.digest != told.digest for each in given):
+            _raise_difference(_words_of_all(group, words))
+        is_one = all(each.device == told.device for each in given)
+        devices = [device] if is_one else _words_of_all(group, device)
         of_input = getattr(input, "dtype", None)
         if parallel.input_grad_dtype not in (None, torch.float32, of_input):
             raise ValueError(
@@ -214,7 +211,9 @@ def agreement_on(parallel: VocabParallel, call: Call, options: Options) -> Calla
                 f"{parallel.input_grad_dtype}"
             )
         least = None if device is None else min(filter(None, devices), key=lambda it: (it.memory or 0, repr(it)))
-        return replace(_shard(parallel, call.loss, given), device=least)
+        shard = replace(_shard(parallel, call.loss, given), device=least)
+        _remember(group, told, shard)
+        return shard
 
     return agree
 
@@ -263,25 +262,25 @@ def _told_by_all(group: "ProcessGroup", told: _Told, device: torch.device | None
     return [_Told(*numbers) for numbers in _gathered(group, mine).tolist()]
 
 
-def _told_while_capturing(group: "ProcessGroup", told: _Told) -> _All:
-    """What all ranks told each other before. Each replay takes part in what other ranks may run eagerly."""
-    given = _agreed[group].get(told) if group in _agreed else None
-    if given is None:
+def _agreed_before(group: "ProcessGroup", told: _Told) -> Shard:
+    """What the ranks agreed on before. Each replay takes part in what other ranks may run eagerly."""
+    shard = _agreed[group].get(told) if group in _agreed else None
+    if shard is None:
         raise RuntimeError(
             "ranks cannot agree on a new call of vocab_parallel while a CUDA graph is captured: make it once before, "
             "without a graph. Where there are calls with two weights of which this rank has as many rows, and others "
             'have not, give the process group a backend for CPUs, too, such as "cpu:gloo,cuda:nccl"'
         )
-    mine = torch.stack([torch.full((), number, dtype=torch.int64, device="cuda") for number in told])
+    mine = torch.stack([torch.full((), number, dtype=torch.int64, device=_exchange_device(group)) for number in told])
     is_same = (_gathered(group, mine)[:, 0] == told.digest).all()
     torch._assert_async(is_same, "all ranks of vocab_parallel must be given the same")
-    return given
+    return shard
 
 
-def _remember(group: "ProcessGroup", told: _Told, given: _All) -> None:
+def _remember(group: "ProcessGroup", told: _Told, shard: Shard) -> None:
     if _exchange_device(group).type == "cuda":
         known = _agreed.setdefault(group, {})
-        known[told] = given if known.pop(told, given) == given else None
+        known[told] = shard if known.pop(told, shard) == shard else None
         if len(known) > _REMEMBERED:
             known.pop(next(iter(known)))
 

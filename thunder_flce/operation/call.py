@@ -167,8 +167,8 @@ class Shard(PlainValues):
     """Rows of the whole weight."""
     device: Device | None = field(default=None, repr=False)
     """The one of all ranks' with the least memory, so that all make one plan; None without a weight."""
-    most_tokens: int = field(default=0, repr=False, compare=False)
-    """Those of the rank with the most, where ranks have different numbers."""
+    most_tokens: int = field(default=0, repr=False)
+    """Those of the rank with the most, with `data_parallel`."""
 
     @property
     def token_parts(self) -> int:
