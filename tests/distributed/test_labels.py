@@ -12,8 +12,9 @@ def test_alone_it_is_the_number_of_targets():
     target = torch.tensor([[1, -100, 3], [7, 7, 0]])
     assert count_items(target) == 5 and count_items(target, ignore_index=numpy.int64(7)) == 4
     assert count_items(target.int(), ignore_index=2**32 + 7) == 6
-    with pytest.raises(TypeError, match=r"target must be a tensor of integers, but got torch.float32"):
-        count_items(target.float())
+    for dtype in (torch.float32, torch.complex64, torch.bool):
+        with pytest.raises(TypeError, match=f"target must be a tensor of integers, but got {dtype}"):
+            count_items(target.to(dtype))
     with pytest.raises(TypeError, match="group must be a ProcessGroup or a DeviceMesh .* but got str"):
         count_items(target, group="tp")
 
