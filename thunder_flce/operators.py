@@ -126,10 +126,15 @@ def written(values: Mapping[str, Any]) -> str:
 def forward(settings: Settings, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Runs the forward: what `Settings.result_names` names, in the shapes of the call."""
     results = engine.forward(_primitives(settings, tensors))
-    if tensors[0].ndim == 2:
-        return [results[name] for name in settings.result_names]
-    call = settings.call(tensors)
-    return [_in_shape(call, name, results[name]) for name in settings.result_names]
+    if tensors[0].ndim != 2:
+        for name in ("loss", *settings.loss.outputs):
+            if results[name].ndim:
+                # What the user may change in place must not be a view.
+                results[name] = torch.ops.aten._unsafe_view(results[name], tensors[0].shape[:-1])
+        for operand, at in zip(settings.needs_grad, settings.grad_positions, strict=True):
+            if (name := gradient_name(operand)) in results:
+                results[name] = results[name].view(tensors[at].shape)
+    return [results[name] for name in settings.result_names]
 
 
 def _primitives(settings: Settings, tensors: Sequence[Tensor]) -> Primitives:
@@ -150,16 +155,6 @@ def _primitives(settings: Settings, tensors: Sequence[Tensor]) -> Primitives:
         settings.regions.clear()
     region = settings.regions[key] = Region(call.specs(), plan)
     return Primitives(call, region)
-
-
-def _in_shape(call: Call, name: str, result: Tensor) -> Tensor:
-    if result.ndim == 1 and (name == "loss" or name in call.loss.outputs):
-        # What the user may change in place must not be a view.
-        return result if result.shape == call.shape else torch.ops.aten._unsafe_view(result, call.shape)
-    if result.ndim == 2 and name[0] == "d":
-        operand = next(operand for operand in call.needs_grad if gradient_name(operand) == name)
-        return result.view(call.tensors[operand].shape)
-    return result
 
 
 def backward(

@@ -35,18 +35,16 @@ def token_loss_of(token_loss: Any, inputs: Sequence[Any]) -> TokenLoss:
         # Of what torch.compile has made of a function, that function.
         token_loss = getattr(token_loss, "_torchdynamo_inline", token_loss)
     check_function(token_loss)
-    return _text_of(token_loss, inputs) if callable(token_loss) else token_loss
-
-
-def _text_of(function: Callable[..., Any], inputs: Sequence[Any]) -> TokenLoss:
+    if not callable(token_loss):
+        return token_loss
     checked_token_inputs(inputs)
     if not torch.compiler.is_dynamo_compiling():
-        return pointwise.written(function, [getattr(each, "dtype", torch.float32) for each in inputs])
-    by_name = pointwise.names_asked_for(function, len(inputs))
+        return pointwise.written(token_loss, [getattr(each, "dtype", torch.float32) for each in inputs])
+    by_name = pointwise.names_asked_for(token_loss, len(inputs))
     names = [*VARIABLES[:2], *by_name, *map(input_name, range(len(inputs)))]
     steps: list[tuple[Any, ...]] = []
     try:
-        result = pointwise.called(function, {name: _Numbers(steps, name) for name in names}, by_name)
+        result = pointwise.called(token_loss, {name: _Numbers(steps, name) for name in names}, by_name)
         if not isinstance(result, _Numbers):
             raise NotOfTokens(f"{type(result).__name__} as its result")
         text, problem = _recorded(tuple(steps), result._name, tuple([each.dtype for each in inputs]))
