@@ -45,7 +45,7 @@ class PlainValues:
     """Fields that a trace shows even where they are as by default."""
 
     def non_defaults(self) -> dict[str, Any]:
-        """The fields that differ from their defaults, by name, which is what a trace carries."""
+        """The fields that differ from their defaults, by name, which is what a trace carries; none without a `repr`."""
         found = {f.name: (getattr(self, f.name), f.default) for f in fields(cast(Any, self)) if f.repr}
         return {
             name: value.non_defaults() if isinstance(value, PlainValues) else value
