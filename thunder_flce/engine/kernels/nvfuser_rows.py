@@ -45,24 +45,26 @@ def parts_of(stride: int) -> int:
     return next((s for s in range(fewest, 3 * fewest + 1) if stride % (s * ROW_MULTIPLE) == 0), 1)
 
 
-class _Expression:
+class Expression:
     """A value of a fusion, with arithmetic as `operation.moments.MOMENTS` asks for it."""
 
     def __init__(self, fd: FusionDefinition, value: Any):
         self._fd = fd
         self.value = value
 
-    def apply(self, name: str, *others: Any) -> "_Expression":
-        """An operation of nvFuser on this value, with others and settings; numbers become float32 constants."""
-        return _Expression(self._fd, getattr(self._fd.ops, name)(self.value, *map(self._operand, others)))
+    def apply(self, name: str, *others: Any, **settings: Any) -> "Expression":
+        """An operation of nvFuser on this value, with others, lists and settings; numbers become constants."""
+        return Expression(self._fd, getattr(self._fd.ops, name)(self.value, *map(self._operand, others), **settings))
 
     def _operand(self, other: Any) -> Any:
-        if isinstance(other, _Expression):
+        if isinstance(other, Expression):
             return other.value
-        return self._fd.define_scalar(other, DataType.Float) if isinstance(other, int | float) else other
+        if not isinstance(other, int | float):
+            return other
+        return self._fd.define_scalar(other, DataType.Int if isinstance(other, int) else DataType.Float)
 
-    def __rsub__(self, other: Any) -> "_Expression":
-        return _Expression(self._fd, self._operand(other)) - self
+    def __rsub__(self, other: Any) -> "Expression":
+        return Expression(self._fd, self._operand(other)) - self
 
     __add__ = __radd__ = partialmethod(apply, "add")
     __mul__ = __rmul__ = partialmethod(apply, "mul")
@@ -99,13 +101,13 @@ class _Builder:
     def __init__(self, fd: FusionDefinition, logit_map: LogitMap, fusion: Fusion, rows: int):
         self.fd, self.logit_map, self.fusion, self.rows = fd, logit_map, fusion, rows
 
-    def input(self, *shape: int, dtype: torch.dtype = torch.float32) -> _Expression:
+    def input(self, *shape: int, dtype: torch.dtype = torch.float32) -> Expression:
         # Dimensions of size 1 have no contiguity.
         contiguity = [None if size == 1 else True for size in shape]
         tensor = self.fd.define_tensor(shape=list(shape), contiguity=contiguity, dtype=_NVFUSER_DTYPES[dtype])
-        return _Expression(self.fd, tensor)
+        return Expression(self.fd, tensor)
 
-    def inputs(self) -> tuple[_Expression, dict[str, _Expression]]:
+    def inputs(self) -> tuple[Expression, dict[str, Expression]]:
         """z (C, stride), and the statistics and vectors as (C, 1) and (1, stride)."""
         stride = self.fusion.stride
         z, given = self.input(self.rows, stride, dtype=self.fusion.dtype), {}
@@ -113,15 +115,15 @@ class _Builder:
             given[name] = self.input(*((1, stride) if name == "class_weight" else (self.rows, 1)))
         return z, given
 
-    def output(self, result: _Expression, dtype: torch.dtype = torch.float32, alias: _Expression | None = None) -> None:
+    def output(self, result: Expression, dtype: torch.dtype = torch.float32, alias: Expression | None = None) -> None:
         """In the memory of the input `alias`, if there is one."""
         if dtype != torch.float32:
             result = result.apply("cast", _NVFUSER_DTYPES[dtype])
         self.fd.add_output(result.value, *([] if alias is None else [alias.value]))
 
-    def logits(self, z: _Expression) -> tuple[_Expression, _Expression | None]:
+    def logits(self, z: Expression) -> tuple[Expression, Expression | None]:
         """u, and tanh(scale · z / softcap), which is None without a softcap."""
-        u, scale, softcap = z.apply("cast", DataType.Float), self.logit_map.scale, self.logit_map.softcap
+        u, scale, softcap = z.apply("cast", DataType.Float), float(self.logit_map.scale), self.logit_map.softcap
         if softcap is None:
             return (u if scale == 1 else u * scale), None
         if self.fusion.dtype == torch.float32:
@@ -129,9 +131,9 @@ class _Builder:
         else:
             # tanh x = 1 - 2 / (exp 2x + 1) errs by 1e-7, nothing beside logits rounded to 16 bits; twice as fast.
             tanh = 1.0 - ((u * (2 * scale / softcap)).apply("exp") + 1.0).apply("reciprocal") * 2.0
-        return tanh * softcap, tanh
+        return tanh * float(softcap), tanh
 
-    def masked(self, values: _Expression, shape: tuple[int, ...], other: float) -> _Expression:
+    def masked(self, values: Expression, shape: tuple[int, ...], other: float) -> Expression:
         """`other` where an element (C, *shape) is none of the vocabulary's; shape is (stride,) or (S, L)."""
         ops, columns = self.fd.ops, None
         for dim, size in enumerate(shape):
@@ -143,9 +145,9 @@ class _Builder:
             steps = ops.broadcast(steps, [at != dim + 1 for at in range(len(shape) + 1)])
             columns = steps if columns is None else ops.add(columns, steps)
         is_column = ops.lt(columns, self.fd.define_scalar(self.fusion.vocab, DataType.Int))
-        return _Expression(self.fd, is_column).apply("where", values, other)
+        return Expression(self.fd, is_column).apply("where", values, other)
 
-    def gradient(self, z: _Expression, given: dict[str, _Expression]) -> _Expression:
+    def gradient(self, z: Expression, given: dict[str, Expression]) -> Expression:
         """The gradient of `RowCoefficients`, float32, with the terms whose vectors are given."""
         u, tanh = self.logits(z)
         shifted = u - given["row_max"]
@@ -164,7 +166,7 @@ class _Builder:
         return gradient if tanh is None else gradient * (1.0 - tanh * tanh)
 
 
-def _finite(shifted: _Expression) -> _Expression:
+def _finite(shifted: Expression) -> Expression:
     """Logits of -inf become the lowest finite number: their probability, 0, times it is 0."""
     return shifted.apply("eq", -math.inf).apply("where", torch.finfo(torch.float32).min, shifted)
 

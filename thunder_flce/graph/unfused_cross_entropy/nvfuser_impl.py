@@ -7,6 +7,7 @@ A target that is neither in [0, V) nor ignore_index makes the loss and its row's
 Legend: N rows, V vocabulary.
 """
 
+import math
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -17,96 +18,64 @@ from nvfuser_direct import DataType, FusionDefinition
 from thunder.core import dtypes
 from thunder.core.proxies import TensorProxy
 
+from thunder_flce.engine.kernels.nvfuser_rows import Expression
 from thunder_flce.graph.unfused_cross_entropy import symbols
 
 _FUSED_DTYPES = (dtypes.float32, dtypes.bfloat16, dtypes.float16)
 
 
 def forward_fusion(
-    fd: FusionDefinition,
-    logits: Any,
-    target: Any,
-    *,
-    rows: int,
-    vocab: int,
-    dtype: DataType,
-    reduction: str,
+    fd: FusionDefinition, logits: Any, target: Any, *, rows: int, vocab: int, dtype: DataType, reduction: str,
     ignore_index: int,
-) -> tuple[Any, Any, Any, Any]:
+) -> tuple[Any, Any, Any, Any]:  # fmt: skip
     """Adds the forward to a definition; mirrors `symbols._forward_impl`."""
-    ops = fd.ops
-    target = ops.cast(target, DataType.Int)
-    valid, wrong = _classify(fd, target, vocab=vocab, ignore_index=ignore_index)
-    zero = _scalar(fd, 0.0)
-
-    safe_target = ops.where(ops.logical_or(ops.logical_not(valid), wrong), _scalar(fd, 0), target)
-    column = ops.broadcast_in_dim(safe_target, shape=[rows, 1], broadcast_dims=[0])
-    target_logit = ops.reshape(ops.take_along_axis(logits, column, dim=1), new_shape=[rows])
-    target_logit = ops.cast(target_logit, DataType.Float)
-
-    values = ops.cast(logits, DataType.Float)
-    row_max = ops.max(values, [1])
-    shifted = ops.sub(values, ops.broadcast(row_max, [False, True]))
-    row_log_sum = ops.log(ops.sum(ops.exp(shifted), [1]))
-
-    loss = ops.sub(row_log_sum, ops.sub(target_logit, row_max))
-    loss = ops.where(wrong, _scalar(fd, float("nan")), ops.where(valid, loss, zero))
-    valid_count = ops.sum(ops.cast(valid, DataType.Int), [0])
+    z, column, valid, wrong = _given(fd, logits, target, vocab, ignore_index)
+    column = valid.apply("logical_not").apply("logical_or", wrong).apply("where", 0, column)
+    column = column.apply("broadcast_in_dim", shape=[rows, 1], broadcast_dims=[0])
+    z_y = z.apply("take_along_axis", column, dim=1).apply("reshape", new_shape=[rows]).apply("cast", DataType.Float)
+    z = z.apply("cast", DataType.Float)
+    row_max = z.apply("max", [1])
+    row_log_sum = (z - _of_rows(row_max)).apply("exp").apply("sum", [1]).apply("log")
+    loss = wrong.apply("where", math.nan, valid.apply("where", row_log_sum - (z_y - row_max), 0.0))
+    valid_count = valid.apply("cast", DataType.Int).apply("sum", [0])
     if reduction != "none":
-        loss = ops.sum(loss, [0])
+        loss = loss.apply("sum", [0])
     if reduction == "mean":
-        loss = ops.div(loss, ops.cast(valid_count, DataType.Float))
-    return ops.cast(loss, dtype), row_max, row_log_sum, valid_count
+        loss = loss.apply("div", valid_count.apply("cast", DataType.Float))
+    return loss.apply("cast", dtype).value, row_max.value, row_log_sum.value, valid_count.value
 
 
 def backward_fusion(
-    fd: FusionDefinition,
-    grad: Any,
-    logits: Any,
-    target: Any,
-    row_max: Any,
-    row_log_sum: Any,
-    valid_count: Any,
-    *,
-    rows: int,
-    vocab: int,
-    dtype: DataType,
-    reduction: str,
-    ignore_index: int,
-) -> Any:
+    fd: FusionDefinition, grad: Any, logits: Any, target: Any, row_max: Any, row_log_sum: Any, valid_count: Any, *,
+    rows: int, vocab: int, dtype: DataType, reduction: str, ignore_index: int,
+) -> Any:  # fmt: skip
     """Adds the backward to a definition; mirrors `symbols._backward_impl`."""
-    ops = fd.ops
-    target = ops.cast(target, DataType.Int)
-    valid, wrong = _classify(fd, target, vocab=vocab, ignore_index=ignore_index)
-    scale = ops.cast(grad, DataType.Float)
+    z, column, valid, wrong = _given(fd, logits, target, vocab, ignore_index)
+    of_row = Expression(fd, grad).apply("cast", DataType.Float)
     if reduction == "mean":
-        scale = ops.div(scale, ops.cast(valid_count, DataType.Float))
+        of_row = of_row.apply("div", Expression(fd, valid_count).apply("cast", DataType.Float))
     if reduction != "none":
-        scale = ops.broadcast_in_dim(scale, shape=[rows], broadcast_dims=[])
-    scale = ops.where(valid, scale, _scalar(fd, 0.0))
-    scale = ops.where(wrong, _scalar(fd, float("nan")), scale)
-
-    def column(vector: Any) -> Any:
-        return ops.broadcast(vector, [False, True])
-
-    shifted = ops.sub(ops.cast(logits, DataType.Float), column(row_max))
-    probability = ops.exp(ops.sub(shifted, column(row_log_sum)))
-    columns = ops.iota(_scalar(fd, vocab), _scalar(fd, 0), _scalar(fd, 1), dtype=DataType.Int)
-    is_target = ops.eq(ops.broadcast(columns, [True, False]), column(target))
-    one_hot = ops.where(is_target, _scalar(fd, 1.0), _scalar(fd, 0.0))
-    return ops.cast(ops.mul(ops.sub(probability, one_hot), column(scale)), dtype)
+        of_row = of_row.apply("broadcast_in_dim", shape=[rows], broadcast_dims=[])
+    of_row = wrong.apply("where", math.nan, valid.apply("where", of_row, 0.0))
+    shifted = z.apply("cast", DataType.Float) - _of_rows(Expression(fd, row_max))
+    probability = (shifted - _of_rows(Expression(fd, row_log_sum))).apply("exp")
+    size, start, step = (fd.define_scalar(number, DataType.Int) for number in (vocab, 0, 1))
+    columns = Expression(fd, fd.ops.iota(size, start, step, dtype=DataType.Int)).apply("broadcast", [True, False])
+    one_hot = columns.apply("eq", _of_rows(column)).apply("where", 1.0, 0.0)
+    return ((probability - one_hot) * _of_rows(of_row)).apply("cast", dtype).value
 
 
-def _classify(fd: FusionDefinition, target: Any, *, vocab: int, ignore_index: int) -> tuple[Any, Any]:
-    """(N,) which targets are not ignored, and which of those are outside the vocabulary."""
-    ops = fd.ops
-    valid = ops.ne(target, _scalar(fd, ignore_index))
-    outside = ops.logical_or(ops.lt(target, _scalar(fd, 0)), ops.ge(target, _scalar(fd, vocab)))
-    return valid, ops.logical_and(valid, outside)
+def _given(fd: FusionDefinition, logits: Any, target: Any, vocab: int, ignore_index: int) -> tuple[Expression, ...]:
+    """The logits and targets, (N,) which of these are not ignored, and which of those are outside the vocabulary."""
+    column = Expression(fd, target).apply("cast", DataType.Int)
+    valid = column.apply("ne", ignore_index)
+    outside = column.apply("lt", 0).apply("logical_or", column.apply("ge", vocab))
+    return Expression(fd, logits), column, valid, valid.apply("logical_and", outside)
 
 
-def _scalar(fd: FusionDefinition, value: float) -> Any:
-    return fd.define_scalar(value, DataType.Int if isinstance(value, int) else DataType.Float)
+def _of_rows(vector: Expression) -> Expression:
+    """(N,) to (N, 1)."""
+    return vector.apply("broadcast", [False, True])
 
 
 def register() -> None:
