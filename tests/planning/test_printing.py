@@ -18,7 +18,7 @@ from thunder_flce.operation.loss import Loss
 BF16 = torch.bfloat16
 PRINTED = (
     "prepare", "prepare_again", "logits_", "both_", "results", "gradient_", "start_input_gradient", "weight_gradient_",
-    "rounded", "teacher_logits_", "divergence_", "loss", "scaled_rows",
+    "rounded", "divergence_", "loss", "scaled_rows",
 )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from thunder_flce.engine.primitives import Primitives
 from thunder_flce.engine.row_loss import Coefficients, RowResults
 from thunder_flce.engine.rows import Rows
 from thunder_flce.engine.sums import GradientSums
-from thunder_flce.operation.call import gradient_name
+from thunder_flce.operation.call import TEACHER, Linear, gradient_name
 
 
 def forward(ops: Primitives) -> dict[str, Tensor]:
@@ -35,7 +35,7 @@ def forward(ops: Primitives) -> dict[str, Tensor]:
         IndexError: where a target is neither in [0, V) nor ignore_index (on CUDA without host synchronisation, a
             device-side assertion instead).
     """
-    call, plan, logits = ops.call, ops.plan, _Logits(ops)
+    call, plan, logits = ops.call, ops.plan, _Logits(ops, ops.call.linears)
     if ops.region.saves_unit_gradients:
         rows = ops.prepare(None, meanwhile=logits.start)
         # Class weights are among the factors that the backward multiplies rows by; the weights of targets are not.
@@ -75,7 +75,7 @@ def backward(ops: Primitives, saved: Mapping[str, Tensor], upstream: Mapping[str
     rows = ops.prepare_again(of_loss, ops.count_of(saved["computed_rows"]))
     entropy = rows.received(saved["entropy"].reshape(-1)) if "entropy" in saved else None
     coefficients = Coefficients(ops, rows, upstream, entropy=entropy)
-    return run(ops, rows, coefficients, logits=_Logits(ops, saved), known=saved)[1]
+    return run(ops, rows, coefficients, logits=_Logits(ops, call.linears, saved), known=saved)[1]
 
 
 def run(
@@ -98,6 +98,7 @@ def run(
         statistics = RowStatistics(rows.gather(known["row_max"]), rows.gather(known["row_log_sum"]))
     sums = None if coefficients is None else GradientSums(ops, rows, weights=coefficients.of_all.one_hot)
     found: list[RowResults] = []
+    of_teacher = None if ops.call.loss.divergence is None else _Logits(ops, (TEACHER,))
     for chunk in ops.chunks(rows):
         memory = (None,) * len(ops.call.linears) if sums is None else sums.memory_for_inputs(chunk)
         xs = [
@@ -105,11 +106,13 @@ def run(
             for linear, out in zip(ops.call.linears, memory, strict=True)
         ]
         z = logits.of(chunk, xs)
-        if ops.call.loss.divergence is None:
+        if of_teacher is None:
             of_rows, dlogits, bias_grad = _row_work(ops, rows, chunk, z, coefficients, statistics)
         else:
             factors = None if coefficients is None else rows.of(coefficients.of_all.probability, chunk)
-            value, dlogits = ops.divergence_(z, logits.of_teacher(rows, chunk), factors)
+            value, dlogits = ops.divergence_(
+                z, of_teacher.of(chunk, [ops.gather(rows, ops.call.tensors[TEACHER.x], chunk)]), factors
+            )
             of_rows, bias_grad = RowResults(RowStatistics(value, value), value), None
         found.append(of_rows)
         if sums is not None:
@@ -118,17 +121,18 @@ def run(
         del xs, z, dlogits
     # Before dW is rounded out of a float32 accumulator, the chunk's memory goes.
     logits.free()
+    of_teacher = None
     return found, {} if sums is None else sums.finish()
 
 
 class _Logits:
     """The logits of one chunk after the other: in memory that chunks share, or where they are kept for the backward."""
 
-    def __init__(self, ops: Primitives, known: Mapping[str, Tensor] | None = None):
-        self._ops, self._known = ops, known
+    def __init__(self, ops: Primitives, linears: tuple[Linear, ...], known: Mapping[str, Tensor] | None = None):
+        """The sum of these linears; `known` is what the forward has saved, in a backward."""
+        self._ops, self._linears, self._known = ops, linears, known
         self._keeps_first = ops.plan.rows_saved(ops.call.tokens) > 0
         self._buffer: Tensor | None = None
-        self._of_teacher: Tensor | None = None
         self._started = 0
         """Of how many of the first rows they are computed, before the number of rows is known"""
         self.kept: Tensor | None = None
@@ -137,8 +141,8 @@ class _Logits:
     def start(self, order: Tensor) -> None:
         """Computes those of the first tokens of an order, (C,), whether they turn out to be among the rows or not."""
         ops, self._started = self._ops, order.shape[0]
-        xs = [ops.call.tensors[linear.x].index_select(0, order) for linear in ops.call.linears]
-        ops.logits_(self._memory(0, ops.first_rows)[: self._started], xs)
+        xs = [ops.call.tensors[linear.x].index_select(0, order) for linear in self._linears]
+        ops.logits_(self._memory(0, ops.first_rows)[: self._started], xs, self._linears)
 
     def of(self, chunk: slice, xs: list[Tensor]) -> Tensor:
         """(C, V) those of a chunk, computed from its xs, (C, H) each, unless they are there."""
@@ -148,7 +152,8 @@ class _Logits:
         memory = self._memory(chunk.start, count)
         z = memory if memory.shape[0] == count else memory[:count]
         if started < count:
-            ops.logits_(z[started:] if started else z, [x[started:] if started else x for x in xs])
+            rest = [x[started:] for x in xs] if started else xs
+            ops.logits_(z[started:] if started else z, rest, self._linears)
         return z
 
     def _memory(self, start: int, count: int) -> Tensor:
@@ -160,23 +165,12 @@ class _Logits:
             return self.kept
         # Chunks but the first are equal, and the last one is smaller.
         if self._buffer is None or self._buffer.shape[0] < count:
-            self._buffer = ops.logits_buffer(count)
+            self._buffer = ops.logits_buffer(count, ops.plan.logits_dtype(ops.call.tensors[self._linears[0].x].dtype))
         return self._buffer
-
-    def of_teacher(self, rows: Rows, chunk: slice) -> Tensor:
-        """(C, V) the teacher's, of a chunk of the rows."""
-        ops, count = self._ops, chunk.stop - chunk.start
-        x = ops.gather(rows, ops.call.tensors["teacher_input"], chunk)
-        if self._of_teacher is None:
-            self._of_teacher = ops.logits_buffer(count, ops.plan.logits_dtype(x.dtype))
-        # The last chunk may have fewer rows.
-        z = self._of_teacher[:count]
-        ops.teacher_logits_(z, x)
-        return z
 
     def free(self) -> None:
         """Lets go of what chunks have shared."""
-        self._buffer = self._of_teacher = None
+        self._buffer = None
 
 
 def _row_work(

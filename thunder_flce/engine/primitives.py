@@ -332,7 +332,7 @@ class Primitives:
 
     # Matmuls.
 
-    def logits_(self, out: Tensor, xs: list[Tensor]) -> None:
+    def logits_(self, out: Tensor, xs: list[Tensor], linears: Sequence[Linear]) -> None:
         """Fills out (C, V) with z = Σ x Wᵀ + b over the linears; `xs` are (C, H), of each.
 
         The smallest is written first, and the head's matmul adds to it: that takes less time than the other way round.
@@ -343,10 +343,10 @@ class Primitives:
         bias, accumulate = call.tensors.get("linear_bias"), False
         if bias is not None:
             bias = self._columns(bias)
-        linears = list(zip(call.linears, xs, strict=True))
-        if len(linears) > 1:
-            linears.sort(key=lambda each: each[1].shape[1])
-        for linear, x in linears:
+        terms = list(zip(linears, xs, strict=True))
+        if len(terms) > 1:
+            terms.sort(key=lambda each: each[1].shape[1])
+        for linear, x in terms:
             self.region.logits_(out, x, self._columns(call.tensors[linear.weight]), bias=bias, accumulate=accumulate)
             bias, accumulate = None, True
 
@@ -493,10 +493,6 @@ class Primitives:
         # On a CPU, scatter_ would copy all of 16-bit dlogits to float32 and back.
         row = torch.arange(column.shape[0], device=column.device)[:, None]
         dlogits[row, column] = entry.view(column.shape).to(dlogits.dtype)
-
-    def teacher_logits_(self, out: Tensor, x: Tensor) -> None:
-        """Fills out (C, V) with the teacher's logits of some rows, from its hidden states (C, H′)."""
-        self.region.logits_(out, x, self._columns(self.call.tensors["teacher_weight"]))
 
     def divergence_(self, z: Tensor, teacher: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor]:
         """(C,) each row's divergence from the teacher's logits and, with factors (C,), its gradient in place of z."""

@@ -26,7 +26,7 @@ from thunder_flce.engine.plan import LOSS_ONLY, Plan
 from thunder_flce.engine.primitives import Primitives, Region
 from thunder_flce.engine.row_loss import RowResults
 from thunder_flce.engine.rows import Rows
-from thunder_flce.operation.call import TOKEN, Call, Linear, Spec, argument, gradient_name
+from thunder_flce.operation.call import TEACHER, TOKEN, Call, Linear, Spec, argument, gradient_name
 from thunder_flce.operation.loss import RowCoefficients
 
 WIDTH = 112
@@ -180,10 +180,11 @@ class _Writer(Primitives):
 
     # Matmuls.
 
-    def logits_(self, out: Tensor, xs: list[Tensor]) -> None:
+    def logits_(self, out: Tensor, xs: list[Tensor], linears: Sequence[Linear]) -> None:
+        name = self._of_rows("teacher" if TEACHER in linears else "logits", out)
         sign, bias = "=", " + b" if "linear_bias" in self.call.tensors else ""
-        for linear, _ in sorted(zip(self.call.linears, xs, strict=True), key=lambda each: each[1].shape[1]):
-            words = f"{self._of_rows('logits', out)} {sign} {letter(linear.x)} @ {letter(linear.weight)}.t(){bias}"
+        for linear, _ in sorted(zip(linears, xs, strict=True), key=lambda each: each[1].shape[1]):
+            words = f"{name} {sign} {letter(linear.x)} @ {letter(linear.weight)}.t(){bias}"
             self._write(words, self._logits_library)
             sign, bias = "+=", ""
 
@@ -253,9 +254,6 @@ class _Writer(Primitives):
         words = f"{self._of_rows('dlogits', out)} = {f'u′ ({terms})' if self.call.loss.softcap else terms}    {note}"
         self._write(words, self._row_library)
         return out, self.empty((self.call.vocab,), self.call.row_dtype) if has_sums else None
-
-    def teacher_logits_(self, out: Tensor, x: Tensor) -> None:
-        self._write(f"{self._of_rows('teacher', out)} = x' @ W'.t()", self._logits_library)
 
     def divergence_(self, z: Tensor, teacher: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor]:
         value, divergence = self.empty(z.shape[:1], self.call.row_dtype), self.call.loss.divergence

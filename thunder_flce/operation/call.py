@@ -138,6 +138,9 @@ class Linear(NamedTuple):
     weight: str
 
 
+HEAD, TEACHER = Linear("input", "linear_weight"), Linear("teacher_input", "teacher_weight")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shard(PlainValues):
     """This rank's columns where ranks divide the vocabulary. They follow each other over the ranks, in any order."""
@@ -206,7 +209,7 @@ class Call:
     def linears(self) -> tuple[Linear, ...]:
         """The head first, then what is added to it, such as a low-rank adapter."""
         names = [name for name in self.tensors if name.startswith("terms")]
-        return (Linear("input", "linear_weight"), *map(Linear, names[::2], names[1::2]))
+        return (HEAD, *map(Linear, names[::2], names[1::2]))
 
     @property
     def token_inputs(self) -> tuple[Any, ...]:
