@@ -214,7 +214,7 @@ def build_fusions() -> dict[str, str]:
 
         def _run(self, fusion: Fusion, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
             found[fusion.name] = _fuse(fusion, self.logit_map)
-            return [vector] * (len(fusion.moments) or 3)
+            return [vector] * (len(fusion.moments) or {"part_statistics": 3}.get(fusion.name, 2))
 
     z, of_rows = torch.empty(rows, stride, dtype=torch.bfloat16, device="meta"), Printed(LogitMap())
     statistics, plain = RowStatistics(vector, vector), RowCoefficients(vector, vector)
@@ -222,7 +222,7 @@ def build_fusions() -> dict[str, str]:
         z, statistics, RowCoefficients(*[vector] * 4), class_weight=weight, out=z, column_sums=True
     )
     of_everything = found.pop("gradient_with_column_sums")
-    # Statistics, gradient and the targets' entries are all that a Llama-like region takes.
+    # Statistics and gradient are all that a Llama-like region takes of nvFuser.
     of_rows.both_(z, torch.empty(rows, dtype=torch.int64, device="meta"), plain)
     of_rows.moments(z, statistics, weight, tuple(MOMENTS))
     of_rows.gradient_(z, statistics, plain, out=z, column_sums=True)

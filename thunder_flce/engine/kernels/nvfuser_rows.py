@@ -6,9 +6,7 @@ neither the maximum nor the sum sees. A softcap would bring it back, so there a 
 
 The gradient is one pointwise fusion that writes where it reads. Its vectors come in as (C, 1) and (1, stride),
 because a broadcast inside the fusion would make nvFuser add a copy of the whole chunk before writing in place. For the
-same reason the targets' entries, (C,), are computed apart, and PyTorch scatters them. Each execution takes the host
-tens of microseconds; so the fusion that merges the parts computes the entries, too, where coefficients do not wait for
-statistics, and elsewhere PyTorch's operations do.
+same reason PyTorch's operations compute the targets' entries, (C,), and scatter them.
 
 Legend: C rows of logits, z the linear's output, S parts of L elements in a row, so that a row is S · L elements long.
 """
@@ -151,13 +149,8 @@ class _Builder:
         """The gradient of `RowCoefficients`, float32, with the terms whose vectors are given."""
         u, tanh = self.logits(z)
         shifted = u - given["row_max"]
-        log_p = shifted - given["row_log_sum"]
-        p = log_p.apply("exp")
+        p = (shifted - given["row_log_sum"]).apply("exp")
         gradient = p * given["probability"]
-        if "one_hot" in given:
-            # The target's entry: p - 1 loses the digits of a p near 1.
-            near_one = log_p.apply("expm1") * given["probability"] + (given["probability"] - given["one_hot"])
-            gradient = p.apply("gt", 0.5).apply("where", near_one, gradient - given["one_hot"])
         if "entropy" in given:
             gradient = gradient - p * _finite(shifted) * given["entropy"]
         if "uniform" in given:
@@ -189,10 +182,7 @@ def _part_statistics(build: _Builder) -> None:
 
 
 def _merge_parts(build: _Builder) -> None:
-    """Statistics of (C, S) parts to row_max and row_log_sum, two float32 (C,); NaN for a row of only -inf.
-
-    With vectors, also z at the targets and these, A and B of `RowCoefficients`, (C,) each, to the gradient there, (C,).
-    """
+    """Statistics of (C, S) parts to row_max and row_log_sum, two float32 (C,); NaN for a row of only -inf."""
     parts = parts_of(build.fusion.stride)
     part_max, part_sum, part_below = (build.input(build.rows, parts) for _ in range(3))
     row_max = part_max.apply("max", [1])
@@ -203,10 +193,6 @@ def _merge_parts(build: _Builder) -> None:
     row_log_sum = total.apply("lt", 1.5).apply("where", below, total - 1.0).apply("log1p")
     build.output(row_max)
     build.output(row_log_sum)
-    if build.fusion.vectors:
-        z, given = build.input(build.rows, dtype=build.fusion.dtype), {"row_max": row_max, "row_log_sum": row_log_sum}
-        given |= {name: build.input(build.rows) for name in build.fusion.vectors}
-        build.output(build.gradient(z, given), build.fusion.dtype)
 
 
 def _moments(build: _Builder) -> None:
@@ -235,7 +221,6 @@ def _gradient(build: _Builder) -> None:
 _DEFINITIONS = {
     "part_statistics": _part_statistics,
     "merge_parts": _merge_parts,
-    "merge_parts_and_target_gradient": _merge_parts,
     "moments": _moments,
     "gradient": _gradient,
     "column_sums": _gradient,
@@ -267,7 +252,7 @@ class NvFuserRowKernels:
         notice.
         """
         key = (fusion, 1 if inputs[0].shape[0] == 1 else -1)
-        is_fast = fusion.dtype != torch.float32 and not fusion.name.startswith("merge_parts")
+        is_fast = fusion.dtype != torch.float32 and fusion.name != "merge_parts"
         with _lock:
             if key not in self._fused:
                 self._fused[key] = _fuse(fusion, self.logit_map, key[1])
@@ -323,14 +308,9 @@ class NvFuserRowKernels:
         return sums
 
     def both_(self, z: Tensor, target: Tensor, coefficients: RowCoefficients) -> tuple[RowStatistics, Tensor]:
-        """The target's entry is computed first and written last."""
-        kind, z_y = _kind(z), at_columns(z, target)
-        merge = Fusion("merge_parts_and_target_gradient", *kind, ("probability", "one_hot"))
-        vectors = [vector.contiguous() for vector in (coefficients.probability, coefficients.one_hot)]
-        *found, entry = self._run(merge, [*self._of_parts(z), z_y, *vectors])
-        statistics = RowStatistics(*found)
-        self.gradient_(z, statistics, coefficients, out=z)
-        z.scatter_(1, target[:, None], entry[:, None])
+        statistics, z_y = self.statistics(z, target)
+        assert z_y is not None
+        self.gradient_(z, statistics, coefficients, out=z, target=target)
         return statistics, z_y
 
 
