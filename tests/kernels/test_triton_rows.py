@@ -212,9 +212,29 @@ IN_KERNELS = {
     "fractions": lambda p, e, a, *_: 1 / p + a / (e + 1) - p.reciprocal() * torch.rsqrt(e + 2),
     "choices": lambda p, e, a, b, *_: torch.where((p < a) & ~(e >= b) | (p != p), p * e, e).masked_fill(p > -1, 0.5),
     "floats": lambda p, e, a, *_: (p > a).float() * p + (e.to(torch.float64) > 3).double() * e * torch.sign(a),
-    "inputs": lambda p, e, a, o, m, k: torch.where(m, p * a, e) * (k + 2) + p * m + torch.max(a, 2 - p) * o,
+    "inputs": lambda p, e, a, o, m, k: torch.where(m, p * a, e) * k + p * m + torch.max(a, 2 - p) * o + e / k * (k > 2),
     "methods": lambda p, e, a, *_: p.where(p < a, e * 2) + (p > a).type_as(p) * e,
 }
+
+
+@on_device
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+def test_integers_are_compared_as_they_are(dtype):
+    """float32 has no odd numbers from 2²⁴ on; and what is computed of integers alone is left to PyTorch."""
+    from thunder_flce.engine.kernels.triton_tokens import kernel_for
+
+    odd, others = 2**24 + 1, [torch.tensor([2**24, 2**24 + 1, -(2**24) - 1]), torch.tensor([2**24 + 1] * 3)]
+    inputs, ones = [each.to(DEVICE, dtype) for each in others], torch.ones(3, device=DEVICE)
+    for function in (lambda p, e, i, j: p * (i == j), lambda p, e, i, j: torch.where(i != odd, 0 * p, p)):
+        kernel = kernel_for(token_loss_of(function, inputs), (dtype, dtype), LogitMap())
+        value, _ = kernel(RowStatistics(ones, ones), 0 * ones, {}, ones, inputs, columns=V)
+        assert value.tolist() == [0, -2, 0]
+    for function in (
+        lambda p, e, i, j: p * (i - j), lambda p, e, i, j: p * (i * 2), lambda p, e, i, j: p * i.clamp(max=5),
+        lambda p, e, i, j: p * torch.where(e > 0, i, j), lambda p, e, i, j: p * i.masked_fill(e > 0, 0),
+        lambda p, e, i, j: p * -i,
+    ):  # fmt: skip
+        assert kernel_for(token_loss_of(function, inputs), (dtype, dtype), LogitMap()) is None
 
 
 @on_device

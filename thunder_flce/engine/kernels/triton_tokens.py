@@ -7,6 +7,7 @@ rows in a chunk.
 
 import ast
 import linecache
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -40,6 +41,8 @@ _NUMBERS = {
     "clone": "{0}", "detach": "{0}", "_to_copy": "{0}",
 }  # fmt: skip
 """What gives a number of each row, of numbers; a mask counts as 1 and 0."""
+_FRACTIONS = ("div", "reciprocal", "exp", "expm1", "log", "log1p", "sqrt", "rsqrt", "tanh", "sigmoid")
+"""Of these, what gives fractions of integers, too."""
 _POWERS = {"1": 1, "2": 2, "3": 3, "4": 4, "2.0": 2, "3.0": 3, "4.0": 4}
 _COMPARED = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _OF_MASKS = {"logical_and": "&", "logical_or": "|", "bitwise_and": "&", "bitwise_or": "|"}
@@ -48,10 +51,10 @@ _OF_MASKS = {"logical_and": "&", "logical_or": "|", "bitwise_and": "&", "bitwise
 class _Written:
     """The statements of a token loss in Triton's language; a KeyError for what has no expression there."""
 
-    def __init__(self, text: TokenLoss, masks: Sequence[str]):
+    def __init__(self, text: TokenLoss, masks: Sequence[str], integers: Sequence[str]):
         self.lines: list[str] = []
-        self._masks = set(masks)
-        """The names of those that are True or False"""
+        self._masks, self._integers = set(masks), integers
+        """The names of those that are True or False, and of inputs that are integers, of which float32 has not all"""
         for statement in ast.parse(text.replace("; ", "\n")).body:
             assert isinstance(statement, ast.Assign) and isinstance(target := statement.targets[0], ast.Name)
             self.lines.append(f"{target.id} = {self._value(target.id, statement.value)}")
@@ -66,6 +69,13 @@ class _Written:
             raise KeyError(node.func.attr)
         operation, given = node.func.attr, [ast.unparse(each) for each in node.args]
         are_masks = [each in self._masks for each in given]
+        are_integers = [each in (*self._integers, "None") or each.lstrip("-").isdigit() for each in given]
+        if operation in _COMPARED and all(are_integers):
+            self._masks.add(name)
+            return f" {_COMPARED[operation]} ".join(given)
+        if not by_name and operation not in (*_COMPARED, *_FRACTIONS) and not set(given).isdisjoint(self._integers):
+            if operation in ("full_like", "masked_fill") or all(map(operator.or_, are_integers, are_masks)):
+                raise KeyError(operation)  # An integer, too.
         if operation in _OF_MASKS and all(are_masks):
             self._masks.add(name)
             return f" {_OF_MASKS[operation]} ".join(given)
@@ -93,7 +103,7 @@ class _Written:
         return _NUMBERS[operation].format(*numbers)
 
     def _number(self, text: str) -> str:
-        if text in self._masks:
+        if text in self._masks or text in self._integers:
             return f"({text}).to(tl.float32)"
         return f'float("{text}")' if text in ("inf", "nan") else f'-float("{text[1:]}")' if text == "-inf" else text
 
@@ -152,13 +162,15 @@ def kernel_for(
     """
     names = [input_name(number) for number in range(len(input_dtypes))]
     try:
-        masks = [name for name, dtype in zip(names, input_dtypes, strict=True) if dtype is torch.bool]
-        lines = _Written(token_loss, masks).lines
+        dtypes = dict(zip(names, input_dtypes, strict=True))
+        masks = [name for name in names if dtypes[name] is torch.bool]
+        integers = [name for name in names if not dtypes[name].is_floating_point and name not in masks]
+        lines = _Written(token_loss, masks, integers).lines
     except (KeyError, SyntaxError):
         return None
     loads = [f"{name} = tl.load({name}_of + number, mask=is_row, other=0)" for name in names]
-    # Whatever integers there are, only their values count.
-    loads += [f"{name} = {name}.to(tl.float32)" for name in names if name not in masks]
+    # With numbers of all sizes beside them.
+    loads += [f"{name} = {name}.to(tl.int64)" for name in integers]
     given = {line.partition(" = ")[0] for line in lines}
     source = _KERNEL.format(
         inputs="".join(f"{name}_of, " for name in names), loads="\n    ".join(loads), statements="\n    ".join(lines),
