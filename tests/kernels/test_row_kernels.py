@@ -19,7 +19,7 @@ from interpreted import INTERPRETED, needs_triton, prepare_row_kernels
 from reference import error
 from thunder_flce.device import ABSENT_DEVICE
 from thunder_flce.engine.kernels import dispatch, interface, torch_rows
-from thunder_flce.engine.kernels.interface import RowStatistics, target_gradient
+from thunder_flce.engine.kernels.interface import RowStatistics
 from thunder_flce.operation.loss import LogitMap, RowCoefficients
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -182,7 +182,8 @@ def test_gradient(backend, given, column_sums, dtype, out_dtype, logit_map):
     for (rows, vocab, has_targets), in_place in itertools.product(sizes, {dtype == out_dtype, False}):
         case = Rows(backend, rows, vocab, dtype, logit_map, given=given)
         before, expected, target = case.z.clone(), case.gradient(one_hot=False), None
-        entry = target_gradient(logit_map, case.z_y, case.statistics, case.coefficients, case.class_weight, case.target)
+        weight = None if case.class_weight is None else case.class_weight[case.target]
+        entry = interface.gradient(case.z_y.float(), logit_map, case.statistics, case.coefficients, class_weight=weight)
         at_target = case.gradient(one_hot=True).gather(1, case.target[:, None])[:, 0]
         # A difference of terms of about 1.
         torch.testing.assert_close(entry, at_target.float(), rtol=2e-5, atol=2e-5)
@@ -265,7 +266,7 @@ def test_a_column_that_dominates_its_row(backend, vocab, dtype, logit_map):
     coefficients = RowCoefficients(one_hot, one_hot)
     tolerance = {"rtol": 2e-5 if dtype != FP32 else 5e-6, "atol": 0}
     found, z_y = kernels.statistics(case.z, case.target)
-    entry = target_gradient(logit_map, z_y, found, coefficients)
+    entry = interface.gradient(z_y.float(), logit_map, found, coefficients)
     together, _ = kernels.both_(case.z, case.target, coefficients)
     expected = exact.log_p.gather(1, at)[:, 0]
     for row_max, row_log_sum in (found, together):

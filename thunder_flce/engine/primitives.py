@@ -19,7 +19,7 @@ from thunder_flce.engine.kernels.interface import (
     RowStatistics,
     at_columns,
     empty_logits,
-    target_gradient,
+    gradient,
 )
 from thunder_flce.engine.matmul import matmul
 from thunder_flce.engine.plan import RECOMPUTE_LOGITS, Plan
@@ -489,7 +489,7 @@ class Primitives:
         each = RowStatistics(*(vector.repeat_interleave(count) for vector in found))
         vectors = (None if v is None else v.repeat_interleave(count) for v in coefficients._replace(one_hot=None))
         of_each = RowCoefficients(*vectors)._replace(one_hot=total.reshape(-1))
-        entry = target_gradient(self.call.loss.logit_map, z_y.reshape(-1), each, of_each)
+        entry = gradient(z_y.reshape(-1).to(self.call.row_dtype), self.call.loss.logit_map, each, of_each)
         # On a CPU, scatter_ would copy all of 16-bit dlogits to float32 and back.
         row = torch.arange(column.shape[0], device=column.device)[:, None]
         dlogits[row, column] = entry.view(column.shape).to(dlogits.dtype)

@@ -78,7 +78,7 @@ class RowKernels(Protocol):
         """Writes the gradient of `RowCoefficients` without its one_hot term to `out` (C, V), and sums it over the rows.
 
         `out` is z itself, or other memory, and z stays. With a `target` (C,) int64, -1 for none of these columns, that
-        column gets the gradient with its one_hot term: `target_gradient`. The sums, (V,) in the row dtype, are of what
+        column gets the gradient with its one_hot term: `gradient`. The sums, (V,) in the row dtype, are of what
         is written before it is rounded; None unless `column_sums`.
         """
 
@@ -90,28 +90,32 @@ class RowKernels(Protocol):
         """
 
 
-def target_gradient(
-    logit_map: LogitMap, z_y: Tensor, statistics: RowStatistics, coefficients: RowCoefficients,
-    class_weight: Tensor | None = None, target: Tensor | None = None,
+def gradient(
+    z: Tensor, logit_map: LogitMap, statistics: RowStatistics, coefficients: RowCoefficients, *,
+    class_weight: Tensor | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """(C,) the gradient with its one_hot term in the row dtype, from z at each row's target, (C,).
+    """The gradient of `RowCoefficients` by PyTorch's operations, of z in the row dtype and what broadcasts to it.
 
-    Where A = B, it keeps the digits of p - 1. Class weights (V,) are read at `target`, (C,), -1 where nothing is.
+    With the one_hot term it is that at a row's target, in which p - 1 keeps its digits where A = B. In `out`, which may
+    be z, if it is given.
     """
     row_max, row_log_sum = statistics
     factor, one_hot, uniform, entropy = coefficients
-    u = logit_map(z_y.to(row_max.dtype))
-    shifted = u - row_max
-    log_p = shifted - row_log_sum
-    p = log_p.exp()
-    gradient = torch.where(p > 0.5, log_p.expm1_() * factor + (factor - one_hot), p * factor - one_hot)
-    if entropy is not None:
-        gradient = gradient - finite(shifted) * p * entropy
+    slope = logit_map.slope(z)
+    shifted = torch.sub(logit_map(z), row_max, out=out)
+    if one_hot is None and entropy is None:
+        result = shifted.sub_(row_log_sum).exp_().mul_(factor)
+    else:
+        log_p = shifted - row_log_sum
+        p = log_p.exp()
+        result = p * factor
+        if one_hot is not None:
+            result = torch.where(p > 0.5, log_p.expm1_() * factor + (factor - one_hot), result - one_hot)
+        if entropy is not None:
+            result = torch.sub(result, finite(shifted).mul_(p).mul_(entropy), out=out)
     if uniform is not None:
-        of_class = 1 if class_weight is None or target is None else class_weight[target.clamp(min=0)]
-        gradient = gradient - uniform * of_class
-    slope = logit_map.slope(z_y.to(row_max.dtype))
-    return gradient if slope is None else gradient * slope
+        result.sub_(uniform if class_weight is None else uniform * class_weight)
+    return result if slope is None else result.mul_(slope)
 
 
 def write_at_targets_(out: Tensor, target: Tensor, entry: Tensor) -> None:

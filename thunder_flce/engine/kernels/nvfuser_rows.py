@@ -24,8 +24,8 @@ from thunder_flce.device import ROW_MULTIPLE
 from thunder_flce.engine.kernels.interface import (
     RowStatistics,
     at_columns,
+    gradient,
     padded_weight,
-    target_gradient,
     whole_rows,
     write_at_targets_,
 )
@@ -292,8 +292,9 @@ class NvFuserRowKernels:
             fusions = [whole._replace(name="column_sums", out_dtype=None), whole._replace(name="gradient")]
         z_y = entry = None
         if target is not None:
-            z_y = at_columns(z, target.clamp(min=0))
-            entry = target_gradient(self.logit_map, z_y, statistics, coefficients, class_weight, target)
+            column = target.clamp(min=0)
+            of_column, z_y = None if class_weight is None else class_weight[column], at_columns(z, column).float()
+            entry = gradient(z_y, self.logit_map, statistics, coefficients, class_weight=of_column)
         outputs = [each for one in fusions for each in self._run(one, _inputs(one, z, statistics, vectors))]
         if out is not z:
             out.copy_(outputs[-1][:, : z.shape[1]])
@@ -302,7 +303,7 @@ class NvFuserRowKernels:
             write_at_targets_(out, target, entry)
             if sums is not None:
                 # What it adds to the sums over rows, in which it has not been rounded: the one_hot term.
-                slope = self.logit_map.slope(z_y.float())
+                slope = self.logit_map.slope(z_y)
                 change = -coefficients.one_hot if slope is None else -coefficients.one_hot * slope
                 sums.index_add_(0, target.clamp(min=0), torch.where(target < 0, 0, change))
         return sums

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from thunder_flce.device import Device
-from thunder_flce.engine.kernels.interface import RowStatistics, at_columns, finite, target_gradient, write_at_targets_
+from thunder_flce.engine.kernels.interface import RowStatistics, at_columns, finite, gradient, write_at_targets_
 from thunder_flce.operation.loss import LogitMap, RowCoefficients
 from thunder_flce.operation.moments import MOMENTS
 
@@ -87,28 +87,29 @@ class TorchRowKernels:
     ) -> Tensor | None:  # fmt: skip
         dtype, entry = torch.promote_types(z.dtype, torch.float32), None
         if target is not None:
-            z_y = at_columns(z, target.clamp(min=0))
-            entry = target_gradient(self.logit_map, z_y, statistics, coefficients, class_weight, target)
+            column = target.clamp(min=0)
+            weight, z_y = None if class_weight is None else class_weight[column], at_columns(z, column).to(dtype)
+            entry = gradient(z_y, self.logit_map, statistics, coefficients, class_weight=weight)
         sums = torch.zeros(z.shape[1], dtype=dtype, device=z.device) if column_sums else None
         coefficients = coefficients._replace(one_hot=None)
         for rows in row_blocks(z):
-            logits, written = self._logits(z[rows]), out[rows]
-            memory = written if written.dtype == dtype else self._may_overwrite(logits, z[rows])
+            block, written = z[rows].to(dtype), out[rows]
+            memory = written if written.dtype == dtype else block if z.dtype != dtype else None
             of_rows = RowCoefficients(*(None if vector is None else vector[rows, None] for vector in coefficients))
-            slope, of_block = self.logit_map.slope(z[rows].to(dtype)), statistics.rows((rows, None))
-            gradient = self._gradient(logits, slope, of_block, of_rows, class_weight, memory)
+            of_block = statistics.rows((rows, None))
+            found = gradient(block, self.logit_map, of_block, of_rows, class_weight=class_weight, out=memory)
             if target is not None and entry is not None:
-                write_at_targets_(gradient, target[rows], entry[rows])
+                write_at_targets_(found, target[rows], entry[rows])
             if sums is not None:
-                sums.add_(gradient.sum(0))
-            if gradient is not written:
-                written.copy_(gradient)
+                sums.add_(found.sum(0))
+            if found is not written:
+                written.copy_(found)
         return sums
 
     def both_(self, z: Tensor, target: Tensor, coefficients: RowCoefficients) -> tuple[RowStatistics, Tensor]:
         z_y = at_columns(z, target)
         statistics = self._statistics(z, coefficients.probability)
-        entry = target_gradient(self.logit_map, z_y, statistics, coefficients)
+        entry = gradient(z_y.to(statistics.row_max.dtype), self.logit_map, statistics, coefficients)
         # On a CPU, scatter_ would copy all of a 16-bit z to float32 and back.
         z[torch.arange(z.shape[0], device=z.device), target] = entry.to(z.dtype)
         return statistics, z_y
@@ -119,7 +120,7 @@ class TorchRowKernels:
         others = torch.empty_like(row_max)
         for rows in row_blocks(z):
             logits, slope = self._logits(z[rows]), None
-            memory = self._may_overwrite(logits, z[rows])
+            memory = logits if logits.data_ptr() != z[rows].data_ptr() else None
             if factors is not None:
                 memory, slope = logits, self.logit_map.slope(z[rows].to(row_max.dtype))
             row_max[rows], column = largest(logits)
@@ -129,32 +130,11 @@ class TorchRowKernels:
             own = exponential.gather(1, at)
             others[rows] = sums_of_rows(exponential.scatter_(1, at, own - 1))
             if factors is not None:
-                gradient = exponential.scatter_(1, at, own).mul_((factors[rows] / (1 + others[rows]))[:, None])
-                gradient = gradient if slope is None else gradient.mul_(slope)
-                if gradient.data_ptr() != z[rows].data_ptr():
-                    z[rows] = gradient
+                found = exponential.scatter_(1, at, own).mul_((factors[rows] / (1 + others[rows]))[:, None])
+                found = found if slope is None else found.mul_(slope)
+                if found.data_ptr() != z[rows].data_ptr():
+                    z[rows] = found
         return RowStatistics(row_max, others.log1p_())
 
     def _logits(self, z: Tensor) -> Tensor:
         return self.logit_map(z.to(torch.promote_types(z.dtype, torch.float32)))
-
-    def _may_overwrite(self, logits: Tensor, z: Tensor) -> Tensor | None:
-        """The memory of mapped or converted logits, where that is not z's own."""
-        return logits if logits.data_ptr() != z.data_ptr() else None
-
-    def _gradient(
-        self, logits: Tensor, slope: Tensor | None, statistics: RowStatistics, coefficients: RowCoefficients,
-        class_weight: Tensor | None, out: Tensor | None,
-    ) -> Tensor:  # fmt: skip
-        """The formula, without its one_hot term; vectors are (C, 1). In `out`, which may be logits, if it is given."""
-        shifted = torch.sub(logits, statistics.row_max, out=out)
-        if coefficients.entropy is None:
-            gradient = shifted.sub_(statistics.row_log_sum).exp_().mul_(coefficients.probability)
-        else:
-            probability = (shifted - statistics.row_log_sum).exp_()
-            gradient = probability * coefficients.probability
-            gradient = torch.sub(gradient, finite(shifted).mul_(probability).mul_(coefficients.entropy), out=out)
-        if coefficients.uniform is not None:
-            uniform = coefficients.uniform
-            gradient.sub_(uniform if class_weight is None else uniform * class_weight)
-        return gradient if slope is None else gradient.mul_(slope)
