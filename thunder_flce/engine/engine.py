@@ -113,7 +113,7 @@ def run(
             value, dlogits = ops.divergence_(
                 z, of_teacher.of(chunk, [ops.gather(rows, ops.call.tensors[TEACHER.x], chunk)]), factors
             )
-            of_rows, bias_grad = RowResults(RowStatistics(value, value), value), None
+            of_rows, bias_grad = RowResults(of_rows=value), None
         found.append(of_rows)
         if sums is not None:
             sums.add(dlogits, xs, chunk, bias_grad)
@@ -193,7 +193,7 @@ def _row_work(
             inputs = [rows.of(rows.gather(vector), chunk) for vector in ops.call.token_inputs]
             s = None if coefficients is None else rows.of(rows.s, chunk)
             value, of_rows = ops.token_loss(found, inputs, s)
-            found = found._replace(token_loss=value, coefficients=of_rows)
+            found = found._replace(of_rows=value, coefficients=of_rows)
     if coefficients is None:
         return found, z, None
     return found, *ops.gradient_(z, found, coefficients.of(chunk, found), target)
@@ -203,11 +203,7 @@ def _results(
     ops: Primitives, rows: Rows, found: RowResults, gradients: dict[str, Tensor], kept: Tensor | None
 ) -> dict[str, Tensor]:
     call, plan = ops.call, ops.plan
-    made: dict[str, Tensor] = {}
-    if call.loss.divergence is not None:
-        value = row_loss.reduced(ops, rows, found.z_y)
-    else:
-        value, made = ops.loss(rows, found)
+    value, made = ops.loss(rows, found)
     results = {"loss": rows.returned(value) if call.loss.reduction == "none" else value}
     results |= {name: rows.returned(output) for name, output in made.items()}
     if len(made) < len(call.loss.outputs):

@@ -521,9 +521,9 @@ class Primitives:
 
     def loss(self, selected: Rows, found: RowResults) -> tuple[Tensor, dict[str, Tensor]]:
         """() the loss or, for reduction "none", (N,), from what is known of all rows; and outputs that come with it."""
-        loss, logit, at_target, of_rows = self.call.loss, found.z_y, selected.at_target, found.token_loss
+        loss, logit, at_target, of_rows = self.call.loss, found.z_y, selected.at_target, found.of_rows
         if self.region.vector_kernels is None:
-            row = found.row(self)
+            row: Any = None if found.z_y is None else found.row(self)
             of_rows = row_loss.cross_entropy(self, selected, row) if of_rows is None else of_rows
             return row_loss.reduced(self, selected, of_rows, loss.z_term(row)), {}
         if loss.maps_logits or loss.label_smoothing:

@@ -269,6 +269,7 @@ class _Writer(Primitives):
         call, reduction = self.call, self.call.loss.reduction
         shape = (call.own_tokens,) if reduction == "none" else ()
         of_row = f"row_log_sum + row_max - {self._u}[y]" if call.loss.is_plain else "loss"
+        of_row = of_row if call.loss.divergence is None else "divergence"
         has_weights = "weight" in call.tensors or "token_weights" in call.tensors
         words = f"{of_row} of each row" if reduction == "none" else f"{reduction} over valid rows of {of_row}"
         words += ", weighted" if has_weights else ""

@@ -21,19 +21,22 @@ if TYPE_CHECKING:
 class RowResults(NamedTuple):
     """What the forward computes of some rows, (C,) each; None where the loss does not need it."""
 
-    statistics: RowStatistics
-    z_y: Any
+    statistics: Any = None
+    """`RowStatistics`; None of a divergence, as is z_y"""
+    z_y: Any = None
     """The linear's output at each row's target; (C, K) with target weights; None where statistics were known before"""
     moments: dict[str, Tensor] = {}
     argmax: Tensor | None = None
-    token_loss: Tensor | None = None
+    of_rows: Tensor | None = None
+    """What each row adds to the loss in place of its cross-entropy: a token loss, or a divergence"""
     coefficients: RowCoefficients | None = None
     """Of the gradient, where they follow from a token loss"""
 
     def row(self, ops: "Primitives") -> Row:
         """The same for the formulas of `Loss`."""
         u_y = ops.call.loss.logit_map(self.z_y.to(ops.call.row_dtype))
-        return Row(*self.statistics, target_logit=u_y, moments=self.moments, argmax=self.argmax)
+        row_max, row_log_sum = self.statistics
+        return Row(row_max, row_log_sum, target_logit=u_y, moments=self.moments, argmax=self.argmax)
 
 
 class Coefficients:
@@ -152,12 +155,13 @@ def joined(ops: "Primitives", rows: Rows, chunks: list[RowResults]) -> RowResult
     def cat(vectors: list[Any]) -> Any:
         return None if vectors[0] is None else torch.cat(vectors)
 
+    each_statistics = [chunk.statistics for chunk in chunks]
     return RowResults(
-        RowStatistics(*(torch.cat(of) for of in zip(*(chunk.statistics for chunk in chunks), strict=True))),
-        torch.cat([chunk.z_y for chunk in chunks]),
+        each_statistics[0] and RowStatistics(*(torch.cat(of) for of in zip(*each_statistics, strict=True))),
+        cat([chunk.z_y for chunk in chunks]),
         {name: torch.cat([chunk.moments[name] for chunk in chunks]) for name in chunks[0].moments},
         cat([chunk.argmax for chunk in chunks]),
-        cat([chunk.token_loss for chunk in chunks]),
+        cat([chunk.of_rows for chunk in chunks]),
     )
 
 
