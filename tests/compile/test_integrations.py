@@ -173,14 +173,16 @@ CHECKPOINTS = {"gradient_checkpointing": True}
 WITHOUT_REENTRY = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
 TRAINED_HEAD = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
 OLDER = pytest.mark.skipif(VERSION < (5, 23), reason="older ones break the graph around it")
+# One program serves all steps.
+ONE_LENGTH = [{"input_ids": row["input_ids"][:4]} for row in tiny.rows(16)]
 RUNS = {
     "lengths": {},
     "bf16": {"settings": {"bf16": True}},
     "logged warnings": {"model": partial(tiny.model, "Gemma2", num_hidden_layers=0, use_cache=False)},
-    "a decoder in what is not called": {"model": partial(tiny.model, "OPT", ffn_dim=48, word_embed_proj_dim=32)},
-    "encoder and decoder": {"model": t5},
+    "a decoder in what is not called": {"model": partial(tiny.model, "OPT", ffn_dim=48, word_embed_proj_dim=32), "rows": ONE_LENGTH},
+    "encoder and decoder": {"model": t5, "rows": ONE_LENGTH},
     "label smoothing": {"settings": {"label_smoothing_factor": 0.1}},
-    "gradient checkpointing": {"settings": CHECKPOINTS, "model": tiny.model},
+    "gradient checkpointing": {"settings": CHECKPOINTS, "model": tiny.model, "rows": ONE_LENGTH},
     "predictions and metrics": {"settings": {"max_steps": 1}, "compute_metrics": accuracy},
     "loss function": {"settings": {"max_steps": 2}, "compute_loss_func": shifted_by_one},
     "adapter of the head": {
