@@ -228,10 +228,10 @@ def _on_a_rank(rank, folder):
         patch.setattr(backend.Inductor, "__call__", lambda self, graph, inputs: graph)
         for name, value in environment.items():
             patch.setenv(name, str(value))
-        for others, layers in (({}, 0), (ALL, 1)):
+        for others, layers, rows in (({}, 0, tiny.rows(32)), (ALL, 1, 2 * ONE_LENGTH)):
             settings = {"average_tokens_across_devices": True, "ddp_backend": "gloo", **others}
             theirs, ours = (
-                train(each, folder, model=tiny.model(num_hidden_layers=layers), settings=settings, rows=tiny.rows(32))
+                train(each, folder, model=tiny.model(num_hidden_layers=layers), settings=settings, rows=rows)
                 for each in (transformers.Trainer, OurTrainer)
             )
             # Mixed precision of accelerate has a forward of its own there.
