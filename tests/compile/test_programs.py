@@ -31,6 +31,7 @@ from thunder_flce.matching.program import Tensor
 
 B, H, V = 4, 16, 53
 IN_FORWARD, FUSED, NONE, ANY = "gradients in the forward", "fused", "nothing to fuse", "whatever is fused"
+AT_ONCE, LATER, NO_GRADIENT = "gradients_in_forward", "recompute_logits", "loss_only"
 TRANSFORMED, PRODUCT = Reason.TRANSFORMED_LOGITS, Reason.ANOTHER_PRODUCT
 LOG_SOFTMAX, ATEN = nn.LogSoftmax(), torch.ops.aten
 BY_DYNAMO: list[tuple[Callable, Any]] = []
@@ -38,7 +39,10 @@ BY_THUNDER: list[tuple[Callable, Any]] = []
 
 
 def expect(outcome, *, thunder: bool = False, dynamo: bool = True, name: str = ""):
-    """Enters a program: with a `Reason`, it is not fused; with other words, its gradients wait, and a note has them."""
+    """Enters a program: with a `Reason`, it is not fused; with other words, its gradients wait, and a note has them.
+
+    With a list, its regions have these strategies.
+    """
 
     def enter(program: Callable) -> Callable:
         entered = with_arguments(program)
@@ -85,6 +89,8 @@ def check(program: Callable, outcome, compiled: Callable, lengths) -> list:
         assert not found
     elif isinstance(outcome, Reason):
         assert {each.reason for each in found} == {outcome}, found
+    elif isinstance(outcome, list):
+        assert sorted(each.plan.strategy for each in found) == outcome
     elif outcome != ANY:
         assert found and all(each.fused for each in found), found
         strategies = {each.plan.strategy for each in found}
@@ -610,6 +616,32 @@ PROGRAMS = {
     "scores of candidates": (
         Reason.NO_LINEAR, lambda z, y, h: F.cross_entropy(z[:, -1, 7].view(2, 2), y[:2, 0] % 2) + h.sum(),
     ),
+    "a temperature that is computed twice": (
+        [AT_ONCE], lambda z, y, a: (
+            count := torch.zeros((), dtype=a.dtype), first := z / a[:, :1, None].exp().clamp(min=0.1),
+            second := z / a[:, :1, None].exp().clamp(min=0.1), count.add_(len(y)),
+            (of_rows(first, y) + second.logsumexp(-1).square().mean(), count),
+        )[4],
+    ),
+    # Nobody needs its gradient: it is detached last.
+    "a metric of other rows": (
+        [AT_ONCE, NO_GRADIENT], lambda z, y, e: (of_rows(z[:, :-1], y[:, 1:]), (e.mean() * 2).detach()),
+    ),
+    # A head that waits is one region, with all of its chunks, though their sum is left to the program.
+    "chunks of two heads in turns": (
+        [AT_ONCE, LATER], lambda h, w, y, a: sum(
+            (losses(h[part], head, y[part]).exp() * a[part]).sum()
+            for part in (slice(0, 2), slice(2, None)) for head in (w, w * -1.5)
+        ),
+    ),
+    # Apart, they would be no loss that anybody knows, and take no rows.
+    "rows that are joined, beside another head": (
+        [AT_ONCE, AT_ONCE], lambda h, w, y: F.cross_entropy(
+            F.linear(rows := h.flatten(0, 1), w.flip(0)), y := y.flatten()
+        ) - torch.cat([F.linear(rows[at], w) for at in (slice(8, None), slice(8))]).softmax(-1).gather(
+            -1, y.roll(-8)[:, None]
+        ).log().sum(),
+    ),
     "in vmap": (
         Reason.DISTRIBUTED, lambda h, w, y: torch.vmap(lambda x, of: F.cross_entropy(F.linear(x, w), of))(h, y).sum(),
     ),
@@ -728,7 +760,7 @@ PROGRAMS_OF_BOTH = {
     "normalised twice": (Reason.NOT_FOLLOWED, lambda z: z.log_softmax(-1).logsumexp(-1).square().sum()),
     "of a module": (FUSED, lambda z, y: -LOG_SOFTMAX(z[0]).gather(1, y[0][:, None])),
     "several codebooks": (
-        Reason.ANOTHER_PRODUCT, lambda h, w, y: of_labels(
+        PRODUCT, lambda h, w, y: of_labels(
             torch.einsum("bth,kvh->bktv", h, torch.stack([w, w.tanh()])), torch.stack([y, y], 1)
         ).mean(),
     ),
@@ -1752,17 +1784,6 @@ def test_ignored_labels_that_are_filled(name):
     assert len(check(program_of_filled, IN_FORWARD, by_dynamo(program_of_filled), (6,))) == 1
 
 
-def test_a_temperature_that_is_computed_twice():
-    @with_arguments
-    def program(h, w, y, a):
-        z, count = F.linear(h, w), torch.zeros((), dtype=a.dtype)
-        first, second = (z / a[:, :1, None].exp().clamp(min=0.1) for _ in range(2))
-        count += len(y)
-        return of_rows(first, y) + second.logsumexp(-1).square().mean(), count
-
-    assert len(check(program, IN_FORWARD, by_dynamo(program), (6,))) == 1
-
-
 @pytest.mark.parametrize(("loss", "of_row"), [
     (of_rows, 2),
     (lambda z, y: -(of_labels(z, y.clamp(min=0)) * (y >= 0)).sum(), 2),
@@ -1795,18 +1816,6 @@ def test_number_of_a_loss(monkeypatch):
 
     check(program, IN_FORWARD, by_dynamo(program), (6,))
     assert not graphs[0].graph.find_nodes(op="call_function", target=F.linear)
-
-
-def test_a_head_that_waits_is_one_region():
-    """With all of its chunks, though their sum is left to the program."""
-
-    @with_arguments
-    def program(h, w, y, a):
-        heads, parts = (w, w * -1.5), (slice(0, 2), slice(2, None))
-        return sum((losses(h[part], head, y[part]).exp() * a[part]).sum() for part in parts for head in heads)
-
-    found = check(program, "added in turns", by_dynamo(program), (6,))
-    assert sorted(each.plan.strategy for each in found) == ["gradients_in_forward", "recompute_logits"]
 
 
 def _in_chunks(h, w, y, a):
@@ -1875,19 +1884,6 @@ def test_memory_is_compared_once_for_each_loss_that_is_added_in_place(monkeypatc
     assert len(compared) < 12**3
 
 
-def test_rows_that_are_joined_are_fused_beside_another_head():
-    """Apart they would be no loss that anybody knows, and take no rows."""
-
-    @with_arguments
-    def program(h, w, y):
-        rows, labels = h.flatten(0, 1), y.flatten()
-        joined = torch.cat([F.linear(rows[at], w) for at in (slice(8, None), slice(8))])
-        probabilities = joined.softmax(-1).gather(-1, labels.roll(-8)[:, None])
-        return F.cross_entropy(F.linear(rows, w.flip(0)), labels) - probabilities.log().sum()
-
-    assert len(check(program, IN_FORWARD, by_dynamo(program), (6,))) == 2
-
-
 @pytest.mark.parametrize("chunks, options, strategies", [
     (12, {}, ["recompute_logits"]), (2, {}, ["gradients_in_forward"] * 2),
     (12, {"strategy": "gradients_in_forward"}, ["gradients_in_forward"] * 12),
@@ -1906,34 +1902,6 @@ def test_gradients_of_a_head_for_each_of_many_losses_wait(chunks, options, strat
     assert [each.plan.strategy for each in found] == strategies
 
 
-def test_a_metric_of_other_rows_has_no_gradient():
-    """Nobody needs it: it is detached last."""
-
-    @with_arguments
-    def program(z, y, e):
-        return of_rows(z[:, :-1], y[:, 1:]), (e.mean() * 2).detach()
-
-    found = check(program, IN_FORWARD, by_dynamo(program), (6,))
-    assert sorted(each.plan.strategy for each in found) == ["gradients_in_forward", "loss_only"]
-
-
-def test_regions_share_a_cast_of_autocast():
-    """The first of them has no gradient, and the second has one through the cast of the weight."""
-
-    @torch.autocast("cpu", torch.bfloat16)
-    def program(h, w, y):
-        logits = F.linear(h, w)
-        with torch.no_grad():
-            logged = of_rows(logits, y)
-        return of_rows(logits, y.flip(0)), logged
-
-    h, w, y, *_ = operands(6)
-    given, compiled = (h.detach().float(), w.detach().float().requires_grad_(), y), by_dynamo(program)
-    for found, right in zip(run(compiled, given), run(program, given), strict=True):
-        torch.testing.assert_close(found, right, rtol=0.02, atol=0.002)
-    assert [each.plan.strategy for each in decisions(compiled)] == ["loss_only", "gradients_in_forward"]
-
-
 def _heads_of_parts_that_change_since(h, w, y, a):
     x = h * 1
     loss = sum(of_rows(F.linear(each, w), own) for each, own in zip(x.chunk(2), y.chunk(2), strict=True))
@@ -1941,24 +1909,30 @@ def _heads_of_parts_that_change_since(h, w, y, a):
     return loss
 
 
-@pytest.mark.parametrize("of_heads", [
-    lambda h, w, y, a: clipped(torch.stack([log_probs(h[at], w, y[at]) for at in range(B)]), a).mean(),
-    lambda h, w, y, a: of_rows(F.linear(h, w), y) + of_rows(F.linear(h.flip(1), w), y) / 2,
-    lambda h, w, y, a: (log_probs(h, w, y) * a).mean() + entropies(h, w).mean(),
-    _heads_of_parts_that_change_since,
-], ids=["parts of tokens", "two heads", "twice the same", "parts of what changes since"])  # fmt: skip
-def test_casts_of_one_parameter_are_one(of_heads):
+UNDER_AUTOCAST = {
+    "parts of tokens": lambda h, w, y, a: clipped(
+        torch.stack([log_probs(h[at], w, y[at]) for at in range(B)]), a
+    ).mean(),
+    "two heads": lambda h, w, y, a: of_rows(F.linear(h, w), y) + of_rows(F.linear(h.flip(1), w), y) / 2,
+    "twice the same": lambda h, w, y, a: (log_probs(h, w, y) * a).mean() + entropies(h, w).mean(),
+    "parts of what changes since": _heads_of_parts_that_change_since,
+    # The first of them has no gradient, and the second has one through the cast of the weight.
+    "two regions": lambda h, w, y, a: (
+        z := F.linear(h, w), logged := _without_gradients(of_rows, z, y), (of_rows(z, y.flip(0)), logged)
+    )[2],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNDER_AUTOCAST)
+def test_casts_of_one_parameter_are_one(name):
     """Autocast has one for each linear."""
-
-    @torch.autocast("cpu", torch.bfloat16)
-    def program(h, w, y, a):
-        return of_heads(h, w, y, a)
-
+    program = torch.autocast("cpu", torch.bfloat16)(UNDER_AUTOCAST[name])
     h, w, y, a, _ = operands(6)
     compiled, given = by_dynamo(program), (*(each.detach().float().requires_grad_() for each in (h, w)), y, a.float())
     for found, right in zip(run(compiled, given), run(program, given), strict=True):
         torch.testing.assert_close(found, right, rtol=0.02, atol=0.002)
-    assert [each.plan.strategy for each in decisions(compiled)] == ["gradients_in_forward"]
+    strategies = [NO_GRADIENT] * (name == "two regions") + [AT_ONCE]
+    assert [each.plan.strategy for each in decisions(compiled)] == strategies
 
 
 @pytest.mark.parametrize("of_logits", [
