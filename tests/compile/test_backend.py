@@ -197,44 +197,35 @@ def test_inductor_on_a_gpu(mode):
     assert_fused(compiled, times=1)
 
 
-@pytest.mark.parametrize(("tokens", "settings", "is_left"), [
-    (24, {"options": {"strict": True}}, True), (24, {"options": {"chunk_rows": 24}}, False),
-    (24, {"mode": "reduce-overhead"}, False), (24, {"dynamic": True}, True), (8192, {}, False),
-    (8192, {"dynamic": True}, False),
+@pytest.mark.parametrize(("lengths", "settings", "largest", "are_left"), [
+    ((24,), {"options": {"strict": True}}, None, [True]), ((24,), {"options": {"chunk_rows": 24}}, None, [False]),
+    ((24,), {"mode": "reduce-overhead"}, None, [False]), ((24,), {"dynamic": True}, None, [True]),
+    ((8192,), {}, None, [False]), ((8192,), {"dynamic": True}, None, [False]),
+    # It is compiled again for lengths with which it is not small, unless the caller has said how long they are.
+    ((24, 20, 30, 9000, 9001, 25), {}, None, [True, True, False]),
+    ((24, 20, 30), {}, 40, [True]), ((24, 20, 30), {}, 9000, [False]),
 ])  # fmt: skip
-def test_a_small_loss_is_left_to_inductor(tokens, settings, is_left, on_gpu, monkeypatch):
+def test_a_small_loss_is_left_to_inductor(lengths, settings, largest, are_left, on_gpu):
     """As on a GPU: where the host's time counts, and logits are small."""
-    head = torch.nn.Linear(H, V, bias=False)
+    head = nn.Linear(H, V, bias=False)
     compiled = compiled_with(lambda x, y: F.cross_entropy(head(x), y), fullgraph=True, **settings)
-    x, y = torch.randn(tokens, H), torch.randint(V, (tokens,))
-    torch.testing.assert_close(compiled(x, y), F.cross_entropy(head(x), y))
-    (decision,) = thunder_flce.explain(compiled).decisions
-    assert decision.fused is not is_left and ("left to Inductor" in str(decision)) is is_left
+    for tokens in lengths:
+        x, y = torch.randn(tokens, H), torch.randint(V, (tokens,))
+        for tensor in (x, y) if largest and tokens == lengths[0] else ():
+            torch._dynamo.mark_dynamic(tensor, 0, min=2, max=largest)
+        torch.testing.assert_close(compiled(x, y), F.cross_entropy(head(x), y))
+    found = thunder_flce.explain(compiled).decisions
+    assert [not each.fused for each in found] == ["left to Inductor" in str(each) for each in found] == are_left
 
 
 @pytest.mark.parametrize("is_one_head", [True, False])
 def test_losses_of_one_head_are_small_together(is_one_head, on_gpu):
-    first, second = (torch.nn.Linear(H, V, bias=False) for _ in range(2))
+    first, second = (nn.Linear(H, V, bias=False) for _ in range(2))
     heads = (first, first) if is_one_head else (first, second)
     compiled = compiled_with(lambda xs, y: [F.cross_entropy(of(x), y) for of, x in zip(heads, xs, strict=True)])
     tokens = lengths.ONE_CHUNK_BYTES // (4 * V) * 3 // 4
     compiled(torch.randn(2, tokens, H).unbind(), torch.randint(V, (tokens,)))
     assert {each.fused for each in thunder_flce.explain(compiled).decisions} == {is_one_head}
-
-
-@pytest.mark.parametrize(("largest", "expected"), [(None, [True, True, False]), (40, [True]), (9000, [False])])
-def test_small_losses_of_many_lengths(largest, expected, on_gpu):
-    """A loss is compiled again for lengths with which it is not small, unless the caller has said how long they are."""
-    head, x, y = torch.nn.Linear(H, V, bias=False), torch.randn(24, H), torch.randint(V, (24,))
-    if largest:
-        for tensor in (x, y):
-            torch._dynamo.mark_dynamic(tensor, 0, min=2, max=largest)
-    compiled = compiled_with(lambda x, y: F.cross_entropy(head(x), y), fullgraph=True)
-    for tokens in (24, 20, 30, *([9000, 9001, 25] if largest is None else [])):
-        if tokens != 24:
-            x, y = torch.randn(tokens, H), torch.randint(V, (tokens,))
-        torch.testing.assert_close(compiled(x, y), F.cross_entropy(head(x), y))
-    assert ["left to Inductor" in str(each) for each in thunder_flce.explain(compiled).decisions] == expected
 
 
 @pytest.mark.parametrize(("largest", "expected"), [(None, [True, True, False]), (16, [True]), (99, [False])])

@@ -179,7 +179,9 @@ RUNS = {
     "lengths": {},
     "bf16": {"settings": {"bf16": True}},
     "logged warnings": {"model": partial(tiny.model, "Gemma2", num_hidden_layers=0, use_cache=False)},
-    "a decoder in what is not called": {"model": partial(tiny.model, "OPT", ffn_dim=48, word_embed_proj_dim=32), "rows": ONE_LENGTH},
+    "a decoder in what is not called": {
+        "model": partial(tiny.model, "OPT", ffn_dim=48, word_embed_proj_dim=32), "rows": ONE_LENGTH,
+    },
     "encoder and decoder": {"model": t5, "rows": ONE_LENGTH},
     "label smoothing": {"settings": {"label_smoothing_factor": 0.1}},
     "gradient checkpointing": {"settings": CHECKPOINTS, "model": tiny.model, "rows": ONE_LENGTH},
