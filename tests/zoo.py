@@ -120,7 +120,7 @@ def _litgpt(name: str, n_layer: int = 0, **wrap: Any):
 
 ITEMS = "num_items_in_batch"
 ENTRIES = [
-    Entry("transformers Llama", _transformers("Llama", num_hidden_layers=1)),
+    Entry("transformers Llama", _transformers("Llama")),
     Entry("transformers Qwen2", _transformers("Qwen2")),
     Entry("transformers Qwen3", _transformers("Qwen3", head_dim=8)),
     Entry("transformers Gemma", _transformers("Gemma", head_dim=8), "tied to the embedding"),

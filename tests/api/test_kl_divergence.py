@@ -90,7 +90,7 @@ def check_call(number: int, *, dtype=torch.float64, is_compiled=False) -> None:
 
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "torch.compile"])
 def test_any_call(is_compiled):
-    for number in range(25 if is_compiled else 150):
+    for number in range(10 if is_compiled else 150):
         check_call(number, is_compiled=is_compiled)
 
 

@@ -110,9 +110,7 @@ def test_not_fused(program, compiler):
         _assert_in_table(program, decisions(compiled))
 
 
-@pytest.mark.parametrize(
-    "program", [patterns.shift_by_slices, patterns.softcapped, patterns.accuracy, patterns.log_softmax_by_logsumexp]
-)
+@pytest.mark.parametrize("program", [patterns.shift_by_slices, patterns.log_softmax_by_logsumexp])
 def test_symbolic_values_stay_right(program):
     """thunder's cache with symbolic values has no shapes to plan with, so nothing is fused."""
     tensors = _arguments(program)

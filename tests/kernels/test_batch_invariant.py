@@ -41,7 +41,7 @@ def batch(request, device):
     dtypes = [torch.float64, torch.float32, torch.bfloat16] if device == "cpu" else [torch.bfloat16] * 3
     on_cuda = device != "cpu"
     vocab, hidden = SIZES["cuda" if on_cuda else "cpu"][request.param]
-    sizes = {"vocab": vocab, "hidden": hidden, "tokens": 4096 if on_cuda else 210, "dtype": dtypes[request.param]}
+    sizes = {"vocab": vocab, "hidden": hidden, "tokens": 4096 if on_cuda else 140, "dtype": dtypes[request.param]}
     case = make_case(**sizes, device=device, bias=True, scale=4.0, ignored=0.0)
     case.target[1::3] = -100
     for tensor in case.operands():

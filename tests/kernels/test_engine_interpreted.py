@@ -22,7 +22,7 @@ from thunder_flce.engine import plan
 from thunder_flce.engine.kernels import interface, scaling
 from thunder_flce.engine.primitives import Primitives, Region
 
-CALLS = 48
+CALLS = 32
 ONE_MULTIPROCESSOR = replace(ABSENT_DEVICE, multiprocessors=1)
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter")
 
@@ -83,7 +83,7 @@ def test_no_valid_target(as_on_a_gpu):
 
 @needs_interpreter
 def test_any_divergence(as_on_a_gpu):
-    for number in range(20):
+    for number in range(8):
         check_call(number, dtype=torch.float32)
 
 
