@@ -178,7 +178,9 @@ ONE_LENGTH = [{"input_ids": row["input_ids"][:4]} for row in tiny.rows(16)]
 RUNS = {
     "lengths": {},
     "bf16": {"settings": {"bf16": True}},
-    "logged warnings": {"model": partial(tiny.model, "Gemma2", num_hidden_layers=0, use_cache=False)},
+    "logged warnings": {
+        "model": partial(tiny.model, "Gemma2", num_hidden_layers=0, use_cache=False), "rows": ONE_LENGTH,
+    },
     "a decoder in what is not called": {
         "model": partial(tiny.model, "OPT", ffn_dim=48, word_embed_proj_dim=32), "rows": ONE_LENGTH,
     },
@@ -284,7 +286,7 @@ def _sharded_on_a_rank(rank, version, dtype, tied, folder):
             optimizer = torch.optim.SGD(model.parameters(), 0.1)
             found.append([])
             for first in (0, 4, 8):
-                inputs = collate(tiny.rows(12)[first + rank :: 2][:2])
+                inputs = collate(ONE_LENGTH[first + rank :: 2][:2])
                 loss = trainer.compute_loss(model.train(), inputs, num_items_in_batch=torch.tensor(20))
                 loss.backward()
                 clip = getattr(model, "clip_grad_norm_", partial(torch.nn.utils.clip_grad_norm_, model.parameters()))
