@@ -22,7 +22,7 @@ from thunder_flce.engine import plan
 from thunder_flce.engine.kernels import interface, scaling
 from thunder_flce.engine.primitives import Primitives, Region
 
-CALLS = 32
+CALLS = 48
 ONE_MULTIPROCESSOR = replace(ABSENT_DEVICE, multiprocessors=1)
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter")
 
