@@ -645,39 +645,14 @@ PROGRAMS = {
     "in vmap": (
         Reason.DISTRIBUTED, lambda h, w, y: torch.vmap(lambda x, of: F.cross_entropy(F.linear(x, w), of))(h, y).sum(),
     ),
-}  # fmt: skip
-PROGRAMS_OF_BOTH = {
-    "dft": (IN_FORWARD, lambda s: (s * torch.exp(-s.detach())).mean()),
-    "by matmul": (IN_FORWARD, lambda x, a, m: (torch.stack([x, x * a], -1) @ a[0, :2] * m).sum()),
-    "taken": (IN_FORWARD, lambda x: x.take(torch.tensor([0, 3, 3])).mean()),
-    "bits": (IN_FORWARD, lambda x, m: ((x * m).sum(), (x.detach() * 1e-3).view(torch.int64) < 0)),
-    # thunder's derivative keeps the sum, with a dtype of its own.
-    "summed in another dtype": (IN_FORWARD, lambda s: (s - s.detach()).sum(dtype=torch.float32).double()),
-    # thunder has its gradient from PyTorch, which reads the rows.
-    "by dot": (IN_FORWARD, lambda s, m: torch.dot(s[0], m[0])),
     "means of sequences": (
         IN_FORWARD, lambda x, m: -((x * m).sum(1) / m.sum(1).clamp(min=1)).where(m.sum(1) > 0, m.new_zeros(())).mean(),
     ),
     "padded": ("after pad in line", lambda x, a: (F.pad(x, (0, 1)) * a[:, :1]).exp().sum()),
-    "by other tokens": ("mixes tokens, after softmax", lambda x, a: (torch.exp(x - a) * x.detach().softmax(-1)).sum()),
-    # thunder has its gradient from PyTorch, which wants one of each part.
-    # It is NaN, though no token has a weight that is.
-    "none selected": (IN_FORWARD, lambda s, m: torch.where(m < 0, s, 0.0).sum() / (m < 0).sum()),
-    "none of one sequence": (
-        IN_FORWARD, lambda h, w, y, m: (
-            count := (valid := (m > 0) & (torch.arange(B) > 0)[:, None]).sum(-1),
-            torch.where(count > 0, losses(h, w, y.where(valid, -100)).sum(-1) / count, 0.0).mean(),
-        )[1],
-    ),
-    "of a part": ("hsplit in line", lambda x: x.hsplit([2])[0].sum()),
     "neighbours": ("reads several tokens at once", lambda x: (x[:, 1:] * x[:, :-1].detach()).sum()),
     "returned": ("and not detached", lambda x, a: (torch.exp(x - a).mean(), x)),
     # They are no hidden states, of which a matrix makes logits.
     "products": (IN_FORWARD, lambda x, a, m: torch.einsum("bt,tk->bk", x, a.t()).sum() + (x @ m.t()).sum()),
-    "times ones, of no tensor": (FUSED, lambda s, m: (s @ torch.ones(m.shape[1], 1, dtype=m.dtype)).sum()),
-    "sum that is logged": (
-        IN_FORWARD, lambda x, m: (-0.5 * (loss := (x * m).sum()) / m.sum(), loss.detach()),
-    ),
     "ratio to itself alone": (
         IN_FORWARD, lambda h, x, a, m: -((x - x.detach()).exp() * a * m).sum() / m.sum() + h.square().mean(),
     ),
@@ -703,15 +678,6 @@ PROGRAMS_OF_BOTH = {
     "trained weights": (
         "needs a gradient, too", lambda h, x, a: (torch.exp(x - a) * h.mean(-1).exp().square()).sum(),
     ),
-    # thunder lacks the sum of a scalar's gradient, where that is broadcast on a CPU, and a method of tensors.
-    "scalar and vector": (
-        FUSED, lambda h, w, y: (s := losses(h, w, y % 3)).mean() + s * s.mean() - s.sum() + torch.arange(3).sum(),
-    ),
-    # The region takes the place of the loss, so it would read them after the change.
-    "hidden states changed": (
-        Reason.OPERAND_MODIFIED,
-        lambda h, w, y: (x := h.tanh() + 1, z := F.linear(x, w.detach()), x.mul_(0.5), of_rows(z, y) + x.sum())[3],
-    ),
     # What reads the shape stands before the region, which gives the losses, too.
     "weights in the shape of losses": (
         IN_FORWARD, lambda z, y, a: (
@@ -721,10 +687,6 @@ PROGRAMS_OF_BOTH = {
     ),
     "labels of another head": (
         IN_FORWARD, lambda h, w, y, z: of_rows(z, (u := F.linear(h.tanh(), w)).argmax(-1).flatten()) + of_rows(u, y),
-    ),
-    # It is NaN.
-    "mean of no tokens": (
-        ANY, lambda h, w, s: s.sum() + F.linear(h[:, :0], w).log_softmax(-1).mean().isnan().double(),
     ),
     # Of logits.
     "class weights beside predictions": (
@@ -741,16 +703,54 @@ PROGRAMS_OF_BOTH = {
         lambda z, y: sum(of_rows(*of, reduction="sum") for of in zip(z.chunk(2, 1), y.chunk(2, 1), strict=True))
         / y.numel(),
     ),
-    # The mean over tokens and classes at once.
-    "of all classes": (
-        IN_FORWARD, lambda z, y: 0.9 * of_rows(z, y) - 0.1 * F.log_softmax(z, -1).mean()
-        + 1e-3 * (z.softmax(-1) * z.log_softmax(-1)).sum(),
-    ),
     # Of classes whose probabilities are shifted, beside their loss: e in each row.
     "sum of exp that is a constant": (
         IN_FORWARD, lambda z, y: (
             F.nll_loss((u := z.log_softmax(-1)).flatten(0, 1), y.flatten()), (u + 1).exp().sum(-1).detach(),
         ),
+    ),
+}  # fmt: skip
+PROGRAMS_OF_BOTH = {
+    "dft": (IN_FORWARD, lambda s: (s * torch.exp(-s.detach())).mean()),
+    "by matmul": (IN_FORWARD, lambda x, a, m: (torch.stack([x, x * a], -1) @ a[0, :2] * m).sum()),
+    "taken": (IN_FORWARD, lambda x: x.take(torch.tensor([0, 3, 3])).mean()),
+    "bits": (IN_FORWARD, lambda x, m: ((x * m).sum(), (x.detach() * 1e-3).view(torch.int64) < 0)),
+    # thunder's derivative keeps the sum, with a dtype of its own.
+    "summed in another dtype": (IN_FORWARD, lambda s: (s - s.detach()).sum(dtype=torch.float32).double()),
+    # thunder has its gradient from PyTorch, which reads the rows.
+    "by dot": (IN_FORWARD, lambda s, m: torch.dot(s[0], m[0])),
+    "by other tokens": ("mixes tokens, after softmax", lambda x, a: (torch.exp(x - a) * x.detach().softmax(-1)).sum()),
+    # It is NaN, though no token has a weight that is.
+    "none selected": (IN_FORWARD, lambda s, m: torch.where(m < 0, s, 0.0).sum() / (m < 0).sum()),
+    "none of one sequence": (
+        IN_FORWARD, lambda h, w, y, m: (
+            count := (valid := (m > 0) & (torch.arange(B) > 0)[:, None]).sum(-1),
+            torch.where(count > 0, losses(h, w, y.where(valid, -100)).sum(-1) / count, 0.0).mean(),
+        )[1],
+    ),
+    # thunder has its gradient from PyTorch, which wants one of each part.
+    "of a part": ("hsplit in line", lambda x: x.hsplit([2])[0].sum()),
+    "times ones, of no tensor": (FUSED, lambda s, m: (s @ torch.ones(m.shape[1], 1, dtype=m.dtype)).sum()),
+    "sum that is logged": (
+        IN_FORWARD, lambda x, m: (-0.5 * (loss := (x * m).sum()) / m.sum(), loss.detach()),
+    ),
+    # thunder lacks the sum of a scalar's gradient, where that is broadcast on a CPU, and a method of tensors.
+    "scalar and vector": (
+        FUSED, lambda h, w, y: (s := losses(h, w, y % 3)).mean() + s * s.mean() - s.sum() + torch.arange(3).sum(),
+    ),
+    # The region takes the place of the loss, so it would read them after the change.
+    "hidden states changed": (
+        Reason.OPERAND_MODIFIED,
+        lambda h, w, y: (x := h.tanh() + 1, z := F.linear(x, w.detach()), x.mul_(0.5), of_rows(z, y) + x.sum())[3],
+    ),
+    # It is NaN.
+    "mean of no tokens": (
+        ANY, lambda h, w, s: s.sum() + F.linear(h[:, :0], w).log_softmax(-1).mean().isnan().double(),
+    ),
+    # The mean over tokens and classes at once.
+    "of all classes": (
+        IN_FORWARD, lambda z, y: 0.9 * of_rows(z, y) - 0.1 * F.log_softmax(z, -1).mean()
+        + 1e-3 * (z.softmax(-1) * z.log_softmax(-1)).sum(),
     ),
     "greedy choice": (
         Reason.NOT_A_LOG_PROBABILITY,
@@ -805,7 +805,7 @@ def smoothing_in_place(z, y, m):
     return 0.9 * of_labels.sum() / m.sum() + 0.1 * of_all.sum() / (m.sum() * of_classes.shape[-1])
 
 
-@expect(IN_FORWARD, thunder=True)
+@expect(IN_FORWARD)
 def slices_of_tokens(x, e, a, m):
     """As those of a response, of which a loss is made: of other tokens, what it reads and weighs is not known."""
     response = x[:, 1:][:, :-1]
@@ -888,7 +888,7 @@ def numbers_that_a_mask_makes_infinite(x, a, m):
     return (x - a).exp().sum()
 
 
-@expect(IN_FORWARD, thunder=True)
+@expect(IN_FORWARD)
 def many_sequences(x, a, m):
     """Cut out of packed tokens: one loss of all, where a loss for each would be too many operations."""
 
@@ -948,7 +948,7 @@ def tokens_beside_their_neighbours(x, a):
     return (x.exp() * x.roll(1, 1).exp() * a).sum()
 
 
-@expect(IN_FORWARD, thunder=True)
+@expect(IN_FORWARD)
 def slices_without_infinite_tokens(h, w, y, a, m):
     """Some of the first tokens are certain, and 0 is no place where the square root could be asked for."""
     x = log_probs(torch.cat([h[:, :1] * 1e4, h[:, 1:]], 1), w, y)
@@ -1087,14 +1087,8 @@ def columns_of_logits_beside_a_loss(h, w, y):
 
 
 LOGITS = {
-    # A bias gets a gradient where it was added after the linear was detached, and none where it was detached with it.
-    "bias after a frozen head": (FUSED, lambda h, w: _without_gradients(torch.matmul, h, w.t()) + w[:, 0]),
     "bias of a frozen head": (
         FUSED, lambda h, w: F.linear(h, w, w[:, 0]).detach() + F.linear(F.linear(h, w[:3]), w[:, 3:6]),
-    ),
-    "adapter beside tied embeddings": (
-        FUSED, lambda h, w, y: F.linear(x := torch.tanh(F.embedding(y, w)) + h, w)
-        + F.linear(x, w[:3]) @ (w[:, 3:6].t() * 1.0).contiguous(),
     ),
     "adapter of equations": (
         IN_FORWARD, lambda h, w: torch.einsum("bth,vh->btv", h, w)
@@ -1103,22 +1097,12 @@ LOGITS = {
     "tensordot": (IN_FORWARD, lambda h, w: torch.tensordot(h, w, dims=([-1], [1]))),
     "tensordot of a number": (IN_FORWARD, lambda h, w: torch.tensordot(h.tanh(), w.t(), 1)),
     "factors that are no float": (TRANSFORMED, lambda z: z * 1e-200 * 1e-200),
-    "cumulated, of a frozen head": (TRANSFORMED, lambda h, w: F.linear(h, w.detach()).cumsum(-1)),
-    "factors of rows after a bias": (TRANSFORMED, lambda h, w, m: F.linear(h, w, w[:, 0]) * m[..., None]),
     "one bias for all columns": (PRODUCT, lambda h, w: torch.addmm(w[:1, 0], h.flatten(0, 1), w.t())),
     "half a bias": (PRODUCT, lambda h, w: torch.addmm(w[:, 0], h.flatten(0, 1), w.t(), beta=0.5)),
-    "kernels of one token at every second": (
-        PRODUCT, lambda h, w: F.conv1d(h.repeat(1, 2, 1).transpose(1, 2), w[..., None], stride=2).transpose(1, 2),
-    ),
-    # Before their factor, in float16.
-    "shifted too far": (
-        TRANSFORMED, lambda h, w: 30 * torch.sigmoid(F.linear(h.half(), w.half()) * 2**-17 + 0.75).float(),
-    ),
     # A region would add the constant before it rounds the logits to 16 bits.
     "shifted in float32": (
         TRANSFORMED, lambda h, w: 23 * torch.sigmoid((F.linear(h.bfloat16(), w.bfloat16()).float() + 5) / 7.5),
     ),
-    "a head for each sequence": (PRODUCT, lambda h, w, m: torch.bmm(h, w.t() * m[:, :1, None])),
 }  # fmt: skip
 LOGITS_BY_DYNAMO = {
     # Expanded: the weight has as many classes as the logits, and its memory has one.
@@ -1134,6 +1118,22 @@ LOGITS_BY_DYNAMO = {
     "a bias added under a part": (ANY, lambda z, w: (z[:, 1:].add_(w[:, 0]), z)[1]),
     "a bias added without gradients": (ANY, lambda z, w: (_without_gradients(z.add_, w[:, 0]), z)[1]),
     "scaled under a view": (FUSED, lambda z: (z.div_(0.7), u := z.flatten(0, 1), z.mul_(2).mul_(0.4), u)[3]),
+    # A bias gets a gradient where it was added after the linear was detached, and none where it was detached with it.
+    "bias after a frozen head": (FUSED, lambda h, w: _without_gradients(torch.matmul, h, w.t()) + w[:, 0]),
+    "adapter beside tied embeddings": (
+        FUSED, lambda h, w, y: F.linear(x := torch.tanh(F.embedding(y, w)) + h, w)
+        + F.linear(x, w[:3]) @ (w[:, 3:6].t() * 1.0).contiguous(),
+    ),
+    "cumulated, of a frozen head": (TRANSFORMED, lambda h, w: F.linear(h, w.detach()).cumsum(-1)),
+    "factors of rows after a bias": (TRANSFORMED, lambda h, w, m: F.linear(h, w, w[:, 0]) * m[..., None]),
+    "kernels of one token at every second": (
+        PRODUCT, lambda h, w: F.conv1d(h.repeat(1, 2, 1).transpose(1, 2), w[..., None], stride=2).transpose(1, 2),
+    ),
+    # Before their factor, in float16.
+    "shifted too far": (
+        TRANSFORMED, lambda h, w: 30 * torch.sigmoid(F.linear(h.half(), w.half()) * 2**-17 + 0.75).float(),
+    ),
+    "a head for each sequence": (PRODUCT, lambda h, w, m: torch.bmm(h, w.t() * m[:, :1, None])),
 }  # fmt: skip
 
 
@@ -1186,7 +1186,7 @@ def temperatures_of_tokens(h, w, y, a, m):
     return -(of_labels * m.flatten()).sum() - 0.01 * entropy.mean(), right
 
 
-@expect(IN_FORWARD, thunder=True)
+@expect(IN_FORWARD)
 def factors_of_rows(z, w, y, a):
     """Before a bias, a softcap and a slice; rows that are permuted, and one factor for all."""
     factors = 1 + a.square()
@@ -1284,7 +1284,7 @@ def products_under_autocast(h, w, y, m):
     return total * 0.0, total.detach()
 
 
-@expect(IN_FORWARD, thunder=True)
+@expect(IN_FORWARD)
 def value_loss_between_terms(h, x, e, a, m):
     policy, value = (clipped(x, a) * m).sum(), (h.mean(-1) - a).square().mean()
     return (policy + 0.1 * value) / 2 - 0.01 * e.mean(), value.detach(), policy.detach()
@@ -1325,7 +1325,7 @@ def head_of_an_equation(h, w, y, a):
     return first - (second * a).sum() + F.cross_entropy(torch.einsum("...h,vh->...v", h[0].sin(), w), y[0])
 
 
-@expect(IN_FORWARD, thunder=True)
+@expect(IN_FORWARD)
 def heads_of_parts(h, w, y, a):
     """As unsloth has it: a head for each part of the hidden states, whose tokens are read as one."""
     rows, labels = h.flatten(0, 1).chunk(3), y.flatten().chunk(3)
