@@ -167,9 +167,15 @@ def _without_gradients(function, *tensors):
         return function(*tensors)
 
 
-def _before_and_after(change, program):
+def _before_and_after(made: Callable) -> Callable:
     """What a program returns of constants, before and after something is changed in place that it reads."""
-    return _without_gradients(lambda: (program(), change(), program())[::2])
+    both = with_arguments(made)
+
+    def before_and_after(*given):
+        change, program = both(*given)
+        return program(), change(), program()
+
+    return lambda h, w, y, a, m: _without_gradients(before_and_after, h, w, y, a, m)[::2]
 
 
 @torch._dynamo.allow_in_graph
@@ -441,34 +447,6 @@ PROGRAMS = {
     ),
     "labels changed before": (
         FUSED, lambda z, y: _without_gradients(lambda z: (y.masked_fill_(y > 7, 0), of_labels(z, y))[1], z),
-    ),
-    # The same tensors, or views of the same, are other operands then.
-    "hidden states changed between": (
-        FUSED, lambda h, w, y: _before_and_after(lambda: h[:, :2].zero_(), lambda: log_probs(h, w, y)),
-    ),
-    "weights changed between": (
-        FUSED, lambda h, w, y: (v := w.t(), _before_and_after(lambda: w[:3].zero_(), lambda: of_labels(h @ v, y)))[1],
-    ),
-    "a bias changed between": (
-        FUSED, lambda h, w, y: (
-            b := w[:, 0].clone(), v := b[:],
-            _before_and_after(lambda: b.exp_(), lambda: of_labels(h @ w.t() + v, y)),
-        )[2],
-    ),
-    "temperatures changed between": (
-        FUSED, lambda z, a: (
-            b := a.exp(), v := b[:, :1, None], _before_and_after(lambda: b.exp_(), lambda: entropies_of(z / v)),
-        )[2],
-    ),
-    "rows changed between": (
-        FUSED, lambda z, a: (
-            i := torch.arange(3), v := i[:], _before_and_after(lambda: i.add_(1), lambda: entropies_of(z[v])),
-        )[2],
-    ),
-    "labels changed as bits": (
-        FUSED, lambda z, y: _before_and_after(
-            lambda: y.view(torch.int32).mul_(0), lambda: of_rows(z, (y + 1) % V, reduction="none"),
-        ),
     ),
     # What looks the same is not: draws, the functions of a branch, floats and their integers, and one tensor's shapes.
     "drawn twice": (
@@ -765,6 +743,21 @@ PROGRAMS_OF_BOTH = {
         ).mean(),
     ),
 }  # fmt: skip
+
+# What is changed, and what reads it: the same tensors, or views of the same, are other operands then.
+CHANGED = {
+    "hidden states": lambda h, w, y: (lambda: h[:, :2].zero_(), lambda: log_probs(h, w, y)),
+    "weights": lambda h, w, y: (v := w.t(), lambda: w[:3].zero_(), lambda: of_labels(h @ v, y))[1:],
+    "a bias": lambda h, w, y: (
+        b := w[:, 0].clone(), v := b[:], lambda: b.exp_(), lambda: of_labels(h @ w.t() + v, y),
+    )[2:],
+    "temperatures": lambda z, a: (b := a.exp(), v := b[:, :1, None], lambda: b.exp_(), lambda: entropies_of(z / v))[2:],
+    "rows": lambda z: (i := torch.arange(3), v := i[:], lambda: i.add_(1), lambda: entropies_of(z[v]))[2:],
+    "labels": lambda z, y: (lambda: y.view(torch.int32).mul_(0), lambda: of_rows(z, (y + 1) % V, reduction="none")),
+}  # fmt: skip
+
+for name, made in CHANGED.items():
+    expect(FUSED, name=f"{name} changed between")(_before_and_after(made))
 
 for name, (outcome, made) in (PROGRAMS | PROGRAMS_OF_BOTH).items():
     expect(outcome, thunder=name in PROGRAMS_OF_BOTH, name=name)(made)
