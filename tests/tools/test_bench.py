@@ -20,8 +20,8 @@ from thunder_flce.bench import cli, distributed, losses, measure, output, rates
 from thunder_flce.bench.measure import Run, Unavailable
 from thunder_flce.bench.methods import LOG_PROBS, METHODS, maker
 from thunder_flce.bench.models import parse_model
-from thunder_flce.bench.regions import add_matmuls, row_slices
-from thunder_flce.bench.shapes import Inputs, Shape, parse_shape
+from thunder_flce.bench.regions import row_slices
+from thunder_flce.bench.shapes import Shape, parse_shape
 from thunder_flce.device import ABSENT_DEVICE
 from thunder_flce.engine.matmul import algorithms
 from thunder_flce.engine.plan import Plan
@@ -299,19 +299,6 @@ def test_options_that_are_better():
     for (time_ms, gb), is_better in of.items():
         assert better(default, time_ms=time_ms, above_outputs_gb=gb) == "Options(chunk_rows=8)" * is_better
     assert better(failed, **default) and not better(default, **failed) and not better(failed, **failed)
-
-
-def test_the_matmuls_that_times_are_compared_with_have_the_dlogits_of_the_loss(monkeypatch):
-    inputs = Inputs.random(parse_shape(SHAPE), "cpu")
-    results = []
-    mm = torch.mm
-    monkeypatch.setattr(torch, "mm", lambda *operands, out=None: results.append(mm(*operands, out=out)))
-    add_matmuls(Run(device="cpu"), inputs, 3)
-    logits = F.linear(inputs.x, inputs.weight, inputs.bias).detach().requires_grad_()
-    F.cross_entropy(logits, inputs.target).backward()
-    dlogits = logits.grad[:, :64]
-    torch.testing.assert_close(results[1], dlogits @ inputs.weight.detach()[:64])
-    torch.testing.assert_close(results[2], dlogits.t() @ inputs.x.detach())
 
 
 def test_what_failed_has_let_go_of_its_memory_when_it_is_released(monkeypatch):
