@@ -103,7 +103,7 @@ def test_two_ranks_without_torchrun(name):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_demo(load, tmp_path, monkeypatch, capsys):
     demo = load("train_gpt")
-    monkeypatch.setitem(demo.SETUPS, "cpu", replace(demo.SETUPS["cpu"], vocab=512, batch=2, length=64, layers=1))
+    monkeypatch.setitem(demo.SETUPS, "cpu", replace(demo.SETUPS["cpu"], vocab=512, batch=2, length=64, layers=0))
     text = tmp_path / "text.txt"
     text.write_text("\n".join(path.read_text(encoding="utf-8") for path in FOLDER.glob("*.py")), encoding="utf-8")
     monkeypatch.setenv("COLUMNS", "160")
