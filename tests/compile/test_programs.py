@@ -572,17 +572,12 @@ PROGRAMS = {
             for u, v in zip(*(each.tensor_split((4, 2), 1) for each in (z, y)), strict=True)
         ),
     ),
-    # They are others before the cast, which is behind a reshape.
-    "labels of eight bits": (
-        IN_FORWARD, lambda z, y: F.cross_entropy(z.flatten(0, 1), (y + 512).flatten().to(torch.uint8).long()),
-    ),
-    "labels of eight bits from the end": (
-        IN_FORWARD, lambda h, w, y: F.linear(h, w.repeat(4, 1)).flatten(0, 1).log_softmax(-1)[
+    # They are others before the cast, which is behind a reshape: of eight bits, also from the end, and rounded.
+    "labels that are cast": (
+        IN_FORWARD, lambda h, w, y, z: F.cross_entropy(z.flatten(0, 1), (y + 512).flatten().to(torch.uint8).long())
+        + F.linear(h, w.repeat(4, 1)).flatten(0, 1).log_softmax(-1)[
             torch.arange(y.numel()), (y - V).to(torch.int8).flatten().long()
-        ].mean(),
-    ),
-    "labels that were rounded": (
-        IN_FORWARD, lambda h, w, y: of_rows(F.linear(h, w.repeat(10, 1)), (y * 9 + 3).flatten().bfloat16().long()),
+        ].mean() + of_rows(F.linear(h, w.repeat(10, 1)), (y * 9 + 3).flatten().bfloat16().long()),
     ),
     # Nothing reads a log-softmax, but what is subtracted.
     "soft targets after the maximum": (
