@@ -406,6 +406,14 @@ PROGRAMS = {
         FUSED, lambda z, y: F.nll_loss((u := _less_constant_log_sum_exp(z)).flatten(0, 1), y.flatten())
         * (u.exp().argmax(-1) == y).double().mean(),
     ),
+    "probabilities after a sum over classes": (
+        TRANSFORMED, lambda z, y: -z.cumsum(-1).softmax(-1).gather(-1, y[..., None]).log().sum(),
+    ),
+    "rows of equal tensors": (
+        IN_FORWARD, lambda h, w, y: -torch.cat(
+            [F.linear(h.flatten(0, 1)[at], w) for at in (slice(8), slice(8, None))]
+        ).log_softmax(-1).gather(-1, y.flatten()[:, None]).sum(),
+    ),
     "entropy with a part of its gradient": (
         TRANSFORMED, lambda z: -(_less_constant_log_sum_exp(z).exp() * z.log_softmax(-1)).sum(),
     ),

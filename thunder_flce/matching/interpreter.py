@@ -258,7 +258,9 @@ class Interpreter:
             for out in op.outs:
                 if out not in self.values and any(same(size, lost.columns) for size in out.shape):
                     self._lost.setdefault(out, lost)
-        if op.name in NORMALISERS and operands and op.outs[0].needs_grad:
+        # A softmax of anything else may be a gate's, or of attention.
+        is_normalised = op.name in NORMALISERS or (op.name == "softmax" and lost is not None)
+        if is_normalised and operands and op.outs[0].needs_grad:
             problem = lost.change if lost else self.why_unknown(operands[0], is_loss=False)
             if problem.reason is not Reason.NO_LINEAR and (lost is None or lost.value.logits.is_head):
                 self.refusals.append(problem.at(op.source, "log-probability"))

@@ -84,7 +84,7 @@ def _as_rows_of_whole_input(interpreter: "Interpreter", of: Class | Row) -> Clas
     (term, *others), rows = of.logits.terms, of.logits.rows
     input = term.input
     while (before := input.op) is not None and before.operands and before.operands[0].needs_grad == input.needs_grad:
-        source = before.operands[0]
+        source = interpreter.first_of(before.operands[0], before)
         if before.name in COPIES:
             is_exact = input.dtype in (source.dtype, term.dtype) and input.device == source.device
             if not is_exact or any(map(interpreter.program.may_have_changed, (source, input))):
