@@ -140,7 +140,7 @@ BAD = {
     "control flow": lambda p, e: p if p > 0 else e,
     "those of math": lambda p, e: p * math.exp(e),
     "indexing|select": lambda p, e: p[0] * e,
-    "item assignment|index_put_": assigning,
+    "item assignment|index_put_|masked_fill_": assigning,
     "it has: unbind": lambda p, e: sum(p),
     "or on how many": lambda p, e: p / p.numel(),
     "a number that depends on the tokens": lambda p, e: p * p.detach().numpy()[0],
