@@ -1524,6 +1524,17 @@ def _contrastive(h, w, y, a, m):
     return loss - pairs.log_softmax(0).diagonal().mean() + of_rows(F.linear(h, w), y)
 
 
+def test_attention_is_not_missed():
+    """Of as many tokens as a query has columns."""
+    query = torch.randn(24, H, dtype=torch.float64, requires_grad=True)
+
+    def program(h, w, y, *_):
+        of_heads = F.linear(h, query).view(B, 24, 2, 12).transpose(1, 2)
+        return of_rows(F.linear((of_heads @ of_heads.mT).softmax(-1).sum(1) @ h, w), y)
+
+    check(program, IN_FORWARD, torch.compile(program, backend=compile_graph), (24,))
+
+
 def test_contrastive_loss_is_not_missed():
     compiled = torch.compile(_contrastive, backend=compile_graph, options={"strict": True})
     found = check(_contrastive, ANY, compiled, (6,))
