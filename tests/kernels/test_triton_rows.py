@@ -232,9 +232,29 @@ def test_integers_are_compared_as_they_are(dtype):
     for function in (
         lambda p, e, i, j: p * (i - j), lambda p, e, i, j: p * (i * 2), lambda p, e, i, j: p * i.clamp(max=5),
         lambda p, e, i, j: p * torch.where(e > 0, i, j), lambda p, e, i, j: p * i.masked_fill(e > 0, 0),
-        lambda p, e, i, j: p * -i,
+        lambda p, e, i, j: p * -i, lambda p, e, i, j: p * (i + True), lambda p, e, i, j: p * (i - (1 + (j > 0))),
     ):  # fmt: skip
         assert kernel_for(token_loss_of(function, inputs), (dtype, dtype), LogitMap()) is None
+
+
+@on_device
+def test_what_pytorch_makes_of_masks_and_narrow_integers_is_left_to_it():
+    """A mask stays one, whatever fills it; and 300 is 44 beside numbers of 8 bits."""
+    from thunder_flce.engine.kernels.triton_tokens import kernel_for
+
+    inputs = [torch.tensor([True, False], device=DEVICE), torch.tensor([44, -3], device=DEVICE, dtype=torch.int8)]
+    dtypes = tuple(each.dtype for each in inputs)
+    for function in (
+        lambda p, e, m, k: p * m.masked_fill(e > 0, 128), lambda p, e, m, k: p * (torch.where(m, m, p > 0) + m),
+        lambda p, e, m, k: p * (m + True), lambda p, e, m, k: p * (1 + m).masked_fill(e > 0, 0.5),
+        lambda p, e, m, k: p * (k == 300),
+    ):  # fmt: skip
+        assert kernel_for(token_loss_of(function, inputs), dtypes, LogitMap()) is None
+    for function in (
+        lambda p, e, m, k: p * (1 + m) * (2 * m),
+        lambda p, e, m, k: p * (k == -128) + torch.where(m, p, 1),
+    ):
+        assert kernel_for(token_loss_of(function, inputs), dtypes, LogitMap()) is not None
 
 
 @on_device

@@ -51,10 +51,11 @@ _OF_MASKS = {"logical_and": "&", "logical_or": "|", "bitwise_and": "&", "bitwise
 class _Written:
     """The statements of a token loss in Triton's language; a KeyError for what has no expression there."""
 
-    def __init__(self, text: TokenLoss, masks: Sequence[str], integers: Sequence[str]):
+    def __init__(self, text: TokenLoss, masks: Sequence[str], integers: Mapping[str, torch.dtype]):
         self.lines: list[str] = []
-        self._masks, self._integers = set(masks), integers
-        """The names of those that are True or False, and of inputs that are integers, of which float32 has not all"""
+        self._masks, self._integers = {*masks, "True", "False"}, dict(integers)
+        """What is True or False, and the dtypes of inputs that are integers, of which float32 has not all, and of small
+        integers, which masks and numbers give"""
         for statement in ast.parse(text.replace("; ", "\n")).body:
             assert isinstance(statement, ast.Assign) and isinstance(target := statement.targets[0], ast.Name)
             self.lines.append(f"{target.id} = {self._value(target.id, statement.value)}")
@@ -71,17 +72,23 @@ class _Written:
         are_masks = [each in self._masks for each in given]
         are_integers = [each in (*self._integers, "None") or each.lstrip("-").isdigit() for each in given]
         if operation in _COMPARED and all(are_integers):
+            for limits in [torch.iinfo(self._integers[each]) for each in given if each in self._integers]:
+                if any(each not in self._integers and not limits.min <= int(each) <= limits.max for each in given):
+                    raise KeyError(operation)  # PyTorch reads another number.
             self._masks.add(name)
             return f" {_COMPARED[operation]} ".join(given)
-        if not by_name and operation not in (*_COMPARED, *_FRACTIONS) and not set(given).isdisjoint(self._integers):
-            if operation in ("full_like", "masked_fill") or all(map(operator.or_, are_integers, are_masks)):
-                raise KeyError(operation)  # An integer, too.
         if operation in _OF_MASKS and all(are_masks):
             self._masks.add(name)
             return f" {_OF_MASKS[operation]} ".join(given)
         if operation in ("logical_not", "bitwise_not") and all(are_masks):
             self._masks.add(name)
             return f"{given[0]} == 0"
+        if not by_name and operation not in (*_COMPARED, *_FRACTIONS):
+            decide = slice(1 if operation in ("full_like", "masked_fill") else None)
+            if all(map(operator.or_, are_integers[decide], are_masks[decide])):
+                if all(are_masks[decide]) or not set(given[decide]).isdisjoint(self._integers):
+                    raise KeyError(operation)  # A mask or an integer, too.
+                self._integers[name] = torch.int64
         if operation == "full_like" and (by_name or not are_masks[0]):
             return f"tl.full([BLOCK], {self._number(given[1])}, tl.float32)"
         if operation == "where" and are_masks[0]:
@@ -104,7 +111,7 @@ class _Written:
 
     def _number(self, text: str) -> str:
         if text in self._masks or text in self._integers:
-            return f"({text}).to(tl.float32)"
+            return f"{float(text == 'True')}" if text in ("True", "False") else f"({text}).to(tl.float32)"
         return f'float("{text}")' if text in ("inf", "nan") else f'-float("{text[1:]}")' if text == "-inf" else text
 
 
@@ -164,7 +171,7 @@ def kernel_for(
     try:
         dtypes = dict(zip(names, input_dtypes, strict=True))
         masks = [name for name in names if dtypes[name] is torch.bool]
-        integers = [name for name in names if not dtypes[name].is_floating_point and name not in masks]
+        integers = {name: dtypes[name] for name in names if not dtypes[name].is_floating_point and name not in masks}
         lines = _Written(token_loss, masks, integers).lines
     except (KeyError, SyntaxError):
         return None
