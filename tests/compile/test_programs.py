@@ -167,6 +167,13 @@ def _without_gradients(function, *tensors):
         return function(*tensors)
 
 
+def _logged(number):
+    buffer = number.new_zeros(B)
+    with torch.no_grad():
+        buffer[1] = number
+    return buffer
+
+
 def _before_and_after(made: Callable) -> Callable:
     """What a program returns of constants, before and after something is changed in place that it reads."""
     both = with_arguments(made)
@@ -206,6 +213,11 @@ PROGRAMS = {
     "sequences selected": (
         IN_FORWARD, lambda h, w, y: torch.stack([log_probs(h.select(0, at), w, y[at]) for at in range(B)]).exp().sum(),
     ),
+    # What is logged after the loss: no gradient comes back from it.
+    "logged and changed": (IN_FORWARD, lambda s: (s.mean(), s.sum(1).div_(3).detach())),
+    "logged as a histogram": (IN_FORWARD, lambda s: (s.mean(), torch.histc(s * 2))),
+    "logged in a buffer": (IN_FORWARD, lambda s: (s.mean(), _without_gradients(s.new_zeros(B).lerp_, s.sum(1), 0.1))),
+    "logged in a part of a buffer": (IN_FORWARD, lambda s: (s.mean(), _logged(s.sum(1)[0]))),
     # No logits are returned.
     "a maximum that is returned": (Reason.LOGITS_USED, lambda z, y: (of_rows(z, y), z.amax(-1))),
     # Lengths are symbols, and what is made of them is a number.

@@ -287,7 +287,7 @@ class _Search:
 
     def scalars(self) -> Iterator[Tensor]:
         """The scalars through which alone gradients come to the sources, in order."""
-        sources = [each for each in self._sources if each.needs_grad]
+        sources = [each for each in self._sources if each in self._last_read]
         of_sources = max((self._last_read[each] for each in sources), default=0)
         of_others: float = 0
         for op in (op for op in self._program.ops if not self._last_read.keys().isdisjoint(op.outs)):
@@ -305,23 +305,31 @@ class _Search:
 
         It is infinite where a scalar cannot be all that they come from, and what that is, is returned, too.
         """
-        last_read: dict[Tensor, float] = {each: 0 for each in self._sources if each.needs_grad}
+        reached = {each for each in self._sources if each.needs_grad}
+        last_read: dict[Tensor, float] = {}
+        readers: list[tuple[Op, list[Tensor]]] = []
         problem = ""
         for op in self._program.ops:
-            read = [each for each in op.operands if each in last_read]
+            read = [each for each in op.operands if each in reached]
             outs = [out for out in op.outs if out.needs_grad]
             # What a view is changed to reaches all that read what it is a view of.
             is_seen = bool(read and outs) and any(self._is_read_after(each, op) for each in op.writes)
-            is_changed = is_seen or bool(read and op.writes and not op.outs)
-            if is_changed:
+            has_gradient = op.grad_mode or op.leaves_gradient
+            if is_seen or (read and op.writes and not op.outs and has_gradient):
                 problem = problem or f"{op} changes a tensor in place"
-            if read and (outs or is_changed):
-                last_read |= dict.fromkeys(read, math.inf if is_changed else op.position)
-                last_read |= dict.fromkeys(set(outs).difference(last_read), 0)
-        if returned := last_read.keys() & set(self._program.results):
+                last_read |= dict.fromkeys(read, math.inf)
+            if read and outs:
+                readers.append((op, read))
+                reached.update(outs)
+        if returned := reached.intersection(self._program.results):
             told = "its result, or what is made of it, is returned, or read after a graph break, and not detached"
             problem = problem or told
             last_read |= dict.fromkeys(returned, math.inf)
+        for op, read in reversed(readers):
+            # Not where no gradient comes back, such as from what is written to a buffer under `torch.no_grad`.
+            if any(out in last_read for out in op.outs if out.needs_grad):
+                for each in read:
+                    last_read.setdefault(each, op.position)
         return last_read, problem
 
     def sum_at(self, place: Tensor, others: dict[Tensor, None] | None = None) -> TokenSum:
