@@ -620,6 +620,9 @@ PROGRAMS = {
     "a metric of other rows": (
         [AT_ONCE, NO_GRADIENT], lambda z, y, e: (of_rows(z[:, :-1], y[:, 1:]), (e.mean() * 2).detach()),
     ),
+    "a metric of other rows in a buffer": (
+        [AT_ONCE, NO_GRADIENT], lambda z, y, e: (of_rows(z[:, :-1], y[:, 1:]), _logged(e.mean() * 2)),
+    ),
     # A head that waits is one region, with all of its chunks, though their sum is left to the program.
     "chunks of two heads in turns": (
         [AT_ONCE, LATER], lambda h, w, y, a: sum(

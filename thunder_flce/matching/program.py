@@ -122,7 +122,7 @@ class Op:
         has_none = not self.grad_mode or self.name == "detach"
         outs = (out for out in self.outs if out not in logged)
         may_have = any(out.needs_grad or (out.dtype.is_floating_point and not has_none) for out in outs)
-        return may_have or not self.outs or bool(self.writes)
+        return may_have or ((not self.outs or bool(self.writes)) and (self.grad_mode or self.leaves_gradient))
 
     @property
     def where(self) -> str:
