@@ -301,9 +301,9 @@ class _Search:
             of_others = max(of_others, *(self._last_read.get(each, 0) for each in op.outs))
 
     def _follow_gradients(self) -> tuple[dict[Tensor, float], str]:
-        """Of what gradients come back from to the sources, the position of the last operation that reads it for that.
+        """For each tensor that gradients pass on their way to the sources: the last operation they reach it through.
 
-        It is infinite where a scalar cannot be all that they come from, and what that is, is returned, too.
+        By its position; infinite where they come from elsewhere, as to what is returned. Then words say from where.
         """
         reached = {each for each in self._sources if each.needs_grad}
         last_read: dict[Tensor, float] = {}
