@@ -111,6 +111,8 @@ class Interpreter:
         """The tensors that `broadcast_tensors` gave the shape of logits, and what they were"""
         self._lost: dict[Tensor, Escape] = {}
         """What has made something of logits that is not described, and is still of the classes"""
+        self._products: set[Tensor] = set()
+        """Of these, what is made of products of them, as of queries and keys"""
         self._first: dict[Any, Tensor] = {}
         self.followed: list[Op] = []
         """The changes in place that are described"""
@@ -258,24 +260,15 @@ class Interpreter:
             for out in op.outs:
                 if out not in self.values and any(same(size, lost.columns) for size in out.shape):
                     self._lost.setdefault(out, lost)
-        # Another softmax may be a gate's, or of attention.
-        is_softmax = op.name == "softmax" and lost is not None and self._is_of_classes(operands[0], lost)
-        if (is_softmax or op.name in NORMALISERS) and operands and op.outs[0].needs_grad:
+            if op.name in LINEARS or not self._products.isdisjoint(operands):
+                self._products.update(op.outs)
+        # Another softmax may be a gate's, or of the scores of attention, of as many tokens as a query has columns.
+        is_of_classes = lost is not None and operands[0] not in self._products
+        is_normalised = op.name in NORMALISERS or (op.name == "softmax" and is_of_classes)
+        if is_normalised and operands and op.outs[0].needs_grad:
             problem = lost.change if lost else self.why_unknown(operands[0], is_loss=False)
             if problem.reason is not Reason.NO_LINEAR and (lost is None or lost.value.logits.is_head):
                 self.refusals.append(problem.at(op.source, "log-probability"))
-
-    def _is_of_classes(self, tensor: Tensor, lost: Escape) -> bool:
-        """Whether what is made of logits has a number of each class, and no product of them, as with other tokens."""
-        while tensor is not lost.tensor:
-            op = tensor.op
-            if op is None or op.name in LINEARS:
-                return False
-            made_of = [each for each in op.operands if each is lost.tensor or self._lost.get(each) is lost]
-            if not made_of:
-                return False
-            tensor = made_of[0]
-        return True
 
     def why_unknown(self, logits: Tensor, *, is_loss: bool = True) -> NotFused:
         """Why the logits of a loss, or of what may be none, are not described."""
