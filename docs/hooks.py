@@ -1,4 +1,4 @@
-"""For mkdocs: README.md is the first page, and links to files that are not pages become their text."""
+"""Hooks of mkdocs: README.md becomes the first page, and links to files outside the site become plain text."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Leaves out links to the rest of the repository: this site does not know where that is hosted."""
+    """Replaces links to other files of the repository by their text: the site does not know where they are hosted."""
 
     def link(match):
         text, target = match.groups()
