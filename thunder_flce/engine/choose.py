@@ -1,7 +1,7 @@
-"""Which plan runs a call: rules of thumb give a few, and predicted memory and the predicted cost of chunks decide.
+"""Chooses the plan for a call: rules of thumb propose a few, and their predicted memory and time decide.
 
-Both are closed formulas of the sizes, so a plan takes microseconds, and is made anew for each number of tokens. Legend:
-T tokens, C tokens in a chunk, S tokens whose logits are saved, H hidden size, V vocabulary.
+Memory and time are closed formulas of the sizes, so a plan takes microseconds and is made for each number of tokens.
+Legend: T tokens, C tokens in a chunk, S tokens whose logits are saved, H hidden size, V vocabulary.
 """
 
 import warnings
@@ -24,84 +24,85 @@ from thunder_flce.operation.call import COLUMN, HIDDEN, Call, argument
 from thunder_flce.options import STRATEGIES, Options
 
 # A running sum of dW in 16 bits is rounded twice a chunk. Its error stays within 1.25 × that of a single matmul while
-# hardly any column is the target of more than one token; the few that are, in any real text, get their rows of dW
-# summed in float32: FREQUENT_ROWS of them, or as many as FREQUENT_BYTES hold. Error over that of a single matmul for 4
-# and 16 chunks of 8192 × 128256 × 4096: 1.15 and 1.18 with uniform targets (but 1.30 for 4 chunks at a vocabulary of
-# 98304), 1.09 and 1.10 with Zipf-distributed ones and 192 such rows, which the bytes hold; with 128, 1.12 and 1.14.
+# hardly any column is the target of more than one token. In any real text, a few columns are: FREQUENT_ROWS of their
+# rows of dW, or as many as fit into FREQUENT_BYTES, are summed in float32. Error relative to a single matmul, for 4 and
+# 16 chunks of 8192 × 128256 × 4096: 1.15 and 1.18 with uniform targets (but 1.30 for 4 chunks at a vocabulary of
+# 98304); with Zipf-distributed targets 1.09 and 1.10 for 192 such rows, which fit, and 1.12 and 1.14 for 128.
 EXACT_CHUNKS = 16
 EXACT_TOKENS_PER_COLUMN = 1 / 15
 FREQUENT_ROWS = 256
 FREQUENT_BYTES = 3 * 2**20
-# With K targets a token, most columns are the target of several tokens of a text: as many times more rows. What is left
-# is the error of columns that are about equally frequent.
+# With K targets a token, most columns are the target of several tokens, so this many times as many rows are summed in
+# float32. The remaining error is that of columns that are about equally frequent.
 FREQUENT_OF_SEVERAL = 4
 
 # Chunks of fewer rows leave the matmuls of an H200 memory-bound: each reads all of W, and reads and writes all of dW.
-# On other devices, as many more or fewer, in powers of two, as they compute more or less while they move a byte.
+# For other devices, the number scales with the ratio of operations to bytes moved per second, in powers of two.
 CHUNK_ROWS = 2048
-# Of a quarter more tokens, halves take 1.14 of the time of one chunk (2304 × 151936 × 896, H200), of half more 1.00.
+# Up to a quarter more tokens are one chunk: in two halves, they take 1.14 times as long (2304 × 151936 × 896, H200).
+# Half more tokens take 1.00 times as long in two halves.
 ONE_CHUNK_ROWS = CHUNK_ROWS * 5 // 4
-# Unless the user gives a budget, chunks are no larger than this part of the device's memory, as far as dW allows.
+# Without a memory budget, chunks take no more than this part of the device's memory, as far as the sum of dW allows.
 PART_OF_MEMORY = 1 / 20
-# Larger chunks gain nothing where H is large; where it is small, what a chunk costs beside its matmuls (about 0.1 ms)
-# asks for more rows: enough for this time, as long as the logits stay within a gigabyte, in at least three chunks.
+# If H is large, larger chunks gain nothing. If H is small, a chunk's fixed cost of about 0.1 ms beside its matmuls
+# counts: then chunks have enough rows to take CHUNK_SECONDS, up to CHUNK_BYTES of logits, in at least FEWEST_CHUNKS.
 CHUNK_SECONDS = 2.5e12 / ABSENT_DEVICE.matmul_rate
 CHUNK_BYTES = 2**30
 FEWEST_CHUNKS = 3
 SMALLEST_CHUNK = 512
-# Where the weight is frozen, there is no dW to read and write. Half as many rows are enough if dX of these, in tiles of
-# 128 × 256, keeps the last wave of the multiprocessors busy. Low-rank adapters change nothing in that.
+# With a frozen weight, there is no dW to read and write. Half as many rows are then enough, if their dX, in tiles of
+# 128 × 256, keeps the multiprocessors busy in its last wave. Low-rank adapters do not change that.
 TILE = (128, 256)
 FULL_WAVE = 0.8
-# A single chunk spares the sum over chunks. It is considered where its logits need no more memory than this factor
-# times the gradients, which are there anyway, or than these bytes, which a GPU hardly misses (8192 × 32000 × 2048 takes
-# 0.87 of the time of three chunks), and taken where smaller ones are predicted to take this part of its time longer.
+# A single chunk avoids the sum over chunks. It is considered if its logits take no more memory than ONE_CHUNK times the
+# gradients, which exist anyway, or than ONE_CHUNK_BYTES, which are little for a GPU (8192 × 32000 × 2048 takes 0.87 of
+# the time of three chunks). It is taken if smaller chunks are predicted to take WORTH_MEMORY of its time longer.
 ONE_CHUNK, ONE_CHUNK_BYTES = 1.2, 2**29
 WORTH_MEMORY = 0.03
-# On a CPU, the logits of a chunk have so many bytes for each thread, of at least two, and for all of them together. But
-# each chunk reads all of W and adds to all of dW: with fewer rows than this part of H, their traffic takes longer than
-# the logits'. On two cores, 1024 × 128256 × 2048 in float32 takes 13.4, 11.8, 10.5 and 10.3 s with chunks of 64, 128,
-# 256 and 512, and twice as many tokens 24.8, 21.2 and 22.7 s with chunks of 256, 512 and 1024.
+# On a CPU, a chunk's logits may take CPU_THREAD_BYTES for each thread, counting at least two, and CPU_CHUNK_BYTES in
+# all. But each chunk reads all of W and adds to all of dW: with fewer rows than CPU_PART_OF_HIDDEN of H, that traffic
+# takes longer than the logits'. On two cores, 1024 × 128256 × 2048 in float32 takes 13.4, 11.8, 10.5 and 10.3 s with
+# chunks of 64, 128, 256 and 512, and twice as many tokens 24.8, 21.2 and 22.7 s with chunks of 256, 512 and 1024.
 CPU_THREAD_BYTES, CPU_FEWEST_THREADS = 16 * 2**20, 2
 CPU_CHUNK_BYTES = 512 * 2**20
 CPU_PART_OF_HIDDEN = 1 / 4
 CPU_SMALLEST_CHUNK = 64
 
-# Unless the user gives a budget, logits are saved for upstream gradients of one number a row while a call takes no more
-# than this, and than `PART_OF_MEMORY`, whatever of it is free: plans must not depend on when they are made. To save the
-# logits of fewer than an eighth of the tokens spares less than 3% of the matmuls.
+# Without a memory budget, a call whose upstream gradient is one number a row saves logits while it takes no more than
+# SAVED_LOGITS_BYTES and PART_OF_MEMORY. Free memory does not count: plans must not depend on when they are made. Saving
+# the logits of fewer than an eighth of the tokens avoids less than 3% of the matmuls.
 SAVED_LOGITS_BYTES = 4 * 2**30
 SMALLEST_SAVED_PART = 1 / 8
 
-# What dividing the tokens costs beside the traffic of dW: fitted to 4096 × 152064 × 3584 in two chunks on an H200, 5%
-# slower than in one; traffic alone would make it 1%.
+# Time that dividing the tokens into chunks costs beside the traffic of dW: fitted to 4096 × 152064 × 3584 on an H200,
+# where two chunks take 5% longer than one; the traffic alone would be 1%.
 DIVISION_SECONDS = 0.85e-3
-# How much of the traffic of a sum over chunks shows beside the matmul that adds to it, measured on an H100.
+# Part of the traffic of a sum over chunks that is not hidden by the matmul that adds to it, measured on an H100.
 SUM_PART = 1 / 3
-# float32 and float64 matmuls take so many times as long as 16-bit ones, roughly.
+# How many times as long as in 16 bits a matmul takes, roughly, by the itemsize of its dtype, float32 or float64.
 SLOWER_MATMULS = {4: 8.0, 8: 16.0}
-# To leave ignored rows out, the host waits for their number: worth it where the matmuls take this long. The wait takes
-# 0.2 to 0.6 ms, but then the host is no longer ahead. In whole steps of small models it may never be again: four layers
-# of Qwen 2.5 0.5B with 2048 tokens, 2.5 ms of matmuls, took 11.1 ms with it (H100) where torch.compile took 8.6.
+# To skip ignored rows, the host waits for the number of valid rows, which pays if the matmuls take at least this long.
+# The wait takes 0.2 to 0.6 ms, but then the host is no longer ahead of the device. In steps of small models it may stay
+# behind: four layers of Qwen 2.5 0.5B with 2048 tokens, 2.5 ms of matmuls, took 11.1 ms so (H100), torch.compile 8.6.
 WAIT_SECONDS = 8e-3
 
 _warned: set[tuple[object, ...]] = set()
 
 
 def choose(call: Call, options: Options, device: Device) -> Plan:
-    """The plan for a call of specs: the fastest one within the memory budget, or else the smallest worth its time.
+    """Returns the plan for a call of specs: the fastest within the memory budget, else the smallest worth its time.
 
     Ranks that divide the vocabulary get the same plan from the same `device`.
 
     Raises:
-        ValueError: where a chosen strategy cannot give the gradients asked for, chosen row kernels cannot run, the
-            budget is a fraction of an unknown memory, or `batch_invariant` cannot be had.
+        ValueError: if the chosen strategy cannot give the requested gradients, if the chosen row kernels or
+            `batch_invariant` do not run here, or if the budget is a fraction of an unknown amount of memory.
     """
     return _Choice(call.largest_part, options, device).plan()
 
 
 def strategy_of(call: Call, options: Options) -> str:
-    """The strategy for any number of tokens: logits are saved only where that was asked for. No size matters.
+    """Returns the strategy for any number of tokens: "save_logits" only if the options ask for it. It ignores sizes.
 
     Raises:
         ValueError: as `choose`.
@@ -111,8 +112,8 @@ def strategy_of(call: Call, options: Options) -> str:
     if not call.needs_grad:
         return LOSS_ONLY
     strategy, loss = options.strategy, call.loss
-    # Upstream gradients, one number a row, have to be known before anything is summed. dW and db are sums over rows; dX
-    # of a frozen head is, row by row, its upstream gradient times a vector (with further terms there is more than one).
+    # Upstream gradients of one number a row must be known before a sum over rows. dW and db are such sums; a frozen
+    # head's dX is, row by row, the upstream gradient times a vector (with further terms there is more than one dX).
     is_frozen = call.needs_grad == ("input",) and len(call.linears) == 1
     needs_later_sums = loss.has_row_gradients and not (is_frozen and loss.has_parallel_row_gradients)
     if strategy == GRADIENTS_IN_FORWARD and needs_later_sums:
@@ -124,7 +125,7 @@ def strategy_of(call: Call, options: Options) -> str:
         )
     if strategy == SAVE_LOGITS and loss.divergence is not None:
         raise ValueError('strategy "save_logits" is for a cross-entropy: a divergence would have to save two logits')
-    # float16 gradients need the upstream gradient (the loss scale) before they are rounded, or they underflow.
+    # float16 gradients must be multiplied by the upstream gradient (the loss scale) before rounding, or they underflow.
     is_scaled = options.expected_gradient is not None or "expected_gradient" in call.tensors
     has_loss_scale = call.dtype is not torch.float16 or is_scaled
     only_in_forward = loss.needs_gradients_in_forward
@@ -138,9 +139,9 @@ def strategy_of(call: Call, options: Options) -> str:
 
 
 def alternatives(call: Call, plan: Plan, device: Device) -> list[Plan]:
-    """Other ways to run a call: half and twice the chunk, and the other strategies, each with its own chunks.
+    """Returns other plans for a call: with half and twice the chunk, and the other strategies with chunks of their own.
 
-    They keep what the plan does with ignored rows and who runs its row work, and heed no memory budget.
+    They keep the plan's treatment of ignored rows and its row kernels, and ignore the memory budget.
     """
     kept = Options(
         ignored_rows=plan.ignored_rows, row_kernels=plan.row_kernels, batch_invariant=plan.batch_invariant,
@@ -162,7 +163,7 @@ def alternatives(call: Call, plan: Plan, device: Device) -> list[Plan]:
 
 
 def matmul_seconds(call: Call, device: Device) -> float:
-    """The predicted time of logits, dX and dW."""
+    """The predicted time of the matmuls for logits, dX and dW."""
     logits = sum(spec.shape[-1] for name, spec in call.tensors.items() if argument(name).role == HIDDEN)
     gradients = sum(_hidden_sizes(call, HIDDEN)) + sum(_hidden_sizes(call, COLUMN))
     operations = 2.0 * call.vocab * call.tokens * (logits + gradients)
@@ -170,7 +171,7 @@ def matmul_seconds(call: Call, device: Device) -> float:
 
 
 def division_seconds(call: Call, plan: Plan, device: Device) -> float:
-    """The predicted time that chunks cost, beside what all tokens at once would take."""
+    """The predicted time that a plan's chunks take longer than a single chunk of all tokens."""
     columns, itemsize, is_wide = sum(_hidden_sizes(call, COLUMN)), call.dtype.itemsize, plan.float32_accumulator
     chunks = -(-call.tokens // plan.chunk_rows)
     if chunks == 1 or not columns:
@@ -180,20 +181,20 @@ def division_seconds(call: Call, plan: Plan, device: Device) -> float:
 
 
 def temporary_bytes(call: Call, plan: Plan, device: Device | None = None) -> int:
-    """The most memory that forward and backward of a call of specs take at a time, beside inputs and gradients.
+    """The peak memory that forward and backward of a call of specs take beside inputs and gradients.
 
-    It leaves out vectors of one number a token. `device` is where it runs, unless that is the call's device. A forward
-    that is not the whole takes less than its backward, which has the gradients.
+    Vectors of one number a token are left out. `device` is where the call runs, by default the call's device. If
+    gradients are finished in the backward, the forward takes less memory than the backward.
     """
     device, shard, itemsize = device or Device.of(call.device), call.shard, call.dtype.itemsize
     inputs, weights = _hidden_sizes(call, HIDDEN), _hidden_sizes(call, COLUMN)
     is_divided, has_units = plan.chunk_rows < call.tokens, plan.saves_unit_gradients(call)
 
-    # Beside the chunks, and at the end, when there are none any more.
+    # `fixed`: bytes beside the chunk's memory. `least`: bytes at the end, when the chunk's memory is freed.
     fixed = least = frequent_columns = 0
     for hidden in reversed(weights):
         if plan.sum_dtype(call, hidden, rows=call.tokens) != call.dtype:
-            # The float32 sum and the rounded dW, beside the sums that are rounded later.
+            # At the end, the float32 sum and the rounded dW exist beside the sums that are rounded later.
             elements = call.weight_rows * hidden
             least = max(least, 4 * elements + fixed)
             fixed += (4 - itemsize) * elements
@@ -202,21 +203,21 @@ def temporary_bytes(call: Call, plan: Plan, device: Device | None = None) -> int
     frequent_rows = min(plan.float32_rows, call.vocab) if is_divided and frequent_columns else 0
     fixed += 4 * frequent_rows * frequent_columns + 4 * call.bias_grad * call.weight_rows
     if has_units and itemsize < 4:
-        # dX for units is float32, and the backward multiplies it by the factors of its rows into new memory.
+        # dX for an upstream gradient of 1 is float32; the backward multiplies its rows by factors into new memory.
         fixed += (4 - itemsize) * call.own_tokens * call.hidden
         least = max(least, 4 * call.own_tokens * call.hidden)
 
-    # Of each row of a chunk, beside its logits.
+    # Bytes for each row of a chunk, beside its logits.
     per_row = _dlogits_bytes(call, plan) + frequent_rows * itemsize
     if shard is not None and shard.reduces_input_grad and inputs:
-        # What this rank's columns contribute to dX and, where ranks divide the tokens, this rank's rows of the sum.
+        # This rank's part of dX before the sum over ranks and, if ranks divide the tokens, this rank's rows of the sum.
         part = max(inputs) * (call.row_dtype.itemsize if shard.float32_input_grad else itemsize)
         per_row += part + (part // shard.ranks if shard.sequence_parallel else 0)
     if shard is not None and shard.sequence_parallel:
-        # x of this chunk, and of the next one while that is gathered.
+        # x of this chunk and of the next one, whose all-gather runs ahead.
         per_row += call.hidden * itemsize * (2 if is_divided else 1)
     elif plan.ignored_rows == "skip" and call.ignores_rows:
-        # Copies of rows of x, unless they have room where dX will be.
+        # Copies of the valid rows of x, unless they are gathered into the memory of dX.
         per_row += itemsize * (call.hidden if has_units else call.hidden - sum(inputs))
 
     def beside_logits(rows: int) -> int:
@@ -231,20 +232,20 @@ def temporary_bytes(call: Call, plan: Plan, device: Device | None = None) -> int
 
 
 def _hidden_sizes(call: Call, role: str) -> list[int]:
-    """Those of each dX that is needed, whose role is `HIDDEN`, or of each dW, `COLUMN`."""
+    """The hidden size of each dX that is needed, for the role `HIDDEN`, or of each dW, for `COLUMN`."""
     shapes = [call.tensors[name].shape for name in call.needs_grad if argument(name).role == role]
     return [shape[-1] for shape in shapes if len(shape) > 1]
 
 
 def _logits_bytes(call: Call, plan: Plan) -> int:
-    """Of a row of logits, and of a teacher's."""
+    """Bytes of a row of logits, with a teacher's."""
     names = [name for name in ("input", "teacher_input") if name in call.tensors]
     dtypes = [plan.logits_dtype(call.tensors[name].dtype) for name in names]
     return sum(_stride(call, dtype) * dtype.itemsize for dtype in dtypes)
 
 
 def _dlogits_bytes(call: Call, plan: Plan) -> int:
-    """Of a row of dlogits, where they do not take the memory of the logits."""
+    """Bytes of a row of dlogits; 0 if they overwrite the logits."""
     is_apart = call.needs_grad and plan.logits_dtype(call.dtype) is not call.dtype
     return _stride(call, call.dtype) * call.dtype.itemsize if is_apart else 0
 
@@ -254,7 +255,7 @@ def _stride(call: Call, dtype: torch.dtype) -> int:
 
 
 def _scratch_bytes(call: Call, plan: Plan, device: Device, rows: int) -> int:
-    """The most that a matmul of so many rows allocates."""
+    """The most bytes that a matmul of a chunk of `rows` rows allocates."""
     inputs, shard, dtype = _hidden_sizes(call, HIDDEN), call.shard, call.dtype
     of = partial(scratch_bytes, rows=rows, columns=call.vocab, dtype=dtype, device=device)
     logits_dtype, widest = plan.logits_dtype(dtype), max(call.tensors[linear.x].shape[-1] for linear in call.linears)
@@ -278,17 +279,17 @@ def _scratch_bytes(call: Call, plan: Plan, device: Device, rows: int) -> int:
 
 
 class _Choice:
-    """One call, what was asked for, and the device: each method decides one thing."""
+    """The choice of a plan for one call, its options and a device; each method decides one thing."""
 
     def __init__(self, call: Call, options: Options, device: Device):
         self.call, self.options, self.device, self.tokens = call, options, device, call.tokens
         self.is_on_cpu = device.kind == "cpu"
         self.smallest = CPU_SMALLEST_CHUNK if self.is_on_cpu else SMALLEST_CHUNK
-        # A rank's logits are narrower by the number of ranks, so that its chunks may have as many more rows.
+        # A rank's logits are narrower by the number of ranks, so its chunks need as many times more rows.
         balance, of_h200 = (each.matmul_rate / each.bandwidth for each in (device, ABSENT_DEVICE))
         bound_rows = int(CHUNK_ROWS * 2.0 ** max(min(round(log2(balance / of_h200)), 1), -1))
         self.compute_bound_rows = bound_rows * (1 if call.shard is None else call.shard.ranks)
-        # At least one row of each part of the tokens.
+        # If ranks divide the tokens, a chunk has at least one row of each rank's part.
         parts = 1 if call.shard is None else call.shard.token_parts
         self.chosen_rows = None if options.chunk_rows is None else max(options.chunk_rows, parts)
         budget = options.memory_budget
@@ -297,12 +298,12 @@ class _Choice:
                 raise ValueError("memory_budget is a fraction of the device's memory, but that is not known here")
             budget = int(budget * device.memory)
         self.limit = budget
-        # On a CPU, the memory belongs to everybody.
+        # On a CPU, other processes share the memory: by default, none is spent on saved logits or a single chunk.
         self.most_by_default = 0 if self.is_on_cpu else inf if device.memory is None else PART_OF_MEMORY * device.memory
         is_tuned = device.is_hopper if options.tune_products is None else options.tune_products and device.is_nvidia
         ignored_rows = options.ignored_rows
         if ignored_rows == "auto":
-            # Whether leaving ignored rows out can save more than the wait for their number costs.
+            # Whether skipping ignored rows can save more time than the wait for the number of valid rows costs.
             pays = self.is_on_cpu or matmul_seconds(call, device) >= WAIT_SECONDS
             ignored_rows = "skip" if pays or not call.ignores_rows else "compute"
         self.common = Plan(
@@ -311,11 +312,11 @@ class _Choice:
             tune_products=is_tuned and call.dtype.itemsize == 2,
         )  # fmt: skip
         self.row_bytes = max(_logits_bytes(call, self.common) + _dlogits_bytes(call, self.common), 1)
-        # The hidden sizes of each dW but for those of small adapters, which are summed in float32 anyway.
+        # The hidden size of each dW, except for small adapters, whose dW is always summed in float32.
         self.weights = [size for size in _hidden_sizes(call, COLUMN) if not is_small(call, size)]
 
     def plan(self) -> Plan:
-        """The plan, with a warning where it takes more than the budget."""
+        """Returns the plan, and warns if it takes more memory than the budget."""
         if self.options.batch_invariant:
             _check_batch_invariant(self.call, self.options, self.device)
         if self.common.strategy == LOSS_ONLY:
@@ -339,7 +340,7 @@ class _Choice:
         return temporary_bytes(self.call, plan, self.device)
 
     def _warn(self, text: str) -> None:
-        """Warns once a process for each kind of text, for calls that differ in the number of tokens alone."""
+        """Warns once a process for each kind of text and for calls that differ only in the number of tokens."""
         key = (text[:6], self.options, self.call.specs(tokens=0))
         if key not in _warned:
             _warned.add(key)
@@ -348,7 +349,7 @@ class _Choice:
     # Chunks.
 
     def _default_rows(self) -> int:
-        """Rows of the largest chunk that time asks for, if they take no more memory than a call may by default."""
+        """Rows of a chunk without a memory budget: as many as pay, within the memory that calls may take by default."""
         call, device = self.call, self.device
         if self.is_on_cpu:
             threads = max(device.multiprocessors, CPU_FEWEST_THREADS)
@@ -360,14 +361,14 @@ class _Choice:
         rows = max(rows, min(enough, CHUNK_BYTES // self.row_bytes, part))
         is_frozen = "input" in call.needs_grad and not self.weights
         if self.common.strategy == GRADIENTS_IN_FORWARD and is_frozen and rows == least:
-            # Half of them, if that keeps the device busy.
+            # Half as many rows, if their dX keeps the device busy: see FULL_WAVE.
             tiles = -(-self._balanced(rows // 2) // TILE[0]) * -(-call.tensors["input"].shape[-1] // TILE[1])
             in_waves = -(-tiles // device.multiprocessors) * device.multiprocessors
             rows = rows // 2 if tiles >= FULL_WAVE * in_waves else rows
         return self._rows_within(self.most_by_default, rows, self._in_16_bits)
 
     def _rows_within(self, limit: float, most: int, of_rows: Callable[[int], Plan]) -> int:
-        """Rows of the largest chunk, up to `most`, with which a plan takes no more bytes; the smallest if none is."""
+        """Rows of the largest chunk, up to `most`, whose plan takes at most `limit` bytes, or of the smallest chunk."""
 
         def taken(rows: int) -> int:
             return self._bytes(of_rows(rows))
@@ -375,7 +376,7 @@ class _Choice:
         return most if taken(most) <= limit else max(bisect(range(1, most), limit, key=taken), self.smallest)
 
     def _balanced(self, largest: int) -> int:
-        """Rows of a chunk so that all chunks are about equal, in whole tiles of the matmul, and none is larger."""
+        """Rows of a chunk that make all chunks about equal, in whole tiles of the matmul, and none above `largest`."""
         if self.tokens <= largest:
             return max(self.tokens, 1)
         tile = 1 if self.is_on_cpu else min(TILE_ROWS, largest)
@@ -383,7 +384,7 @@ class _Choice:
         return -(-self.tokens // (chunks * tile)) * tile
 
     def _of_largest(self, default: int, of_rows: Callable[[int], Plan]) -> Plan:
-        """The plan with the chosen chunk, the largest within the budget or, without one, the default."""
+        """Returns the plan with the chosen chunk size, else with the largest in the budget, else with the default."""
         if self.chosen_rows is not None:
             return of_rows(self.chosen_rows)
         largest = default if self.limit is None else self._rows_within(self.limit, max(self.tokens, 1), of_rows)
@@ -392,7 +393,7 @@ class _Choice:
     # The sum of dW over chunks.
 
     def _in_16_bits(self, rows: int) -> Plan:
-        """With the rows of dW that most is added to in float32, where there are chunks."""
+        """Returns a plan that sums dW in 16 bits and, if there are several chunks, its frequent rows in float32."""
         has_targets = self.call.loss.divergence is None or self.call.loss.ignores_rows
         if not self._rounds(rows) or not has_targets:
             return self._with(rows)
@@ -403,15 +404,15 @@ class _Choice:
         return self._with(rows, float32_accumulator=rows < self.tokens)
 
     def _rounds(self, rows: int) -> bool:
-        """Whether a sum over chunks of so many rows would be rounded in each."""
+        """Whether a sum of dW over chunks of `rows` rows would be rounded in each chunk."""
         return bool(self.weights) and self.call.dtype.itemsize == 2 and rows < self.tokens
 
     @property
     def _exact_rows(self) -> int:
-        """Rows of the smallest chunk with which sums in the parameter's dtype err little enough.
+        """Rows of the smallest chunk for which the error of a sum in the parameter's dtype is small enough.
 
-        The K targets of `target_weights` count as one, though each adds to a row of dW: a sum in float32, or
-        compensated, would take once more the memory of dW, fewer chunks that of logits.
+        The K targets of `target_weights` count as one, though each adds to a row of dW. A sum in float32, or a
+        compensated one, would take the memory of dW once more, and fewer chunks more memory for logits.
         """
         if self.options.accumulate == "parameter" or not self._rounds(0):
             return 0
@@ -419,10 +420,10 @@ class _Choice:
         return -(-self.tokens // (EXACT_CHUNKS if has_few_targets else 1))
 
     def _summed(self) -> Plan:
-        """Rows of a chunk, and where dW is summed.
+        """Returns the plan that sums gradients over chunks, with the chunk size and the dtype in which dW is summed.
 
-        A sum in 16 bits is exact enough with few chunks. Otherwise either chunks are larger, and few enough, or they
-        stand beside a float32 accumulator.
+        A sum in 16 bits is exact enough with few chunks. Otherwise either chunks are larger, so that there are few of
+        them, or dW is summed in a float32 accumulator.
         """
         call, default = self.call, self._default_rows()
         if self.options.accumulate == "float32" and self._rounds(0):
@@ -443,23 +444,22 @@ class _Choice:
             return plan
         if not is_exact:
             plan = min(self._in_16_bits(self._balanced(self._exact_rows)), self._wide(default), key=self._bytes)
-        # All tokens, where their logits take little memory.
+        # One chunk of all tokens, if their logits take little memory.
         one = self._in_16_bits(max(self.tokens, 1))
         little = max(ONE_CHUNK * call.gradient_bytes, ONE_CHUNK_BYTES)
         is_little = self.row_bytes * self.tokens <= min(little, self.most_by_default)
         if self.common.strategy == GRADIENTS_IN_FORWARD and is_little:
-            # Logits are written once, and read and written in place.
+            # The logits are written once by the matmul, then read and overwritten: three times their bytes.
             of_one = matmul_seconds(call, self.device) + 3.0 * self.row_bytes * self.tokens / self.device.bandwidth
             if division_seconds(call, plan, self.device) > WORTH_MEMORY * of_one:
                 return one
         return plan
 
     def _wide(self, default: int) -> Plan:
-        """With dW summed in float32, in chunks of as many rows as pay.
+        """Returns a plan that sums dW in float32, with as many rows in a chunk as pay.
 
-        A chunk may be as large as the rounded dW, which takes its memory afterwards. Such a sum moves twice the bytes
-        of one in 16 bits: where chunks have no more rows than the matmuls ask for, twice as many pay, as far as the
-        memory goes.
+        A chunk may be as large as the rounded dW, which takes its memory afterwards. A float32 sum moves twice the
+        bytes of one in 16 bits: chunks that are only as large as the matmuls need are doubled, if memory allows.
         """
         rows = default
         if not self.is_on_cpu:
@@ -472,14 +472,14 @@ class _Choice:
     # Saved logits.
 
     def _saved(self, rows: int | None, plan: Plan) -> Plan:
-        """A plan with the logits of some rows saved, or of all: None."""
+        """Returns the plan with the logits of `rows` rows saved; None: of all rows."""
         return replace(plan, strategy=SAVE_LOGITS, saved_rows=rows)
 
     def _saving(self) -> Plan | None:
-        """A plan that keeps the logits of all rows, or of some; None where too few fit, or none may be kept."""
+        """Returns a plan that saves the logits of all rows or of some; None if too few fit, or none may be saved."""
         allowed, shard = self.limit, self.call.shard
         if allowed is None:
-            # What is not known must not decide.
+            # If the device's memory is unknown, no logits are saved by default.
             allowed = min(SAVED_LOGITS_BYTES, int(self.most_by_default)) if self.most_by_default < inf else 0
         may_save = self.options.strategy is None and self.call.loss.divergence is None
         if not allowed or self.common.strategy != RECOMPUTE_LOGITS or not may_save:
@@ -498,10 +498,10 @@ class _Choice:
 
 
 def _check_batch_invariant(call: Call, options: Options, device: Device) -> None:
-    """Whether rows can have the same bits in any batch.
+    """Checks that rows can have the same bits in any batch.
 
     Raises:
-        ValueError: where they cannot; the text says why.
+        ValueError: if they cannot; the text says why.
     """
     reason = ""
     if device.kind == "cuda":

@@ -1,14 +1,14 @@
-"""The region itself: linear and cross-entropy, forward and backward, as one loop over chunks of tokens.
+"""Forward and backward of a region, a linear and its loss, as one loop over chunks of tokens.
 
 For inputs x (T, H), weights W (V, H), bias b (V,) and targets y (T,):
 
-    z = Σ x Wᵀ + b               over the linears; rounded to x's dtype as an unfused model does, or float32
+    z = Σ x Wᵀ + b               summed over the linears; rounded to x's dtype as an unfused model does, or float32
     loss, dz = …                 row by row, from statistics of z's rows: `operation.loss`
     dX = dz W,  dW = dzᵀ x,  db = Σ_t dz
 
-`run` is the loop. The forward calls it with an upstream gradient where the plan computes gradients at once, and without
-one otherwise; the backward calls it with what the forward has saved. Legend: T tokens, N of them computed, C tokens in
-a chunk, H hidden size, V vocabulary.
+`run` is the loop. The forward calls it with an upstream gradient if the plan computes gradients in the forward, and
+without one otherwise. The backward calls it with the tensors that the forward saved. Legend: T tokens, N of them
+computed, C tokens in a chunk, H hidden size, V vocabulary.
 """
 
 from collections.abc import Mapping
@@ -29,16 +29,16 @@ from thunder_flce.operation.call import TEACHER, Linear, gradient_name
 
 
 def forward(ops: Primitives) -> dict[str, Tensor]:
-    """The results of a flat call, by the names of `operation.call.result_specs`; gradients are (T, H).
+    """Returns the results of a flat call by the names of `operation.call.result_specs`; dX is (T, H).
 
     Raises:
-        IndexError: where a target is neither in [0, V) nor ignore_index (on CUDA without host synchronisation, a
-            device-side assertion instead).
+        IndexError: if a target is neither in [0, V) nor ignore_index. On CUDA without host synchronisation, a
+            device-side assertion fails instead.
     """
     call, plan, logits = ops.call, ops.plan, _Logits(ops, ops.call.linears)
     if ops.region.saves_unit_gradients:
         rows = ops.prepare(None, meanwhile=logits.start)
-        # Class weights are among the factors that the backward multiplies rows by; the weights of targets are not.
+        # The backward multiplies rows by factors that include the class weights, but not the target weights.
         units = copy(rows)
         units.at_target, units.s = None, torch.ones(rows.count, dtype=call.row_dtype, device=rows.target.device)
         coefficients = Coefficients(ops, units)
@@ -53,14 +53,14 @@ def forward(ops: Primitives) -> dict[str, Tensor]:
 
 
 def backward(ops: Primitives, saved: Mapping[str, Tensor], upstream: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """The gradients by the names of their operands, for the plans that finish them in the backward.
+    """Returns the gradients by the names of their operands, for plans that finish gradients in the backward.
 
     Args:
-        ops: of the region.
-        saved: by name, what the forward returned after its outputs, and the entropy where a gradient comes back to it.
-            Logits are overwritten.
-        upstream: by name, the gradients of the loss and of outputs: () or one number for each of the caller's tokens,
-            None where there is none.
+        ops: the region's primitives.
+        saved: by name, the tensors that the forward returned after its outputs, and the entropy if it has an upstream
+            gradient. The logits are overwritten.
+        upstream: by name, the upstream gradients of the loss and the outputs: () or one number for each of the caller's
+            tokens. None for a result without an upstream gradient.
     """
     call = ops.call
     of_loss = upstream["loss"]
@@ -69,7 +69,7 @@ def backward(ops: Primitives, saved: Mapping[str, Tensor], upstream: Mapping[str
     if ops.plan.finishes_in_forward:
         rows = ops.prepare_again(of_loss, call.tokens)
         rows.target_weights = None
-        # Of `Loss.has_parallel_row_gradients`, A multiplies the gradient for 1.
+        # The loss has parallel row gradients: coefficient A multiplies dX for an upstream gradient of 1.
         factors = Coefficients(ops, rows, upstream).of_all.probability
         return {"input": ops.scaled_rows(saved["dX"], rows.returned(factors))}
     rows = ops.prepare_again(of_loss, ops.count_of(saved["computed_rows"]))
@@ -82,16 +82,14 @@ def run(
     ops: Primitives, rows: Rows, coefficients: Coefficients | None, *, logits: "_Logits",
     known: Mapping[str, Tensor] | None = None,
 ) -> tuple[list[RowResults], dict[str, Tensor]]:  # fmt: skip
-    """One run over the chunks of the rows.
-
-    Returns what is known of the rows of each chunk, and the gradients by the names of their operands.
+    """Runs the loop over chunks, and returns each chunk's row results and the gradients by their operands' names.
 
     Args:
-        ops: of the region.
-        rows: those that are computed.
-        coefficients: of the rows' gradients; None where no gradient is computed.
-        logits: where they come from.
-        known: what the forward has saved, in a backward.
+        ops: the region's primitives.
+        rows: the rows to compute.
+        coefficients: the coefficients of the rows' gradients; None if no gradient is computed.
+        logits: computes the logits of a chunk, or reads saved ones.
+        known: in a backward, the tensors that the forward saved.
     """
     statistics = None
     if known is not None and "row_max" in known:
@@ -117,35 +115,35 @@ def run(
         found.append(of_rows)
         if sums is not None:
             sums.add(dlogits, xs, chunk, bias_grad)
-        # Otherwise these tensors would be alive while those of the next chunk are allocated.
+        # Otherwise these tensors would stay alive while the next chunk's are allocated.
         del xs, z, dlogits
-    # Before dW is rounded out of a float32 accumulator, the chunk's memory goes.
+    # Frees the chunk's memory before a float32 accumulator is rounded to a new dW.
     logits.free()
     of_teacher = None
     return found, {} if sums is None else sums.finish()
 
 
 class _Logits:
-    """The logits of one chunk after the other: in memory that chunks share, or where they are kept for the backward."""
+    """Computes the logits of each chunk, in a buffer that chunks share or in one that is kept for the backward."""
 
     def __init__(self, ops: Primitives, linears: tuple[Linear, ...], known: Mapping[str, Tensor] | None = None):
-        """The sum of these linears; `known` is what the forward has saved, in a backward."""
+        """Logits are the sum of `linears`; in a backward, `known` has the tensors that the forward saved."""
         self._ops, self._linears, self._known = ops, linears, known
         self._keeps_first = ops.plan.rows_saved(ops.call.tokens) > 0
         self._buffer: Tensor | None = None
         self._started = 0
-        """Of how many of the first rows they are computed, before the number of rows is known"""
+        """Number of first rows whose logits were computed before the number of valid rows was known"""
         self.kept: Tensor | None = None
-        """(S, V) those of the first chunk, if they are kept"""
+        """(S, V) the logits of the first chunk, if the backward needs them"""
 
     def start(self, order: Tensor) -> None:
-        """Computes those of the first tokens of an order, (C,), whether they turn out to be among the rows or not."""
+        """Computes the logits of the tokens in `order`, (C,), before it is known which of them are valid."""
         ops, self._started = self._ops, order.shape[0]
         xs = [ops.call.tensors[linear.x].index_select(0, order) for linear in self._linears]
         ops.logits_(self._memory(0, ops.first_rows)[: self._started], xs, self._linears)
 
     def of(self, chunk: slice, xs: list[Tensor]) -> Tensor:
-        """(C, V) those of a chunk, computed from its xs, (C, H) each, unless they are there."""
+        """Returns the logits (C, V) of a chunk, computed from its `xs`, (C, H) each, unless they exist already."""
         ops, count, started = self._ops, chunk.stop - chunk.start, 0 if chunk.start else self._started
         if self._known is not None and self._keeps_first and not chunk.start:
             return self._known["logits"][:count, : ops.call.vocab]
@@ -157,19 +155,19 @@ class _Logits:
         return z
 
     def _memory(self, start: int, count: int) -> Tensor:
-        """Memory for at least `count` rows of the chunk that starts at a row."""
+        """Returns a buffer of at least `count` rows for the chunk whose first row is `start`."""
         ops = self._ops
         if self._keeps_first and not start:
             if self.kept is None:
                 self.kept = ops.logits_buffer(ops.plan.saved_logits_shape(ops.call)[0])
             return self.kept
-        # Chunks but the first are equal, and the last one is smaller.
+        # After the first chunk, all chunks have the same size, except for a smaller last one.
         if self._buffer is None or self._buffer.shape[0] < count:
             self._buffer = ops.logits_buffer(count, ops.plan.logits_dtype(ops.call.tensors[self._linears[0].x].dtype))
         return self._buffer
 
     def free(self) -> None:
-        """Lets go of what chunks have shared."""
+        """Frees the buffer that chunks share."""
         self._buffer = None
 
 
@@ -177,9 +175,9 @@ def _row_work(
     ops: Primitives, rows: Rows, chunk: slice, z: Tensor, coefficients: Coefficients | None,
     statistics: RowStatistics | None,
 ) -> tuple[RowResults, Tensor, Tensor | None]:  # fmt: skip
-    """What is known of a chunk's rows; their dlogits, in place of z or in new memory; the sum of these, for db.
+    """Returns a chunk's row results, its dlogits, in place of z or in new memory, and their sum over rows, for db.
 
-    `statistics` are (N,), where the forward has saved them.
+    `statistics` are (N,), if the forward saved them.
     """
     target = rows.of(rows.target, chunk)
     if coefficients is not None and statistics is None and ops.region.takes_one_pass:
@@ -219,7 +217,7 @@ def _results(
     if plan.strategy == SAVE_LOGITS:
         rows_kept, stride = plan.saved_logits_shape(call)
         kept = ops.empty((rows_kept, stride), ops.region.logits_dtype) if kept is None else kept
-        # The memory of all of a row, its padding too, is one piece for any number of rows.
+        # Whole rows, with their padding, are contiguous for any number of rows.
         results["logits"] = kept.as_strided((kept.shape[0], stride), (stride, 1))
     for name, gradient in gradients.items():
         results[gradient_name(name)] = gradient

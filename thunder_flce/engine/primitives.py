@@ -1,7 +1,7 @@
-"""What the engine calls: each primitive launches something, in the libraries that a plan has chosen.
+"""The primitives through which the engine launches everything, in the libraries that a plan has chosen.
 
-`printing` has another set of them, which write down what they would launch. Legend: T tokens, N rows computed, C rows
-in a chunk, H hidden size, V vocabulary.
+`printing` has other primitives, which write a line for each launch. Legend: T tokens, N rows computed, C rows in a
+chunk, H hidden size, V vocabulary.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -28,22 +28,22 @@ from thunder_flce.engine.rows import Prepared, Rows
 from thunder_flce.operation.call import SCALAR, Call, Linear, are_of_tokens, argument
 from thunder_flce.operation.loss import RowCoefficients
 
-# What of a call follows from its sizes, but for the number of tokens.
+# Properties of a call that depend on its sizes, but not on the number of tokens.
 _OF_SIZES = [name for name, value in vars(Call).items() if isinstance(value, cached_property) and "tokens" not in name]
 
-# Of one in so many tokens, logits are computed while the host waits for the number of rows: in calls that wait, that
-# takes longer than the wait. Where fewer are valid, the rest are computed for nothing.
+# While the host waits for the number of valid rows, the device computes the logits of the first 1 / _EARLY_PART of the
+# tokens, which takes longer than the wait in calls that wait. If fewer rows are valid, some of that work is wasted.
 _EARLY_PART = 4
 
 
 class Region:
-    """What is known of a region but for its tensors and their number of tokens, and kept for further calls."""
+    """Everything about a region that does not depend on its tensors or their number of tokens; kept for later calls."""
 
     def __init__(self, call: Call, plan: Plan):
-        """The call is of specs."""
+        """`call` has specs for tensors."""
         self.call, self.plan = call, plan
         for name in _OF_SIZES:
-            # Found out once, for all calls that are made of this one.
+            # Computes and caches the property, so that calls made from this one have it.
             getattr(call, name)
         self.device_type = call.device.type
         self.logits_dtype = plan.logits_dtype(call.dtype)
@@ -51,7 +51,7 @@ class Region:
         self.reads_statistics = plan.reads_statistics(call)
 
     def call_of(self, tensors: Sequence[Tensor]) -> Call | None:
-        """The flat call of such tensors, in their order; None for those that the engine does not take as they are."""
+        """Returns the flat call of these tensors, in order; None if one has another dtype, device, layout or shape."""
         dimensions, found = tensors[0].ndim - 1, {}
         for each, (name, start, shape, dtype, device) in zip(tensors, self._layouts, strict=True):
             if each.dtype is not dtype:
@@ -79,18 +79,18 @@ class Region:
 
     @cached_property
     def row_library(self) -> str:
-        """Who runs the row work."""
+        """The library that runs the softmax kernels."""
         return dispatch.library(self.plan.row_kernels, dtype=self.logits_dtype, device_type=self.device_type)
 
     @cached_property
     def kernels(self) -> RowKernels:
-        """The row kernels of the plan."""
+        """The softmax kernels of the plan."""
         choice, of = self.plan.row_kernels, self.call.loss.logit_map
         return dispatch.kernels_for(choice, dtype=self.logits_dtype, device_type=self.device_type, logit_map=of)
 
     @cached_property
     def vector_kernels(self) -> Any:
-        """The module of Triton's kernels that prepare rows and finish the loss; None where PyTorch's operations do."""
+        """The module of Triton kernels that prepare rows and compute the loss; None if PyTorch's operations do."""
         call = self.call
         is_plain = call.loss.divergence is None and call.targets_per_token is None and call.row_dtype is torch.float32
         if self.device_type != "cuda" or not is_plain or self.row_library != "Triton":
@@ -101,7 +101,7 @@ class Region:
 
     @cached_property
     def token_kernel(self) -> Any:
-        """What computes a chunk's token losses and coefficients by one kernel; None where PyTorch's operations do."""
+        """The function that computes token losses and coefficients in one kernel; None if PyTorch's operations do."""
         if self.vector_kernels is None or self.call.whole_vocab == 1:
             return None
         from thunder_flce.engine.kernels.triton_tokens import kernel_for
@@ -112,7 +112,7 @@ class Region:
 
     @cached_property
     def logits_(self) -> Callable[..., None]:
-        """What writes logits: see `matmul.logits_`."""
+        """The function that writes logits: see `matmul.logits_`."""
         if not self.plan.batch_invariant:
             return partial(matmul.logits_, tune=self.plan.tune_products)
         if self.device_type == "cpu":
@@ -123,11 +123,11 @@ class Region:
 
     @cached_property
     def takes_one_pass(self) -> bool:
-        """Whether one kernel makes the statistics of a chunk's rows and, in place of its logits, their gradient.
+        """Whether one kernel computes a chunk's statistics and, in place of its logits, their gradient.
 
-        Not where the gradient needs new memory, where the loss asks more of a row than its statistics, where ranks have
-        to combine these, or where db is needed: a sum over the rows, of which the kernel sees one at a time. Nor where
-        a row's log-probability must have the bits that it has without gradients: the kernel adds in another order.
+        False if the gradient needs new memory, if the loss needs more than a row's statistics, if ranks must combine
+        the statistics, or if db is needed, a sum over rows, while the kernel sees one row at a time. Also False if a
+        row's log-probability must have the same bits as without gradients: this kernel adds in another order.
         """
         call, plan = self.call, self.plan
         is_plain = call.loss.is_plain and call.shard is None and not plan.batch_invariant
@@ -135,28 +135,28 @@ class Region:
 
     @cached_property
     def are_parts(self) -> bool:
-        """Whether ranks have a part of the tokens each."""
+        """Whether each rank has a part of the tokens."""
         return self.call.shard is not None and self.call.shard.sequence_parallel
 
     @cached_property
     def may_skip(self) -> bool:
-        """Whether ignored rows are left out, where the host may wait for their number."""
+        """Whether ignored rows are skipped, provided that the host can wait for the number of valid rows."""
         call = self.call
         return call.ignores_rows and self.plan.ignored_rows == "skip" and not call.loss.needs_every_row
 
     @cached_property
     def starts_early(self) -> bool:
-        """Whether the device computes the first logits while the host waits for the number of rows."""
-        # A backward that computes logits again has to find the same bits, by the same matmuls.
+        """Whether the device computes the first logits while the host waits for the number of valid rows."""
+        # A backward that computes the logits again must run the same matmuls to get the same bits.
         recomputes = self.plan.strategy == RECOMPUTE_LOGITS
         return self.may_skip and self.device_type == "cuda" and not self.are_parts and not recomputes
 
 
 def _start_reading(numbers: Tensor) -> Callable[[], list[int]]:
-    """Starts to copy numbers to the host; gives what waits for them, and for nothing that is launched afterwards."""
+    """Starts a copy of `numbers` to the host, and returns a function that waits for it, but not for later launches."""
     if not numbers.is_cuda:
         return numbers.tolist
-    # Into pinned memory.
+    # PyTorch allocates pinned memory for this copy.
     copy = numbers.to("cpu", non_blocking=True)
     copied = torch.cuda.current_stream(numbers.device).record_event()
 
@@ -168,7 +168,7 @@ def _start_reading(numbers: Tensor) -> Callable[[], list[int]]:
 
 
 class Primitives:
-    """The primitives of one region: a flat call, of tensors, and what is known of such calls."""
+    """The primitives of one region, for a flat call of tensors."""
 
     def __init__(self, call: Call, region: Region):
         self.call, self.region, self.plan = call, region, region.plan
@@ -176,15 +176,15 @@ class Primitives:
     # Rows.
 
     def prepare(self, upstream: Tensor | None, *, meanwhile: Callable[[Tensor], None] | None = None) -> Rows:
-        """The rows to compute, in a forward, once their targets are checked.
+        """Checks the targets in a forward, and returns the rows to compute.
 
         Args:
-            upstream: () the gradient of the loss, where it is known and one number.
-            meanwhile: computes the logits of some tokens, (C,), while the host waits for the number of rows.
+            upstream: () the upstream gradient of the loss, if it is known and one number.
+            meanwhile: computes the logits of some tokens, (C,), while the host waits for the number of valid rows.
 
         Raises:
-            IndexError: where a target is neither in [0, V) nor ignore_index. Where the host does not wait for the
-                device, a device-side assertion instead, as in PyTorch.
+            IndexError: if a target is neither in [0, V) nor ignore_index. If the host does not wait for the device, a
+                device-side assertion fails instead, as in PyTorch.
         """
         call = self.call
         host_waits = self.region.device_type != "cuda" or (self.region.may_skip and not self._is_capturing())
@@ -207,7 +207,7 @@ class Primitives:
         return self._selected(found, count if skips else call.tokens)
 
     def prepare_again(self, upstream: Tensor | None, count: int) -> Rows:
-        """The rows that a forward has computed, `count` of them, in its backward.
+        """Returns, in a backward, the `count` rows that its forward computed.
 
         `upstream` is as for `prepare`, or one number for each of the caller's tokens.
         """
@@ -220,7 +220,7 @@ class Primitives:
         return self._selected(self._prepared(upstream, ordered=count < self.call.tokens), count)
 
     def _selected(self, found: Prepared, count: int) -> Rows:
-        """The first rows of the order, or all."""
+        """Returns the first `count` rows of the order, with their target weights."""
         selected: Rows
         if self.region.are_parts:
             selected = token_parts.rows_of_parts(self.call, found, chunk_rows=self.plan.chunk_rows, count=count)
@@ -230,30 +230,30 @@ class Primitives:
 
     def _prepared(self, upstream: Tensor | None, *, ordered: bool) -> Prepared:
         prepare = rows.prepare if self.region.vector_kernels is None else self.region.vector_kernels.prepare
-        # Parts have an order of their own.
+        # If ranks divide the tokens, `token_parts` makes the order.
         return prepare(self.call, upstream=upstream, ordered=ordered and not self.region.are_parts)
 
     def _is_capturing(self) -> bool:
-        """Whether a CUDA graph is captured, which waits for nothing."""
-        # Streams are asked for by the current device, which need not be the call's.
+        """Whether a CUDA graph is being captured, so that the host must not wait for the device."""
+        # PyTorch asks the current device's stream, and the call may be on another device.
         with on_device(self.call.device):
             return torch.cuda.is_current_stream_capturing()
 
     def count_of(self, computed_rows: Tensor) -> int:
-        """How many rows a forward has computed, () int64; the host waits only for a copy of what it returned."""
+        """Returns the number of rows that a forward computed; the host waits only if `computed_rows` is a copy."""
         if computed_rows.is_cpu:
             return int(computed_rows)
         known = rows.recalled(computed_rows)
         if known is not None:
             return known
         if computed_rows.is_cuda and self._is_capturing():
-            # A forward that was captured, too, has computed all.
+            # A forward that was captured in the same graph has computed all rows.
             torch._assert_async(computed_rows == self.call.tokens, "the forward of a captured backward skipped rows")
             return self.call.tokens
         return int(computed_rows)
 
     def _raise_wrong(self, wrong: int) -> NoReturn:
-        """Raises an IndexError that says how many targets are wrong, and what the first of them is."""
+        """Raises an IndexError with the number of wrong targets and the first of them."""
         call = self.call
         target, vocab, ignore_index = call.tensors["target"].long(), call.whole_vocab, call.loss.ignore_index
         values = target[(target != ignore_index) & ((target < 0) | (target >= vocab))]
@@ -264,9 +264,9 @@ class Primitives:
         )
 
     def chunks(self, selected: Rows) -> Iterable[slice]:
-        """The chunks of the rows, one after another: those whose logits are saved, then chunks as the plan has them.
+        """Yields the chunks of the rows: first the rows whose logits are saved, then chunks of the plan's size.
 
-        Where the first logits are computed early, the first chunk is as large as it may be.
+        If the first logits are computed early, the first chunk has the full size.
         """
         largest = max(self.plan.chunk_rows or selected.count, 1)
         saved = self.plan.rows_saved(selected.count)
@@ -274,17 +274,17 @@ class Primitives:
 
     @property
     def first_rows(self) -> int:
-        """The most rows of the first chunk."""
+        """The largest number of rows that the first chunk can have."""
         tokens = self.call.tokens
         return min(self.plan.rows_saved(tokens) or self.plan.chunk_rows or tokens, tokens)
 
     def gather(self, selected: Rows, tensor: Tensor, chunk: slice, out: Tensor | None = None) -> Tensor:
-        """The rows of a chunk from (T, H) over all tokens."""
+        """Returns the rows of a chunk from `tensor` (T, H): see `Rows.gather_chunk`."""
         return selected.gather_chunk(tensor, chunk, out)
 
     @property
     def class_total(self) -> Any:
-        """Σ w over all columns, if smoothing asks for it; their number without class weights."""
+        """Σ w over all columns, for label smoothing with class weights; otherwise the number of columns."""
         is_weighted = self.call.loss.label_smoothing and "weight" in self.call.tensors
         return self._all_class_weights.sum() if is_weighted else self.call.whole_vocab
 
@@ -294,14 +294,17 @@ class Primitives:
 
     @cached_property
     def class_weight(self) -> Tensor | None:
-        """(V,) of the columns that are computed here, in the row dtype; None where smoothing asks for none of them."""
+        """(V,) the class weights of this rank's columns, in the row dtype; None unless label smoothing needs them."""
         if "weight" not in self.call.tensors or not self.call.loss.label_smoothing:
             return None
         shard, found = self.call.shard, self._all_class_weights
         return found if shard is None else found[shard.start : shard.start + shard.columns]
 
     def columns_here(self, target: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The columns of targets among those of this rank, any where they are not, and which ones are; None for all."""
+        """Returns each target's column on this rank, and a mask of the targets that this rank has; None: it has all.
+
+        Targets of other ranks get an arbitrary column of this rank.
+        """
         shard = self.call.shard
         if shard is None:
             return target, None
@@ -311,31 +314,31 @@ class Primitives:
     # Memory.
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Uninitialised memory."""
-        # A size by size: of a tuple, torch.empty takes the host twice as long.
+        """Returns an uninitialised tensor."""
+        # Sizes are passed one by one: with a tuple, torch.empty takes the host twice as long.
         return torch.empty(*shape, dtype=dtype, device=self.call.device)
 
     def dlogits_buffer(self, z: Tensor) -> Tensor:
-        """(C, V) memory for the gradient of z: its own, where it has x's dtype."""
+        """Returns a (C, V) buffer for the gradient of z: z itself if it has x's dtype."""
         return z if z.dtype == self.call.dtype else self.logits_buffer(z.shape[0], self.call.dtype)
 
     def logits_buffer(self, count: int, dtype: torch.dtype | None = None) -> Tensor:
-        """(C, V) memory for the logits of so many rows."""
+        """Returns a buffer (count, V) for logits."""
         dtype = dtype or self.region.logits_dtype
         return empty_logits(
             count, self.call.vocab, dtype=dtype, device=self.call.device, device_type=self.region.device_type
         )
 
     def rounded(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """The tensor in another dtype: itself, or new memory."""
+        """Returns the tensor in another dtype: itself, or a new tensor."""
         return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
     # Matmuls.
 
     def logits_(self, out: Tensor, xs: list[Tensor], linears: Sequence[Linear]) -> None:
-        """Fills out (C, V) with z = Σ x Wᵀ + b over the linears; `xs` are (C, H), of each.
+        """Fills out (C, V) with z = Σ x Wᵀ + b over the linears; `xs` has an x (C, H) for each.
 
-        The smallest is written first, and the head's matmul adds to it: that takes less time than the other way round.
+        The smallest linear is written first, and the head's matmul accumulates: that is faster than the reverse order.
         """
         call = self.call
         if not call.vocab:
@@ -351,13 +354,14 @@ class Primitives:
             bias, accumulate = None, True
 
     def _columns(self, parameter: Tensor) -> Tensor:
-        """The rows of a weight or a bias that are columns of the logits."""
+        """Returns the rows of a weight or a bias that belong to columns of the logits."""
         return parameter if parameter.shape[0] == self.call.vocab else parameter[: self.call.vocab]
 
     def start_input_gradient(self, dlogits: Tensor, linear: Linear) -> Callable[[Tensor], None]:
         """Starts dX (C, H) = dlogits (C, V) @ W, summed over the ranks that divide the vocabulary.
 
-        Returns what puts it into memory (C, H), rounded once, and only then computes it where there is nothing to sum.
+        Returns a function that writes dX, rounded once, into a tensor (C, H). Without a sum over ranks, the matmul runs
+        only there.
         """
         weight, shard = self._columns(self.call.tensors[linear.weight]), self.call.shard
         if shard is None or not shard.reduces_input_grad:
@@ -385,19 +389,19 @@ class Primitives:
     # The row work.
 
     def both_(self, z: Tensor, target: Tensor, coefficients: RowCoefficients) -> RowResults:
-        """The statistics of z (C, V), and z at the targets, (C,) or (C, K); z becomes its gradient in place."""
+        """Returns the statistics of z (C, V) and z at the targets, (C,) or (C, K); z is overwritten by its gradient."""
         if target.ndim == 1:
             return RowResults(*self.region.kernels.both_(z, target, coefficients))
         z_y = z.gather(1, target)
-        # The kernel writes the entry of one target, too, of which any gradient will do: it is written over.
+        # The kernel also writes the entry of the first target. Its value does not matter: it is overwritten below.
         found, _ = self.region.kernels.both_(z, target[:, 0], coefficients._replace(one_hot=coefficients.probability))
         self._write_entries_(z, z_y, found, coefficients, target)
         return RowResults(found, z_y)
 
     def results(self, z: Tensor, target: Tensor) -> RowResults:
-        """What the loss needs of the rows of z (C, V) but their token losses; z stays as it is.
+        """Returns the row results of z (C, V), except for token losses; z stays as it is.
 
-        Where ranks divide the vocabulary, the results are those of the whole rows, with the same bits on all ranks.
+        If ranks divide the vocabulary, the results are those of whole rows, with the same bits on all ranks.
         """
         call, names = self.call, self.call.loss.moments
         found = self._whole_rows(z, target)
@@ -414,7 +418,7 @@ class Primitives:
 
     def _whole_rows(self, z: Tensor, target: Tensor) -> RowResults:
         shard, loss, dtype = self.call.shard, self.call.loss, self.call.row_dtype
-        # Of z: its map to the logits keeps the order, or turns it round.
+        # The argmax of the logits is found in z: the logit map keeps the order, or reverses it for a negative scale.
         find = torch.argmax if loss.logit_scale > 0 else torch.argmin
         if shard is None:
             argmax = find(z, 1) if loss.needs_argmax else None
@@ -442,10 +446,10 @@ class Primitives:
     def gradient_(
         self, z: Tensor, found: RowResults, coefficients: RowCoefficients, target: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """dz of some rows (C, V), in x's dtype, and its sum over the rows, (V,), if the bias needs a gradient.
+        """Returns dz of some rows (C, V), in x's dtype, and its sum over rows, (V,), if the bias needs a gradient.
 
-        It takes the place of z where that has x's dtype, and new memory otherwise. The target's entry is computed from
-        z as it was before: (p − 1) in float32 keeps the digits that p, rounded to 16 bits, has lost near 1.
+        dz overwrites z if z has x's dtype. The target's entry is computed from the old z in float32: near p = 1, p − 1
+        keeps digits there that p, rounded to 16 bits, has lost.
         """
         call = self.call
         out = self.dlogits_buffer(z)
@@ -463,7 +467,7 @@ class Primitives:
     def _gradient_of_several_(
         self, out: Tensor, z: Tensor, found: RowResults, coefficients: RowCoefficients, target: Tensor
     ) -> Tensor | None:
-        """`gradient_` for targets (C, K): the kernel's pass, then their columns, from z as it was before."""
+        """`gradient_` for targets (C, K): runs the kernel, then writes the targets' entries, made from the old z."""
         column, is_here = self.columns_here(target)
         if is_here is not None:
             coefficients = coefficients._replace(one_hot=torch.where(is_here, coefficients.one_hot, 0))
@@ -481,8 +485,8 @@ class Primitives:
     def _write_entries_(
         self, dlogits: Tensor, z_y: Tensor, found: RowStatistics, coefficients: RowCoefficients, column: Tensor
     ) -> None:
-        """Writes the gradient in the columns of K targets, with its one_hot term."""
-        # A row for each target. Those in one column write the same number, so that their order does not matter.
+        """Writes the entries of the gradient at each row's K targets, with the one_hot term."""
+        # Targets in the same column write the same number, their sum, so the order of the writes does not matter.
         count = column.shape[1]
         first = torch.searchsorted(column.sort(1).values, column)
         total = torch.zeros_like(coefficients.one_hot).scatter_add_(1, first, coefficients.one_hot).gather(1, first)
@@ -490,12 +494,12 @@ class Primitives:
         vectors = (None if v is None else v.repeat_interleave(count) for v in coefficients._replace(one_hot=None))
         of_each = RowCoefficients(*vectors)._replace(one_hot=total.reshape(-1))
         entry = gradient(z_y.reshape(-1).to(self.call.row_dtype), self.call.loss.logit_map, each, of_each)
-        # On a CPU, scatter_ would copy all of 16-bit dlogits to float32 and back.
+        # Not scatter_: on a CPU, it would copy all of 16-bit dlogits to float32 and back.
         row = torch.arange(column.shape[0], device=column.device)[:, None]
         dlogits[row, column] = entry.view(column.shape).to(dlogits.dtype)
 
     def divergence_(self, z: Tensor, teacher: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(C,) each row's divergence from the teacher's logits and, with factors (C,), its gradient in place of z."""
+        """Returns (C,) each row's divergence from the teacher, and dlogits, which are written only with `factors`."""
         call, divergence = self.call, self.call.loss.divergence
         compute = dispatch.divergence_for(
             self.plan.row_kernels, dtypes=(z.dtype, teacher.dtype), device_type=self.region.device_type
@@ -504,14 +508,14 @@ class Primitives:
         is_invariant = self.plan.batch_invariant and factors is not None
         value = compute(z, teacher, divergence, factors=None if is_invariant else factors, out=out)
         if is_invariant:
-            # A kernel that makes values and gradients may add in another order.
+            # A kernel that computes values and gradients at once may add in another order.
             compute(z, teacher, divergence, factors=factors, out=out)
         return value.to(call.row_dtype), out
 
     def token_loss(
         self, found: RowResults, inputs: Sequence[Tensor], s: Tensor | None
     ) -> tuple[Tensor, RowCoefficients | None]:
-        """The token losses of some rows, (C,), and with `s` the coefficients: see `row_loss.token_loss`."""
+        """Returns the token losses of some rows, (C,), and with `s` the coefficients: see `row_loss.token_loss`."""
         kernel = self.region.token_kernel
         if kernel is None or s is None:
             return row_loss.token_loss(self, found, inputs, s)
@@ -520,14 +524,14 @@ class Primitives:
     # Results.
 
     def loss(self, selected: Rows, found: RowResults) -> tuple[Tensor, dict[str, Tensor]]:
-        """() the loss or, for reduction "none", (N,), from what is known of all rows; and outputs that come with it."""
+        """Returns the loss, () or (N,) for reduction "none", from all row results, and outputs of the same kernel."""
         loss, logit, at_target, of_rows = self.call.loss, found.z_y, selected.at_target, found.of_rows
         if self.region.vector_kernels is None:
             row: Any = None if found.z_y is None else found.row(self)
             of_rows = row_loss.cross_entropy(self, selected, row) if of_rows is None else of_rows
             return row_loss.reduced(self, selected, of_rows, loss.z_term(row)), {}
         if loss.maps_logits or loss.label_smoothing:
-            # The kernel knows no map, and of a row nothing but its statistics.
+            # The kernel takes logits, without a map, and has no moments for smoothing.
             row = found.row(self)
             logit = row.target_logit
             if loss.label_smoothing:
@@ -538,6 +542,6 @@ class Primitives:
         )  # fmt: skip
 
     def scaled_rows(self, gradient: Tensor, factors: Tensor) -> Tensor:
-        """dX (T, H) for an upstream gradient of 1 at each row, times the rows' factors, (T,), in new memory."""
-        # Both are float32 or float64, so that it is rounded once.
+        """Returns dX (T, H): `gradient`, for an upstream gradient of 1 at each row, times the rows' `factors` (T,)."""
+        # Both are float32 or float64, so the product is rounded once.
         return torch.mul(gradient, factors[:, None], out=torch.empty_like(gradient, dtype=self.call.dtype))

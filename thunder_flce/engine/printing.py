@@ -1,10 +1,10 @@
-"""What a region runs, written down: the engine runs on tensors without memory, and each primitive writes its lines.
+"""Prints what a region runs: the engine runs on tensors without memory, and each primitive writes its lines.
 
     for each chunk of C tokens (4 × 2048):
       logits bf16[C, 128256] = x @ W.t()  cuBLAS
 
 A, B, uniform and g_e of a row are the `RowCoefficients` of `operation.loss`, u are the logits after scale and softcap,
-u′ is their derivative, p their softmax. Ignored rows are counted as if there were none.
+u′ is their derivative, p their softmax. Numbers of rows are printed as if no row was ignored.
 
 Legend: T tokens, C rows in a chunk, H hidden size, V vocabulary.
 """
@@ -30,25 +30,25 @@ from thunder_flce.operation.call import TEACHER, TOKEN, Call, Linear, Spec, argu
 from thunder_flce.operation.loss import RowCoefficients
 
 WIDTH = 112
-"""Characters of a line, so that one of a trace, with its indentation, has 120 at most."""
+"""Characters of a line. In a trace, with its indentation, it then has at most 120."""
 
 LETTERS = {
     "input": "x", "linear_weight": "W", "target": "y", "linear_bias": "b", "weight": "w", "token_weights": "w_t",
     "target_weights": "q", "num_items": "num_items", "expected_gradient": "expected_gradient",
     "teacher_input": "x'", "teacher_weight": "W'",
 }  # fmt: skip
-"""What the lines call the tensors of a call."""
+"""The letters that stand for the tensors of a call in the lines."""
 
 _DTYPES = {
     torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32", torch.float64: "f64", torch.int64: "i64",
 }  # fmt: skip
 
 Line = tuple[str, str]
-"""What is computed, and by which library"""
+"""A computation, and the library that runs it"""
 
 
 def letter(name: str) -> str:
-    """What the lines call a tensor of a call."""
+    """Returns the letter that stands for a tensor of a call in the lines."""
     if name in LETTERS:
         return LETTERS[name]
     number = int(name[name.index("[") + 1 : name.index("]")])
@@ -59,7 +59,7 @@ def letter(name: str) -> str:
 
 @dataclass(frozen=True)
 class Program:
-    """What forward and backward run: lines of text, those of the same loop indented beneath its title."""
+    """The printed forward and backward: lines of text, with the lines of a loop indented beneath its title."""
 
     forward: tuple[str, ...]
     backward: tuple[str, ...]
@@ -67,7 +67,7 @@ class Program:
 
 @lru_cache(maxsize=256)
 def program(call: Call, plan: Plan) -> Program:
-    """What a call of specs runs."""
+    """Returns the printed program of a call of specs."""
     region, own = Region(call, plan), len(call.shape)
 
     def without_memory(name: str, spec: Spec) -> Tensor:
@@ -89,25 +89,25 @@ def program(call: Call, plan: Plan) -> Program:
 
 def _run_backward(ops: "_Writer", results: dict[str, Tensor]) -> None:
     call, loss = ops.call, ops.call.loss
-    # As if all ranks' tokens were here.
+    # The shapes are those of all ranks' tokens, even if the tokens are divided.
     shape = (call.tokens,) if loss.reduction == "none" else ()
     upstream = {name: ops.empty((call.tokens,), call.row_dtype) for name in loss.differentiable_outputs}
     engine.backward(ops, results, {"loss": ops.empty(shape, call.row_dtype), **upstream})
 
 
 def scaling_lines(names: Sequence[str], spec: Spec, *, has_expected: bool) -> tuple[str, ...]:
-    """What multiplies finished gradients, of the names and dtype of `spec`, by the upstream gradient."""
+    """Returns the lines that multiply finished gradients, of `spec`'s dtype and device, by the upstream gradient."""
     library = scaling.library(spec.dtype, spec.device)
     factor = "grad / expected_gradient" if has_expected else "grad"
     return _formatted([(f"{name} *= {factor}    skipped where that is 1", library) for name in names])
 
 
 class _Writer(Primitives):
-    """Primitives that return empty tensors, and write down what they would launch."""
+    """Primitives that return empty tensors, and write a line for each launch that they stand for."""
 
     def __init__(self, call: Call, region: Region):
         super().__init__(call, region)
-        # That of PyTorch's operations runs without memory, and writes nothing.
+        # Without the kernel, PyTorch's operations compute the token loss, which also run on tensors without memory.
         region.token_kernel = None
         device_type = region.device_type
         self._lines: list[Line] = []
@@ -119,10 +119,10 @@ class _Writer(Primitives):
         self._network = "NCCL" if device_type == "cuda" else "gloo"
         self._u = "u" if call.loss.maps_logits else "logits"
         self._rows = "T"
-        """What the lines call the number of rows in a chunk, where there are several"""
+        """The number of rows in a chunk as it is printed: "C" for several chunks"""
 
     def take(self) -> list[Line]:
-        """What was written since the last time."""
+        """Returns the lines written since the last call."""
         found, self._lines = self._lines, []
         return found
 
@@ -203,7 +203,7 @@ class _Writer(Primitives):
     def weight_gradient_(
         self, out: Tensor, dlogits: Tensor, x: Tensor, *, linear: Linear, accumulate: bool, frequent: bool = False
     ) -> None:
-        # The first chunk adds nothing to what the others add to.
+        # "+=" stands for all chunks, although the first one writes dW without adding.
         sign, of = "+=" if self._rows == "C" else "=", "dlogits[:, frequent]" if frequent else "dlogits"
         name = "frequent rows of " * frequent + gradient_name(linear.weight)
         words = f"{self._named(name, out)} {sign} {of}.t() @ {letter(linear.x)}"
@@ -285,7 +285,7 @@ class _Writer(Primitives):
         return f"{name} {_type(tensor.shape, tensor.dtype)}"
 
     def _of_rows(self, name: str, tensor: Tensor) -> str:
-        """The same of a tensor with something of each row of a chunk."""
+        """Returns `name` with its dtype and shape, whose first size is the printed number of rows in a chunk."""
         return f"{name} {_type((self._rows, *tensor.shape[1:]), tensor.dtype)}"
 
 
@@ -294,6 +294,6 @@ def _type(shape: Iterable[int | str], dtype: torch.dtype) -> str:
 
 
 def _formatted(found: Sequence[Line]) -> tuple[str, ...]:
-    """Lines with the library in a column of its own."""
+    """Returns the lines as text, with the libraries aligned in a column."""
     width = max((len(text) for text, library in found if library), default=0)
     return tuple(f"{text:{width}}  {library}".rstrip() for text, library in found)

@@ -1,4 +1,4 @@
-"""The loss and the coefficients of its gradient, from what is known of each row; the formulas are those of `Loss`.
+"""Computes the loss and the coefficients of its gradient from the row results, by the formulas of `Loss`.
 
 Legend: T tokens, N rows computed, C rows in a chunk, V vocabulary.
 """
@@ -19,34 +19,34 @@ if TYPE_CHECKING:
 
 
 class RowResults(NamedTuple):
-    """What the forward computes of some rows, (C,) each; None where the loss does not need it."""
+    """Results of the forward for some rows, (C,) each; None for a result that the loss does not need."""
 
     statistics: Any = None
-    """`RowStatistics`; None of a divergence, as is z_y"""
+    """`RowStatistics`; None for a divergence, which has no z_y either"""
     z_y: Any = None
-    """The linear's output at each row's target; (C, K) with target weights; None where statistics were known before"""
+    """The linear's output at each row's target; (C, K) with target weights; None in a backward with saved statistics"""
     moments: dict[str, Tensor] = {}
     argmax: Tensor | None = None
     of_rows: Tensor | None = None
-    """What each row adds to the loss in place of its cross-entropy: a token loss, or a divergence"""
+    """Each row's token loss or divergence, in place of its cross-entropy"""
     coefficients: RowCoefficients | None = None
-    """Of the gradient, where they follow from a token loss"""
+    """Coefficients of a token loss's gradient"""
 
     def row(self, ops: "Primitives") -> Row:
-        """The same for the formulas of `Loss`."""
+        """Returns the results as the `Row` that the formulas of `Loss` take."""
         u_y = ops.call.loss.logit_map(self.z_y.to(ops.call.row_dtype))
         row_max, row_log_sum = self.statistics
         return Row(row_max, row_log_sum, target_logit=u_y, moments=self.moments, argmax=self.argmax)
 
 
 class Coefficients:
-    """Gives each chunk of rows the coefficients of its gradient.
+    """Computes the coefficients of the gradient for each chunk of rows.
 
     Args:
-        ops: of the region.
-        rows: those that are computed.
-        upstream: by name, the gradients of outputs, None where there is none; that of the loss is in the rows' s.
-        entropy: (N,) the entropies, where their upstream gradient is not None.
+        ops: the region's primitives.
+        rows: the rows that are computed.
+        upstream: by name, the upstream gradients of outputs, or None; the loss's is already in the rows' s.
+        entropy: (N,) the entropies, if they have an upstream gradient.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Coefficients:
         self._ops, self._rows, self._entropy = ops, rows, entropy
         s = rows.s
         if call.whole_vocab == 1 and not loss.token_loss:
-            # The only probability is 1, and the gradient of the cross-entropy 0, whatever exponentials round to.
+            # With one column, p is 1 and the gradient of the cross-entropy 0, however the exponentials are rounded.
             s = torch.zeros_like(s)
         self._s = s
         found = row_coefficients(
@@ -77,17 +77,17 @@ class Coefficients:
             else:
                 uniform = of_rows / -call.whole_vocab
                 found = found._replace(uniform=uniform if found.uniform is None else found.uniform + uniform)
-        # Of all rows, (N,) each, without what takes their statistics.
+        # The coefficients of all rows, (N,) each, without the terms that depend on the rows' statistics.
         self.of_all, self._of_z = found, None
         if loss.z_loss:
             of_z = rows.s
             if rows.at_target is not None and rows.divisors is not None and "num_items" not in call.tensors:
-                # Class weights divide the cross-entropies by another sum.
+                # With class weights, the divisor of the cross-entropies is not that of the z terms.
                 of_z = rows.masked(of_z * (rows.divisors[0] / rows.divisors[1]))
             self._of_z = 2 * loss.z_loss * of_z
 
     def of(self, chunk: slice, found: RowResults | None = None) -> RowCoefficients:
-        """The chunk's coefficients, (C,) each; `found`, what is known of its rows, is None where the loss is plain."""
+        """Returns the chunk's coefficients, (C,) each; `found`, its row results, is None if the loss is plain."""
         scale, of_rows = self._ops.call.loss.logit_scale, self.of_all
         if chunk.stop - chunk.start < self._rows.count:
             of_rows = RowCoefficients(*[None if each is None else each[chunk] for each in of_rows])
@@ -96,7 +96,7 @@ class Coefficients:
         return of_rows if scale == 1 else RowCoefficients(*[None if each is None else each * scale for each in of_rows])
 
     def _with_statistics(self, of_rows: RowCoefficients, found: RowResults, chunk: slice) -> RowCoefficients:
-        """The coefficients with what takes more of the rows than their targets."""
+        """Returns the coefficients with the terms that depend on the chunk's row results, `found`."""
         ops, loss = self._ops, self._ops.call.loss
         row_max, log_sum = found.statistics
         if found.coefficients is not None:
@@ -117,9 +117,9 @@ class Coefficients:
 def token_loss(
     ops: "Primitives", found: RowResults, inputs: Sequence[Tensor], s: Tensor | None
 ) -> tuple[Tensor, RowCoefficients | None]:
-    """The token losses of some rows, from the further inputs, (C,) each.
+    """Returns the token losses of some rows, (C,), from their results and the token `inputs`, (C,) each.
 
-    With the upstream gradient of each row's loss, `s` (C,), the coefficients of its gradient, too.
+    With the upstream gradient of each row's loss, `s` (C,), also returns the coefficients of its gradient.
     """
     text, row, columns = ops.call.loss.token_loss, found.row(ops), ops.call.whole_vocab
     values = {name: OUTPUTS[name].of(row, columns) for name in VARIABLES if uses(text, name)}
@@ -129,9 +129,9 @@ def token_loss(
     value, derivatives = value_and_derivatives(text, values)
 
     def times(name: str) -> Tensor | None:
-        # Of one column, the log-probability and the entropy are 0, whatever exponentials round to.
+        # With one column, the log-probability and the entropy are 0, however the exponentials are rounded.
         derivative = None if columns == 1 and name in ("log_prob", "entropy") else derivatives[name]
-        # Of the two factors, the one may be infinite or NaN where the other is 0, as in a row that is ignored.
+        # One factor may be infinite or NaN where the other is 0, as in an ignored row; the product is 0 there.
         return None if derivative is None else torch.where((s == 0) | (derivative == 0), 0.0, s * derivative)
 
     g_p, g_e, g_l, g_u = map(times, VARIABLES)
@@ -143,7 +143,7 @@ def token_loss(
 
 
 def joined(ops: "Primitives", rows: Rows, chunks: list[RowResults]) -> RowResults:
-    """What is known of all rows."""
+    """Returns the row results of all chunks as those of all rows."""
     if len(chunks) == 1:
         return chunks[0]
     if not chunks:
@@ -166,7 +166,7 @@ def joined(ops: "Primitives", rows: Rows, chunks: list[RowResults]) -> RowResult
 
 
 def cross_entropy(ops: "Primitives", rows: Rows, row: Row) -> Tensor:
-    """(N,) each row's cross-entropy, with its class weights."""
+    """Returns (N,) each row's cross-entropy, with class weights, smoothing and target weights."""
     call, weights, first = ops.call, rows.target_weights, rows.first_targets
     rest = None if first is None else Rest.of(row, weights, first)
     return call.loss.cross_entropy(
@@ -175,9 +175,9 @@ def cross_entropy(ops: "Primitives", rows: Rows, row: Row) -> Tensor:
 
 
 def reduced(ops: "Primitives", rows: Rows, of_rows: Tensor, z_term: Tensor | None = None) -> Tensor:
-    """() the loss of what each row adds to it, (N,), and its z term; for reduction "none", (N,).
+    """Returns the loss, () or (N,) for reduction "none", from each row's loss `of_rows` and z term, (N,) each.
 
-    The mean over no row is NaN, as in `torch.nn.functional`.
+    The mean over no valid row is NaN, as in `torch.nn.functional`.
     """
     of_ce, of_z = (None, None) if rows.divisors is None else rows.divisors
 
@@ -191,7 +191,7 @@ def reduced(ops: "Primitives", rows: Rows, of_rows: Tensor, z_term: Tensor | Non
 
 
 def output(ops: "Primitives", rows: Rows, name: str, row: Row) -> Tensor:
-    """One of the loss's further outputs, for each of the caller's tokens, or () for a mean."""
+    """Returns one of the loss's outputs, for each of the caller's tokens, or () for a mean."""
     description = OUTPUTS[name]
     value = description.of(row, ops.call.whole_vocab)
     if description.is_mean:

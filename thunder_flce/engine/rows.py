@@ -1,8 +1,8 @@
-"""Which rows of a region are computed, and what follows from all targets at once.
+"""Selects the rows of a region that are computed, and derives their weights and factors from all targets at once.
 
-Rows whose target is ignore_index, or whose token weight is 0, contribute nothing, neither to the loss nor to a
-gradient. A plan leaves them out, for which the host has to know their number, or computes them with a gradient of 0.
-Legend: T tokens, N rows computed, C rows in a chunk, K targets a token, H hidden size.
+Rows whose target is ignore_index, or whose token weight is 0, contribute neither to the loss nor to a gradient. A plan
+skips them, for which the host needs the number of valid rows, or computes them with a gradient of 0. Legend: T tokens,
+N rows computed, C rows in a chunk, K targets a token, H hidden size.
 """
 
 from collections.abc import Iterator
@@ -16,24 +16,24 @@ from thunder_flce.device import TILE_ROWS
 from thunder_flce.engine.kernels.interface import Prepared
 from thunder_flce.operation.call import Call
 
-# Rows that are copied at a time where a tensor is rearranged in place.
+# Number of rows that `Rows.scatter_` copies at a time.
 _MOVED_ROWS = 2048
 
 
 def prepare(call: Call, *, upstream: Tensor | None, ordered: bool) -> Prepared:
-    """Checks targets, counts valid rows, and finds what each row counts, by PyTorch's operations.
+    """Checks targets, counts valid rows, and computes each row's weight and factor, by PyTorch's operations.
 
     A row is valid if its target is not `ignore_index` and its token weight is not 0. A target that is not
     `ignore_index` is wrong outside [0, V).
 
     Args:
-        call: a flat one.
+        call: a flat call.
         upstream: () or (T,) the upstream gradient of the loss; None for 1.
-        ordered: whether to return `order`, and the vectors in it.
+        ordered: whether to return `order`, with all vectors in that order.
     """
     loss, target, row_dtype = call.loss, call.tensors["target"].long(), call.row_dtype
     weights = call.tensors.get("token_weights")
-    # As long: V and ignore_index would wrap around in a narrow dtype before they are compared with.
+    # The targets are int64: in a narrower dtype, V and ignore_index would wrap around before the comparison.
     is_label, column = target != loss.ignore_index, target.clamp(0, call.whole_vocab - 1)
     is_wrong = is_label & (target != column)
     valid = is_label if target.ndim == 1 else is_label.any(1)
@@ -72,15 +72,15 @@ class Rows:
     """(N, K) 1 for the first of a row's targets in a column, 0 for further and ignored ones; with `Loss.target_rest`"""
 
     def __init__(self, found: Prepared, count: int, *, index: Any = None, order: Tensor | None = None):
-        """The rows of some of the tokens, by an `index` of vectors, or of all.
+        """Selects the rows from `found` by `index`, or takes all of them.
 
-        `order` is (T,): the N tokens that the rows stand for, then the others; None where all are computed as they are.
+        `order` is (T,): the N tokens of the rows, then the other tokens; None if row t is token t for all T tokens.
         """
         self.count, self.total, self.order = count, found.target.shape[0], order
-        # (N,) the tokens that the rows stand for, where there is an order.
+        # (N,) the token of each row; None without an order.
         self.index: Any = None if order is None else order[:count]
-        # (N,) each, as in `Prepared`; with target weights, the target is (N, K). In a forward, s is for the upstream
-        # gradient that is expected.
+        # (N,) each, as in `Prepared`; with target weights, the target is (N, K). In a forward, s is for the expected
+        # upstream gradient.
         self.target, self.weight, self.s, self.at_target = found[:4]
         if index is not None:
             self.target, self.weight, self.s = self.target[index], self.weight[index], self.s[index]
@@ -89,13 +89,13 @@ class Rows:
 
     @property
     def valid_count(self) -> Tensor:
-        """() int64 how many rows are valid."""
+        """() int64 number of valid rows."""
         return self._counts[0]
 
     def chunks(self, largest: int, first: int = 0) -> Iterator[slice]:
-        """Slices that cover all rows: `first` of them, if any, then about equal ones of at most `largest`.
+        """Yields slices that cover all rows: one of `first` rows, unless 0, then about equal ones of at most `largest`.
 
-        Equal, because a small last chunk would read all of W and dW for the sake of a few rows.
+        Chunks are about equal because a small last chunk would read all of W and dW for a few rows.
         """
         first = min(first, self.count)
         if first:
@@ -110,65 +110,65 @@ class Rows:
             yield slice(start, min(start + rows, self.count))
 
     def gather_chunk(self, tensor: Tensor, chunk: slice, out: Tensor | None = None) -> Tensor:
-        """The rows of `chunk` from (T, H) over all tokens: a view where all are taken, or a copy, in `out` if given."""
+        """Returns the rows of `chunk` from `tensor` (T, H): a view if no rows are skipped, else a copy."""
         if self.order is None:
             return tensor if chunk.start == 0 and chunk.stop == self.total else tensor[chunk]
         return torch.index_select(tensor, 0, self.index[chunk], out=out)
 
     def of(self, vector: Tensor, chunk: slice) -> Tensor:
-        """(N,) to (C,), the rows of a chunk."""
+        """Returns the entries of a vector (N,) that belong to the rows of a chunk, (C,)."""
         return vector if chunk.stop - chunk.start == self.count else vector[chunk]
 
     def gather(self, vector: Tensor) -> Tensor:
-        """(T,) to (N,)."""
+        """Returns the entries of a vector (T,) that belong to the rows, (N,)."""
         return vector if self.order is None else vector[self.index]
 
     def scatter(self, vector: Tensor, fill: float = 0) -> Tensor:
-        """(N,) to (T,), `fill` for tokens that were left out."""
+        """Returns a vector (N,) as one over all tokens, (T,), with `fill` for skipped tokens."""
         if self.order is None:
             return vector
         return vector.new_full((self.total,), fill).index_copy_(0, self.index, vector)
 
     def of_part(self, chunk: slice) -> slice:
-        """Where the rows of a chunk are in this rank's dX: in the same place, unless ranks divide the tokens."""
+        """Returns where a chunk is in this rank's dX: the same slice, unless ranks divide the tokens."""
         return chunk
 
     def returned(self, vector: Tensor, fill: float = 0) -> Tensor:
-        """What the caller gets of a vector (N,): one number for each of its tokens, `fill` for those left out."""
+        """Returns a vector (N,) as one over the caller's tokens, with `fill` for skipped tokens."""
         return self.scatter(vector, fill)
 
     def received(self, vector: Tensor) -> Tensor:
-        """(N,) of a vector that the caller has, one number for each of its tokens."""
+        """Returns the entries of a vector over the caller's tokens that belong to the rows, (N,)."""
         return self.gather(vector)
 
     def scatter_(self, tensor: Tensor) -> None:
-        """Moves the first N rows of `tensor` (T, H) to their tokens, in place; 0 in all others."""
+        """Moves the first N rows of `tensor` (T, H) to their tokens, in place, and writes 0 to all other rows."""
         if self.order is None:
             return
         numbers = torch.arange(self.count, device=tensor.device)
         source = torch.zeros(self.total, dtype=torch.int64, device=tensor.device).index_copy_(0, self.index, numbers)
-        # From the end: the i-th valid row belongs to token i or a later one, so what a block is taken from has not been
-        # written over yet, unless it is a part of the block itself.
+        # Blocks are written from the end. The i-th valid row belongs to token i or a later one, so a block's source
+        # rows have not been overwritten yet, unless they lie in the block itself, whose rows are copied first.
         for start in reversed(range(0, self.total, _MOVED_ROWS)):
             block = slice(start, start + _MOVED_ROWS)
             tensor[block] = tensor.index_select(0, source[block])
         tensor.index_fill_(0, self.order[self.count :], 0)
 
     def masked(self, vector: Tensor, fill: float = 0) -> Tensor:
-        """(N,) with `fill` in ignored rows."""
+        """Returns a vector (N,) with `fill` in ignored rows."""
         return torch.where(self.weight != 0, vector, fill)
 
 
 def selected(found: Prepared, count: int) -> Rows:
-    """The first `count` of the tokens; where that is all of them, the order is their own."""
+    """Returns the first `count` rows of `found`, without an order if that is all of them."""
     if found.order is None or count == found.target.shape[0]:
         return Rows(found, count)
-    # Views: while the host starts kernels, after it has waited for the count, the device has nothing to do.
+    # A slice gives views, without launches: the host has just waited for the count, and the device is idle.
     return Rows(found, count, index=slice(count), order=found.order)
 
 
 def with_target_weights(call: Call, rows: Rows) -> Rows:
-    """The rows with the weights of their targets, if a row has several."""
+    """Sets the target weights of `rows`, if the call has them, and returns `rows`."""
     if call.targets_per_token is None:
         return rows
     weights, target = call.tensors["target_weights"], call.tensors["target"].long()
@@ -181,20 +181,20 @@ def with_target_weights(call: Call, rows: Rows) -> Rows:
 
 
 def _first_in_column(target: Tensor, counts: Tensor) -> Tensor:
-    """(N, K) bool, True for the first of a row's targets in a column, of those that count."""
+    """Returns (N, K) bool: True for a row's first target in a column, among the targets for which `counts` is True."""
     columns, order = torch.where(counts, target, -1).sort(dim=1, stable=True)
     is_first = torch.ones_like(counts)
     is_first[:, 1:] = columns[:, 1:] != columns[:, :-1]
     return torch.zeros_like(counts).scatter(1, order, is_first) & counts
 
 
-# How many rows a forward has computed, as far as the host knows: a backward need not wait for the device to say it. A
-# weak reference keeps the address of a storage from being used again, so it stands for one storage.
+# Number of rows that a forward has computed, by the storage of `computed_rows`, so that its backward need not wait for
+# the device. A weak reference keeps the address of a storage from being reused, so the key stands for one storage.
 _known_counts: dict[StorageWeakRef, int] = {}
 
 
 def remember(count: Tensor, value: int) -> None:
-    """Notes that `count`, () int64, holds `value`. Nobody may change it as long as its memory lives."""
+    """Records that `count`, () int64, holds `value`; nobody may overwrite `count` while its storage lives."""
     for memory in list(_known_counts):  # Another thread may add to it.
         if memory.expired():
             _known_counts.pop(memory, None)
@@ -202,5 +202,5 @@ def remember(count: Tensor, value: int) -> None:
 
 
 def recalled(count: Tensor) -> int | None:
-    """The number in `count`, where the host knows it; not so of a copy."""
+    """Returns the number in `count` if it was recorded for this storage, else None, as for a copy."""
     return _known_counts.get(StorageWeakRef(count.untyped_storage()))

@@ -1,4 +1,4 @@
-"""dX, dW and db of every linear while chunks of tokens add to them.
+"""Accumulates dX, dW and db of every linear over chunks of tokens.
 
 Legend: T tokens, N rows computed, C rows in a chunk, H hidden size, V vocabulary.
 """
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 
 class GradientSums:
-    """dX, dW and db while chunks of tokens add to them; no memory for those that are not needed."""
+    """Accumulates dX, dW and db over chunks of tokens; allocates only gradients that are needed."""
 
     def __init__(self, ops: "Primitives", rows: Rows, *, weights: Tensor):
-        """`weights` are (N,) or (N, K): how much each row adds to dW in the column of its target."""
+        """`weights` are (N,) or (N, K): how much each row adds to dW at its target."""
         call = ops.call
         self._ops, self._rows, self._is_first = ops, rows, True
-        # dX for an upstream gradient of 1 is rounded to 16 bits after it is multiplied by that of its row. Rounded
-        # before, too, its error was up to 1.4 times that of PyTorch (DPO, 8192 × 128256 × 4096).
+        # dX for an upstream gradient of 1 stays in float32 until the backward has multiplied it by each row's upstream
+        # gradient. Rounded to 16 bits before, its error was up to 1.4 times PyTorch's (DPO, 8192 × 128256 × 4096).
         is_unit = ops.region.saves_unit_gradients
-        # Of operands by name: dX and dW.
+        # dX and dW by the names of their operands.
         self._sums: dict[str, Tensor] = {}
         has_16_bits = False
         for linear in call.linears:
@@ -37,7 +37,7 @@ class GradientSums:
                 of_weight = self._sums[linear.weight] = ops.empty(call.tensors[linear.weight].shape, dtype)
                 has_16_bits = has_16_bits or dtype.itemsize == 2
                 if call.vocab < of_weight.shape[0]:
-                    # Rows of the weight that are no columns of the logits.
+                    # Zeros the rows of dW beyond the vocabulary: they are no columns of the logits.
                     of_weight[call.vocab :] = 0
         self._bias: Tensor | None = None
         self._row_weights = weights
@@ -45,9 +45,9 @@ class GradientSums:
         self._frequent: FrequentRows | None = None
 
     def memory_for_inputs(self, chunk: slice) -> list[Tensor | None]:
-        """For copies of the rows of each linear's x that belong to `chunk`, (C, H), where dX takes their place later.
+        """Returns a (C, H) buffer for each linear into which its rows of x are gathered: the chunk's part of dX.
 
-        None where there is no such place, or no rows are skipped, so that no copies are needed.
+        dX overwrites them later. None if there is no dX of x's dtype, or if no rows are skipped and a view suffices.
         """
         call = self._ops.call
         if self._rows.order is None:
@@ -56,20 +56,20 @@ class GradientSums:
         return [None if each is None or each.dtype != call.dtype else each[chunk] for each in sums]
 
     def add(self, dlogits: Tensor, xs: list[Tensor], chunk: slice, bias_grad: Tensor | None) -> None:
-        """Adds what the rows of `chunk` contribute, with dlogits (C, V) and their sum over the rows, (V,), for db.
+        """Adds the gradients of `chunk`, from dlogits (C, V) and their sum over rows, (V,), for db.
 
-        `xs` are (C, H), of each linear, as gathered; used up.
+        `xs` are each linear's gathered rows of x, (C, H); dX may overwrite them.
         """
         ops, columns = self._ops, None
         if self._has_frequent and self._frequent is None:
-            # Here, so that the device has the first logits to compute while the host asks for a dozen small kernels.
+            # Not in `__init__`: now the device is busy with the first logits while the host launches a dozen kernels.
             self._frequent = FrequentRows(ops, self._rows.target, self._row_weights)
         frequent = self._frequent
         for linear, x in zip(ops.call.linears, xs, strict=True):
             of_input, of_weight = self._sums.get(linear.x), self._sums.get(linear.weight)
             finish_input = None
             if of_input is not None:
-                # The matmul of dW hides the sum of dX over the ranks.
+                # The collective that sums dX over the ranks overlaps with the matmul of dW.
                 finish_input = ops.start_input_gradient(dlogits, linear)
             if of_weight is not None:
                 memory = of_weight if of_weight.shape[0] == dlogits.shape[1] else of_weight[: dlogits.shape[1]]
@@ -86,7 +86,7 @@ class GradientSums:
         self._is_first = False
 
     def finish(self) -> dict[str, Tensor]:
-        """The gradients by the names of their operands, in the dtypes of these; zeros where no chunk was added."""
+        """Returns the gradients by operand names, in the operands' dtypes; zeros if no chunk was added."""
         call, gradients = self._ops.call, {}
         for linear in call.linears:
             if linear.x in self._sums:
@@ -102,7 +102,7 @@ class GradientSums:
         if call.bias_grad:
             bias, total = call.tensors["linear_bias"], self._bias
             if total is None or total.shape != bias.shape:
-                # Some elements of the bias, or all, are no columns of the logits, or no chunk was added.
+                # The bias has elements beyond the vocabulary, or no chunk was added.
                 found = bias.new_empty(0) if total is None else total
                 total = torch.nn.functional.pad(found, (0, bias.shape[0] - found.shape[0]))
             gradients["linear_bias"] = total.to(bias.dtype)
@@ -110,11 +110,11 @@ class GradientSums:
 
 
 class FrequentRows:
-    """The rows of dW that most is added to, summed in float32 beside a dW that is summed in 16 bits.
+    """Accumulates the rows of dW that receive the largest updates in float32, beside a dW in 16 bits.
 
     Token frequencies are Zipfian: a few rows of dW receive most updates, and most of the rounding error. With
-    Zipf-distributed targets, 8192 × 128256 × 4096 and four chunks, the error of dW is 2.4e-3 without them, against
-    1.5e-3 of a single matmul.
+    Zipf-distributed targets, 8192 × 128256 × 4096 and four chunks, the error of dW without these rows is 2.4e-3, and
+    1.5e-3 for a single matmul.
     """
 
     def __init__(self, ops: "Primitives", target: Tensor, weights: Tensor):
@@ -128,12 +128,12 @@ class FrequentRows:
         self._sums: dict[Linear, Tensor] = {}
 
     def columns_of(self, dlogits: Tensor) -> Tensor:
-        """Of dlogits (C, V), the columns of these rows of dW."""
-        # gather, since index_select takes three times as long along this dimension.
+        """Returns the columns of dlogits (C, V) that belong to these rows of dW."""
+        # gather: index_select takes three times as long along this dimension.
         return dlogits.gather(1, self._columns.expand(dlogits.shape[0], -1))
 
     def add(self, linear: Linear, columns: Tensor, x: Tensor) -> None:
-        """Adds what a chunk contributes to the dW of a linear: `columns_of` dlogits, and x (C, H)."""
+        """Adds a chunk's part of a linear's dW, from the `columns` of its dlogits (`columns_of`) and x (C, H)."""
         is_first = linear not in self._sums
         if is_first:
             self._sums[linear] = self._ops.empty((self._count, x.shape[1]), torch.float32)
@@ -142,5 +142,5 @@ class FrequentRows:
         )
 
     def write(self, linear: Linear, weight_grad: Tensor) -> None:
-        """Puts the sums of a linear into its dW (V, H), rounded once."""
+        """Writes the sums of a linear, rounded once, into its dW (V, H)."""
         weight_grad.index_copy_(0, self._columns, self._sums[linear].to(weight_grad.dtype))
