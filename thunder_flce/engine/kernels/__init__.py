@@ -1,1 +1,1 @@
-"""What is computed row by row on logits, by one of several backends, and what is computed on vectors of rows."""
+"""Kernels on logits, row by row, in several backends, and kernels on vectors of one number a row."""

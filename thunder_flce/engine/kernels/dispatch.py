@@ -1,4 +1,4 @@
-"""Which backend runs the row work, asked by the engine and by what prints it.
+"""Chooses the backend of the row kernels, for the engine and for the printed program.
 
 Triton comes with PyTorch on Linux, nvFuser is an extra; PyTorch's operations run everywhere.
 """
@@ -19,14 +19,14 @@ from thunder_flce.operation.loss import LogitMap
 
 
 class Backend(NamedTuple):
-    """How a backend is found."""
+    """Where a backend's code is, and which package it needs."""
 
     library: str
-    """As it is printed"""
+    """The printed name of its library"""
     kernels: str
-    """Its `RowKernels`, a class in the module of its name"""
+    """The name of its class of `RowKernels`, in the module named after the backend"""
     package: str
-    """What must be installed"""
+    """The package that must be installed"""
     install: str = ""
     """The command that installs it"""
 
@@ -38,15 +38,15 @@ BACKENDS = {
     "torch": Backend("PyTorch", "TorchRowKernels", "torch"),
 }
 FASTEST = tuple(BACKENDS)
-"""Fastest first, but for moments, where nvFuser would gain 0.6% of a step: "auto" takes the first that is there."""
-# The oldest Triton that is known to compile the kernels for AMD's GPUs (tests/kernels), and the first compute
-# capability of NVIDIA's that it compiles them for, which is also the first for which Inductor asks it to.
+"""The backends, fastest first; "auto" takes the first that runs. (For moments, nvFuser would gain 0.6% of a step.)"""
+# The oldest Triton that is known to compile the kernels for AMD's GPUs (tests/kernels), and the lowest compute
+# capability of NVIDIA's GPUs for which Triton compiles them; Inductor uses Triton from the same capability on.
 OLDEST_ON_HIP = (3, 5)
 OLDEST_CAPABILITY = (7, 0)
 
 
 def kernels_for(choice: str = "auto", *, dtype: torch.dtype, device_type: str, logit_map: LogitMap) -> RowKernels:
-    """The row kernels that `Options.row_kernels` names, for logits of such a dtype on such a device.
+    """Returns the row kernels of `choice` (`Options.row_kernels`) for logits of this dtype on this type of device.
 
     Raises:
         ValueError: as `check_available`.
@@ -56,10 +56,10 @@ def kernels_for(choice: str = "auto", *, dtype: torch.dtype, device_type: str, l
 
 
 def check_available(choice: str, *, dtype: torch.dtype, device_type: str) -> None:
-    """Whether a backend can run on such logits.
+    """Checks that the chosen backend can run on logits of this dtype on this type of device.
 
     Raises:
-        ValueError: where it cannot; the text says what to do.
+        ValueError: if it cannot; the text says what to do.
     """
     if choice == "auto":
         return
@@ -82,7 +82,7 @@ def is_installed(name: str) -> bool:
 
 
 def _lacking(name: str) -> str | None:
-    """What makes a backend run on the current GPU, such as the command that installs it; None where it runs."""
+    """Returns what a backend lacks on the current GPU, such as the command that installs it; None if it runs."""
     if name == "torch":
         return None
     if torch.version.hip is not None:
@@ -98,18 +98,18 @@ def _lacking(name: str) -> str | None:
 
 
 def missing(*, dtype: torch.dtype, device_type: str) -> str | None:
-    """The library that "auto" would use for these logits if it, or another version, were installed, and the cure."""
+    """Returns the library that "auto" would use for such logits if it ran, and what it lacks; None if it does run."""
     name = FASTEST[0]
     lacking = _lacking(name) if _takes(name, dtype, device_type) else None
     return None if lacking is None else f"{BACKENDS[name].library} ({lacking})"
 
 
 def divergence_for(choice: str = "auto", *, dtypes: Sequence[torch.dtype], device_type: str) -> Callable[..., Tensor]:
-    """What computes a student's divergences from a teacher, for logits of such dtypes.
+    """Returns the function that computes a student's divergences from a teacher, for logits of these dtypes.
 
     It takes logits (C, V) of the student and of the teacher, a `Divergence`, and by name `factors`, (C,), and `out`. It
-    returns the divergence of each row, (C,). With factors it writes the gradient of the student's logits, times these,
-    to `out` (C, V), which may be the student's logits.
+    returns the divergence of each row, (C,). With factors, it writes the gradient of the student's logits, times each
+    row's factor, to `out` (C, V), which may be the student's logits.
 
     Raises:
         ValueError: as `check_available`, and for "nvfuser".
@@ -124,7 +124,7 @@ def divergence_for(choice: str = "auto", *, dtypes: Sequence[torch.dtype], devic
 
 
 def library(choice: str, *, dtype: torch.dtype, device_type: str) -> str:
-    """The library that runs the row work: "Triton", "nvFuser" or "PyTorch"."""
+    """Returns the library that runs the row kernels: "Triton", "nvFuser" or "PyTorch"."""
     return BACKENDS[_backend(choice, dtype, device_type)].library
 
 
@@ -135,7 +135,7 @@ def _backend(choice: str, dtype: torch.dtype, device_type: str) -> str:
 
 
 def runs(name: str, dtype: torch.dtype, device_type: str) -> bool:
-    """Whether a backend is there for such logits."""
+    """Whether a backend runs on logits of this dtype on this type of device."""
     return _takes(name, dtype, device_type) and _lacking(name) is None
 
 

@@ -1,11 +1,11 @@
-"""What the row kernels compute on logits, row by row: statistics, moments and, in place, the gradient.
+"""The interface of the row kernels: statistics, moments and, in place, the gradient of each row of logits.
 
-Three complete backends have this interface: `torch_rows`, `triton_rows` and `nvfuser_rows`; `dispatch` says which one
-runs. The formulas are those of `operation.loss`. Legend: C rows, V vocabulary. What the linear gives, z (C, V), is
-mapped to logits u (`LogitMap`) wherever it is read, in float32 (float64 for float64), the row dtype.
+Three complete backends implement it: `torch_rows`, `triton_rows` and `nvfuser_rows`; `dispatch` chooses one. The
+formulas are those of `operation.loss`. Legend: C rows, V vocabulary. Kernels read the linear's output z (C, V) and map
+it to logits u (`LogitMap`) in the row dtype, float32 (float64 for float64).
 
-In memory, z is a view of rows that are `z.stride(0)` elements apart, the last dimension contiguous. What lies between V
-and the stride, the padding, belongs to the same memory: kernels may write there.
+Rows of z are `z.stride(0)` elements apart, and the last dimension is contiguous. The padding, between V and the stride,
+belongs to the same memory, so kernels may write there.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -18,75 +18,75 @@ from thunder_flce.operation.loss import LogitMap, RowCoefficients
 
 
 class RowStatistics(NamedTuple):
-    """Two numbers a row, kept apart so that the loss keeps its digits when all logits share a large offset."""
+    """Two numbers a row that add up to its log-sum-exp; apart, they keep the loss's digits under a large offset."""
 
     row_max: Tensor
     """(C,) the largest logit"""
     row_log_sum: Tensor
-    """(C,) log of the sum of exp(logit - row_max): the log-sum-exp relative to the maximum. With all its digits near 0,
-    where the maximum's own 1 would hide the rest of the sum"""
+    """(C,) log of the sum of exp(logit - row_max): the log-sum-exp relative to the maximum. Accurate near 0, too: it is
+    the log1p of the sum without the maximum's own exponential, 1"""
 
     def rows(self, rows: Any) -> "RowStatistics":
-        """Those of some rows, by an index of vectors."""
+        """Returns the statistics of some rows, given as an index of a vector."""
         return RowStatistics(self.row_max[rows], self.row_log_sum[rows])
 
 
 class Prepared(NamedTuple):
-    """What follows from the targets of all tokens, before their logits are there; in the `order`, if there is one."""
+    """Vectors that depend on the targets of all tokens but not on their logits; in the `order`, if there is one."""
 
     target: Tensor
-    """(T,) or (T, K) int64 in [0, V), 0 where ignored, and any where only the token weight is 0"""
+    """(T,) or (T, K) int64 in [0, V); 0 for ignored targets, arbitrary where only the token weight is 0"""
     weight: Tensor
-    """(T,) what multiplies a row's loss: its token weight or 1, and 0 in ignored rows"""
+    """(T,) the factor of a row's loss: its token weight or 1; 0 for ignored rows"""
     s: Tensor
-    """(T,) upstream · weight / D, 0 in ignored rows"""
+    """(T,) upstream · weight / D; 0 for ignored rows"""
     at_target: Tensor | None
     """(T,) the class weight of each row's target; None without class weights"""
     divisors: tuple[Tensor, Tensor] | Tensor | None
-    """D and D_z, () each: what "mean" divides the sums of the cross-entropies and of the z terms by; None for 1"""
+    """D and D_z, () each: the divisors of the sums of cross-entropies and of z terms, for "mean"; None for 1"""
     counts: Tensor
-    """(2,) int64 how many rows are valid, and how many have a wrong target"""
+    """(2,) int64 number of valid rows, and of rows with a wrong target"""
     is_right: Tensor | None
-    """One element, not 0 if no target is wrong; None: the counts say it"""
+    """One element, not 0 if no target is wrong; None: see the counts"""
     order: Tensor | None
-    """(T,) int64 the tokens, valid ones first, both kinds ascending; only where asked for"""
+    """(T,) int64 the tokens: valid ones first, then ignored ones, both ascending; None unless asked for"""
 
 
 class RowKernels(Protocol):
-    """Row-wise computations, of at least one row and one column. Row vectors are (C,), in the row dtype.
+    """Row-wise computations on at least one row and one column. Row vectors are (C,), in the row dtype.
 
-    Statistics are of the same rows as the logits; class weights are (V,) in the row dtype, None for ones.
+    Statistics belong to the same rows as the logits. Class weights are (V,) in the row dtype; None stands for ones.
     """
 
     logit_map: LogitMap
 
     def statistics(self, z: Tensor, target: Tensor | None = None) -> tuple[RowStatistics, Tensor | None]:
-        """The maximum of each row, and the log of the sum of exponentials relative to it.
+        """Returns each row's maximum, and the log of the sum of exponentials relative to it.
 
-        With a `target` (C,) int64, each row's column, also z there, (C,) in z's dtype.
+        With a `target` (C,) int64, a column for each row, also returns z there, (C,) in z's dtype.
         """
 
     def moments(
         self, z: Tensor, statistics: RowStatistics, class_weight: Tensor | None, names: tuple[str, ...]
     ) -> dict[str, Tensor]:
-        """Sums over each row, (C,) by name, at least one of `operation.moments.MOMENTS`."""
+        """Returns sums over each row, (C,) each, by their `names` in `operation.moments.MOMENTS`, at least one."""
 
     def gradient_(
         self, z: Tensor, statistics: RowStatistics, coefficients: RowCoefficients, *,
         class_weight: Tensor | None = None, out: Tensor, target: Tensor | None = None, column_sums: bool = False,
     ) -> Tensor | None:  # fmt: skip
-        """Writes the gradient of `RowCoefficients` without its one_hot term to `out` (C, V), and sums it over the rows.
+        """Writes the gradient of `RowCoefficients` without the one_hot term to `out` (C, V), and sums it over the rows.
 
-        `out` is z itself, or other memory, and z stays. With a `target` (C,) int64, -1 for none of these columns, that
-        column gets the gradient with its one_hot term: `gradient`. The sums, (V,) in the row dtype, are of what
-        is written before it is rounded; None unless `column_sums`.
+        `out` is z itself, or another tensor; z then stays as it is. With a `target` (C,) int64, -1 for none of these
+        columns, the target's entry has the one_hot term, too: see `gradient`. With `column_sums`, returns the sums,
+        (V,) in the row dtype, of the entries before they are rounded, otherwise None.
         """
 
     def both_(self, z: Tensor, target: Tensor, coefficients: RowCoefficients) -> tuple[RowStatistics, Tensor]:
-        """Everything at once, where coefficients need no statistics and consist of `probability` and `one_hot`.
+        """Computes statistics and gradient at once, for coefficients that consist of `probability` and `one_hot`.
 
-        The gradient, with its one_hot term, takes the place of z. `target` is (C,) int64, each row's column. Returned
-        are the statistics and, (C,) in z's dtype or the row dtype, z at each row's target.
+        The gradient, with the one_hot term, overwrites z. `target` is (C,) int64, a column for each row. Returns the
+        statistics, and z at each row's target, (C,) in z's dtype or the row dtype.
         """
 
 
@@ -94,10 +94,10 @@ def gradient(
     z: Tensor, logit_map: LogitMap, statistics: RowStatistics, coefficients: RowCoefficients, *,
     class_weight: Tensor | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The gradient of `RowCoefficients` by PyTorch's operations, of z in the row dtype and what broadcasts to it.
+    """Returns the gradient of `RowCoefficients` by PyTorch's operations; z has the row dtype, other vectors broadcast.
 
-    With the one_hot term it is that at a row's target, in which p - 1 keeps its digits where A = B. In `out`, which may
-    be z, if it is given.
+    With `coefficients.one_hot`, z is the entry at each row's target, and p - 1 keeps its digits where A = B. The result
+    is written to `out`, if given, which may be z.
     """
     row_max, row_log_sum = statistics
     factor, one_hot, uniform, entropy = coefficients
@@ -119,23 +119,23 @@ def gradient(
 
 
 def write_at_targets_(out: Tensor, target: Tensor, entry: Tensor) -> None:
-    """Writes the entries (C,) into out (C, V), at each row's target (C,) unless that is -1."""
+    """Writes each row's entry (C,) into out (C, V) at the row's target (C,), unless the target is -1."""
     at = target.clamp(min=0)[:, None]
     out.scatter_(1, at, torch.where(target[:, None] < 0, out.gather(1, at), entry[:, None].to(out.dtype)))
 
 
 def at_columns(z: Tensor, column: Tensor) -> Tensor:
-    """(C,) z (C, V) at a column of each row."""
+    """Returns z (C, V) at one column of each row, (C,)."""
     return z.gather(1, column[:, None]).squeeze(1)
 
 
 def finite(shifted: Tensor) -> Tensor:
-    """Logits of -inf become the lowest finite number, in new memory: their probability, 0, times it is 0."""
+    """Returns a copy with -inf replaced by the lowest finite number, whose product with the probability 0 is 0."""
     return shifted.clamp(min=torch.finfo(shifted.dtype).min)
 
 
 def padded_weight(class_weight: Tensor | None, stride: int) -> Tensor | None:
-    """Class weights (V,) as a row of logits lies in memory: (stride,), contiguous."""
+    """Returns class weights (V,) padded to the stride of a row of logits: (stride,), contiguous."""
     if class_weight is None:
         return None
     padding = stride - class_weight.shape[0]
@@ -143,9 +143,9 @@ def padded_weight(class_weight: Tensor | None, stride: int) -> Tensor | None:
 
 
 def row_stride(vocab: int, *, dtype: torch.dtype, device_type: str) -> int:
-    """Elements from one row of logits to the next, as the kernels for this dtype and device read them fastest.
+    """Returns the stride of rows of logits with which the kernels for this dtype and device are fastest.
 
-    There is padding only where V leaves no choice.
+    Rows are padded only if V is no multiple of `ROW_MULTIPLE`, and only on CUDA for dtypes other than float64.
     """
     is_aligned = vocab % ROW_MULTIPLE == 0 or device_type != "cuda" or dtype is torch.float64
     return vocab if is_aligned else -(-vocab // PADDED_ROW_MULTIPLE) * PADDED_ROW_MULTIPLE
@@ -154,13 +154,13 @@ def row_stride(vocab: int, *, dtype: torch.dtype, device_type: str) -> int:
 def empty_logits(
     rows: int, vocab: int, *, dtype: torch.dtype, device: torch.device | str, device_type: str | None = None
 ) -> Tensor:
-    """(rows, V), uninitialised; `device_type` is whose layout they get, where `device` is another, as "meta" is."""
+    """Returns an uninitialised (rows, V) tensor, laid out for `device_type` if `device` is another, such as "meta"."""
     stride = row_stride(vocab, dtype=dtype, device_type=device_type or torch.device(device).type)
     memory = torch.empty(rows, stride, dtype=dtype, device=device)
     return memory if stride == vocab else memory[:, :vocab]
 
 
 def whole_rows(z: Tensor) -> Tensor:
-    """(C, stride), contiguous: logits with their padding."""
+    """Returns the logits with their padding: (C, stride), contiguous."""
     stride = z.stride(0)
     return z if stride == z.shape[1] else z.as_strided((z.shape[0], stride), (stride, 1))

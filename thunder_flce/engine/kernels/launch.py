@@ -1,4 +1,4 @@
-"""Launching Triton kernels, in as little of the host's time as Triton allows."""
+"""Launches Triton kernels with little host time: repeated launches bypass Triton's own lookup."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -12,17 +12,17 @@ from torch import Tensor
 
 from thunder_flce.device import Device
 
-# Kernels that are compiled, by what they were compiled for: what runs them, their constants, and their settings, so
-# that the address of these is not used again. Triton finds out all of that anew at each launch.
+# Compiled kernels, by everything for which Triton compiles anew: the launcher's arguments, the constants, and the
+# settings, whose id is in the key and must not be reused. Triton itself determines all of that at each launch.
 _compiled: dict[Any, tuple[Any, Any, Any, list[Any], dict[str, Any]]] = {}
 _MOST_COMPILED = 1024
 
 
 def kernel(aligned: int, *integers: str) -> Callable[..., Any]:
-    """`triton.jit` of what `launch` runs: parameters are tensors, these integers and constants, in this order.
+    """Returns a decorator like `triton.jit`, for functions of tensors, these `integers` and constants, in this order.
 
-    It is compiled anew where the memory of one of the first `aligned` tensors, three at most, starts elsewhere than on
-    a multiple of 16 bytes, or no longer does. The others are vectors, and slices of longer ones.
+    Only the first `aligned` tensors, at most three, are specialised on whether their address is a multiple of 16 bytes.
+    The other tensors are vectors, which may be slices of longer ones.
     """
 
     def compiled(function: Callable[..., None]) -> Any:
@@ -35,42 +35,42 @@ def kernel(aligned: int, *integers: str) -> Callable[..., Any]:
 
 @lru_cache(maxsize=1024)
 def settings_of(**settings: Any) -> dict[str, Any]:
-    """These settings of a launch, as the same object each time."""
+    """Returns the settings of a launch, as the same dict for equal settings."""
     return settings
 
 
 def for_compiler(device: Device, *, threads: int, registers: int | None = None, **constants: Any) -> dict[str, Any]:
-    """What Triton is told to compile a kernel of these settings for a device. AMD's compiler takes no registers."""
+    """Returns Triton's options to compile a kernel with these settings; AMD's compiler takes no limit of registers."""
     of_registers = {} if registers is None or device.is_hip else {"maxnreg": registers}
-    # Multiplications and additions become one operation; newer versions of Triton do so only where they are told.
+    # Fuses multiplications with additions, which newer versions of Triton do only on request.
     return {**constants, "num_warps": threads // device.warp_size, "enable_fp_fusion": True, **of_registers}
 
 
 def contiguous(*vectors: Tensor | None) -> list[Tensor | None]:
-    """The vectors as a kernel takes them, which could not tell that one is not contiguous."""
+    """Returns the vectors made contiguous: a kernel takes no strides of vectors."""
     return [None if vector is None else vector.contiguous() for vector in vectors]
 
 
 def launch(jitted: Any, programs: int, tensors: Sequence[Any], settings: dict[str, Any], *integers: int) -> None:
-    """Runs a kernel on so many programs, on the device of its first tensor.
+    """Launches a kernel on the device of its first tensor.
 
     Args:
-        jitted: what `kernel` made.
-        programs: how many.
-        tensors: in the order of the parameters; None for those but the first that are not there.
-        settings: constants by name, `threads` of a program and, if there is a limit, `registers` of each. The same
-            object each time for the same settings.
+        jitted: a function decorated by `kernel`.
+        programs: the number of programs in the grid.
+        tensors: in the order of the parameters; None for an absent one, other than the first.
+        settings: constants by name, `threads` of a program and, if they are limited, `registers` of a thread. The same
+            dict object for the same settings.
         integers: of 64 bits.
     """
     device = tensors[0].get_device()
-    # To ask takes the host less time than to set it.
+    # Reading the current device takes the host less time than setting it.
     if device >= 0 and device != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
             launch(jitted, programs, tensors, settings, *integers)
         return
-    # Addresses in place of tensors, of which Triton would ask the driver whether their memory is the device's.
+    # Addresses instead of tensors: Triton would ask the driver whether a tensor's memory belongs to the device.
     addresses: list[int | None] = []
-    # What Triton compiles anew for: dtypes, pointers to multiples of 16 bytes and integers of more than 32 bits.
+    # Triton compiles anew for dtypes, for addresses at multiples of 16 bytes, and for integers beyond 32 bits.
     kinds: list[Any] = [id(jitted), id(settings), device]
     for each in tensors:
         addresses.append(None if each is None else each.data_ptr())
@@ -80,17 +80,17 @@ def launch(jitted: Any, programs: int, tensors: Sequence[Any], settings: dict[st
     for integer in integers:
         kinds.append(-(2**31) <= integer < 2**31)
     if torch.version.hip is not None:
-        # And for AMD's GPUs memory that 32 bits reach, which vectors never exceed.
+        # For AMD's GPUs, also for memory within 2 GiB, which vectors never exceed.
         kinds += [each is None or each.untyped_storage().nbytes() < 2**31 for each in tensors[:3]]
     known = _compiled.get(key := tuple(kinds))
     if known is not None:
         run, function, metadata, constants, _ = known
         stream = torch._C._cuda_getCurrentRawStream(device)
-        # Nothing for Triton's hooks, of which there are none but while one of its own profilers runs.
+        # No launch metadata and hooks: Triton has hooks only while one of its own profilers runs.
         run(programs, 1, 1, stream, function, metadata, None, None, None, *addresses, *integers, *constants)
         return
     compiled = jitted[(programs,)](*tensors, *integers, **for_compiler(Device.of(tensors[0].device), **settings))
-    if hasattr(compiled, "packed_metadata"):  # Not so in the interpreter.
+    if hasattr(compiled, "packed_metadata"):  # Triton's interpreter returns no compiled kernel.
         constants = [settings[name] for name in jitted.arg_names[len(tensors) + len(integers) :]]
         if len(_compiled) >= _MOST_COMPILED:
             _compiled.clear()

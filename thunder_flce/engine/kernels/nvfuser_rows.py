@@ -1,12 +1,12 @@
 """Row kernels as nvFuser fusions, compiled once per definition.
 
 Statistics take two fusions: the first reads the logits as parts of a row that fit in the registers of a block, the
-second merges the parts of each row. The padding behind the vocabulary is filled so that its logits are -inf, which
-neither the maximum nor the sum sees. A softcap would bring it back, so there a mask leaves it out, at half the speed.
+second merges the parts of each row. The padding after the vocabulary is filled so that its logits are -inf, which
+change neither maximum nor sum. A softcap would make them finite; then a mask leaves the padding out, at half the speed.
 
-The gradient is one pointwise fusion that writes where it reads. Its vectors come in as (C, 1) and (1, stride),
+The gradient is one pointwise fusion that writes in place. Its vectors are inputs of shapes (C, 1) and (1, stride),
 because a broadcast inside the fusion would make nvFuser add a copy of the whole chunk before writing in place. For the
-same reason PyTorch's operations compute the targets' entries, (C,), and scatter them.
+same reason, PyTorch's operations compute the targets' entries, (C,), and scatter them.
 
 Legend: C rows of logits, z the linear's output, S parts of L elements in a row, so that a row is S · L elements long.
 """
@@ -33,25 +33,25 @@ from thunder_flce.operation.loss import LogitMap, RowCoefficients
 from thunder_flce.operation.moments import MOMENTS
 
 _NVFUSER_DTYPES = {torch.float32: DataType.Float, torch.float16: DataType.Half, torch.bfloat16: DataType.BFloat16}
-# Elements of a part: as many as nvFuser keeps in registers.
+# The most elements of a part: as many as nvFuser keeps in registers.
 _MAX_PART = 16384
 
 
 def parts_of(stride: int) -> int:
-    """S: as few parts as are short enough and aligned; 1 where there are none such below three times as many."""
+    """Returns S: the fewest parts that are short enough and aligned; 1 if three times the minimum are not enough."""
     fewest = -(-stride // _MAX_PART)
     return next((s for s in range(fewest, 3 * fewest + 1) if stride % (s * ROW_MULTIPLE) == 0), 1)
 
 
 class Expression:
-    """A value of a fusion, with arithmetic as `operation.moments.MOMENTS` asks for it."""
+    """A value of a fusion, with the arithmetic that `operation.moments.MOMENTS` needs."""
 
     def __init__(self, fd: FusionDefinition, value: Any):
         self._fd = fd
         self.value = value
 
     def apply(self, name: str, *others: Any, **settings: Any) -> "Expression":
-        """An operation of nvFuser on this value, with others, lists and settings; numbers become constants."""
+        """Applies nvFuser's operation `name` to this value; in `others`, numbers become constants, lists stay lists."""
         return Expression(self._fd, getattr(self._fd.ops, name)(self.value, *map(self._operand, others), **settings))
 
     def _operand(self, other: Any) -> Any:
@@ -70,43 +70,43 @@ class Expression:
 
 
 class Fusion(NamedTuple):
-    """What tells a definition from others of the same logit map."""
+    """The key of a definition, for one logit map."""
 
     name: str
-    """As it is printed; its outputs, joined by "and" or "with"."""
+    """A key of `_DEFINITIONS`."""
     dtype: torch.dtype
-    """Of z"""
+    """The dtype of z"""
     stride: int
     vocab: int
     vectors: tuple[str, ...] = ()
-    """What a gradient or moments take beside z and the statistics, by `RowCoefficients` or "class_weight", in order"""
+    """Inputs of a gradient or moments beside z and the statistics, in order: of `RowCoefficients` or "class_weight" """
     moments: tuple[str, ...] = ()
     """Names of `operation.moments.MOMENTS`"""
     out_dtype: torch.dtype | None = None
-    """Of the gradient"""
+    """The dtype of the gradient"""
     in_place: bool = False
-    """Whether the gradient takes the memory of z"""
+    """Whether the gradient overwrites z"""
 
     @property
     def padding(self) -> int:
-        """Elements at the end of each row that belong to no column of the vocabulary."""
+        """Number of elements of padding at the end of each row."""
         return self.stride - self.vocab
 
 
 class _Builder:
-    """A fusion being defined; `rows` is C where that is 1, which nvFuser has to know, or -1."""
+    """A fusion that is being defined; `rows` is 1 if C is 1, which nvFuser must know, else -1."""
 
     def __init__(self, fd: FusionDefinition, logit_map: LogitMap, fusion: Fusion, rows: int):
         self.fd, self.logit_map, self.fusion, self.rows = fd, logit_map, fusion, rows
 
     def input(self, *shape: int, dtype: torch.dtype = torch.float32) -> Expression:
-        # Dimensions of size 1 have no contiguity.
+        # nvFuser wants None as the contiguity of dimensions of size 1.
         contiguity = [None if size == 1 else True for size in shape]
         tensor = self.fd.define_tensor(shape=list(shape), contiguity=contiguity, dtype=_NVFUSER_DTYPES[dtype])
         return Expression(self.fd, tensor)
 
     def inputs(self) -> tuple[Expression, dict[str, Expression]]:
-        """z (C, stride), and the statistics and vectors as (C, 1) and (1, stride)."""
+        """Defines the inputs: z (C, stride), and the statistics and vectors, (C, 1) or (1, stride)."""
         stride = self.fusion.stride
         z, given = self.input(self.rows, stride, dtype=self.fusion.dtype), {}
         for name in (*RowStatistics._fields, *self.fusion.vectors):
@@ -114,25 +114,25 @@ class _Builder:
         return z, given
 
     def output(self, result: Expression, dtype: torch.dtype = torch.float32, alias: Expression | None = None) -> None:
-        """In the memory of the input `alias`, if there is one."""
+        """Adds an output, which overwrites the input `alias`, if given."""
         if dtype != torch.float32:
             result = result.apply("cast", _NVFUSER_DTYPES[dtype])
         self.fd.add_output(result.value, *([] if alias is None else [alias.value]))
 
     def logits(self, z: Expression) -> tuple[Expression, Expression | None]:
-        """u, and tanh(scale · z / softcap), which is None without a softcap."""
+        """Returns u and tanh(scale · z / softcap); the latter is None without a softcap."""
         u, scale, softcap = z.apply("cast", DataType.Float), float(self.logit_map.scale), self.logit_map.softcap
         if softcap is None:
             return (u if scale == 1 else u * scale), None
         if self.fusion.dtype == torch.float32:
             tanh = (u * (scale / softcap)).apply("tanh")
         else:
-            # tanh x = 1 - 2 / (exp 2x + 1) errs by 1e-7, nothing beside logits rounded to 16 bits; twice as fast.
+            # tanh x = 1 - 2 / (exp 2x + 1) errs by 1e-7, negligible for logits in 16 bits, and is twice as fast.
             tanh = 1.0 - ((u * (2 * scale / softcap)).apply("exp") + 1.0).apply("reciprocal") * 2.0
         return tanh * float(softcap), tanh
 
     def masked(self, values: Expression, shape: tuple[int, ...], other: float) -> Expression:
-        """`other` where an element (C, *shape) is none of the vocabulary's; shape is (stride,) or (S, L)."""
+        """Returns the values (C, *shape) with `other` in the padding; shape is (stride,) or (S, L)."""
         ops, columns = self.fd.ops, None
         for dim, size in enumerate(shape):
             if size == 1:
@@ -146,7 +146,7 @@ class _Builder:
         return Expression(self.fd, is_column).apply("where", values, other)
 
     def gradient(self, z: Expression, given: dict[str, Expression]) -> Expression:
-        """The gradient of `RowCoefficients`, float32, with the terms whose vectors are given."""
+        """Returns the gradient of `RowCoefficients`, float32, with the terms whose vectors are given."""
         u, tanh = self.logits(z)
         shifted = u - given["row_max"]
         p = (shifted - given["row_log_sum"]).apply("exp")
@@ -160,12 +160,12 @@ class _Builder:
 
 
 def _finite(shifted: Expression) -> Expression:
-    """Logits of -inf become the lowest finite number: their probability, 0, times it is 0."""
+    """Replaces -inf by the lowest finite number, whose product with the probability 0 is 0."""
     return shifted.apply("eq", -math.inf).apply("where", torch.finfo(torch.float32).min, shifted)
 
 
 def _part_statistics(build: _Builder) -> None:
-    """(C, S, L) z to three float32 (C, S): each part's maximum, Σ exp(logit - maximum), and that of those below 3/4."""
+    """From z (C, S, L): each part's maximum, Σ exp(logit - maximum), and the sum of terms below 3/4; float32 (C, S)."""
     fusion = build.fusion
     parts = parts_of(fusion.stride)
     shape = (parts, fusion.stride // parts)
@@ -173,7 +173,7 @@ def _part_statistics(build: _Builder) -> None:
     if _is_masked(fusion.padding, build.logit_map):
         u = build.masked(u, shape, -math.inf)
     part_max = u.apply("max", [2])
-    # A part of only -inf must give the sum 0, not exp(-inf - -inf).
+    # The sum of a part of only -inf must be 0, not NaN, exp(-inf - -inf).
     shift = part_max.apply("eq", -math.inf).apply("where", 0.0, part_max).apply("broadcast", [False, False, True])
     build.output(part_max)
     exponential = (u - shift).apply("exp")
@@ -182,13 +182,14 @@ def _part_statistics(build: _Builder) -> None:
 
 
 def _merge_parts(build: _Builder) -> None:
-    """Statistics of (C, S) parts to row_max and row_log_sum, two float32 (C,); NaN for a row of only -inf."""
+    """From statistics of parts (C, S): row_max and row_log_sum, float32 (C,); NaN for a row of only -inf."""
     parts = parts_of(build.fusion.stride)
     part_max, part_sum, part_below = (build.input(build.rows, parts) for _ in range(3))
     row_max = part_max.apply("max", [1])
     shifted = part_max - row_max.apply("broadcast", [False, True])
     total = (part_sum * shifted.apply("exp")).apply("sum", [1])
-    # Beside the maximum's own 1, a small sum of the others has lost its digits. None of them is above a half then.
+    # Below 1.5, the sum without the maximum's own exponential, 1, is added up anew, since it has lost digits beside the
+    # 1. No other exponential is above 0.5 then.
     below = shifted.apply("lt", 0.0).apply("where", part_sum * shifted.apply("exp"), part_below).apply("sum", [1])
     row_log_sum = total.apply("lt", 1.5).apply("where", below, total - 1.0).apply("log1p")
     build.output(row_max)
@@ -196,7 +197,7 @@ def _merge_parts(build: _Builder) -> None:
 
 
 def _moments(build: _Builder) -> None:
-    """z and statistics to the sums, float32 (C,)."""
+    """From z and statistics: the sums of `Fusion.moments`, float32 (C,) each."""
     z, given = build.inputs()
     shifted = build.logits(z)[0] - given["row_max"]
     p = (shifted - given["row_log_sum"]).apply("exp")
@@ -209,7 +210,7 @@ def _moments(build: _Builder) -> None:
 
 
 def _gradient(build: _Builder) -> None:
-    """z and its vectors to the gradient in `out_dtype`, and its sums over rows, (stride,)."""
+    """From z and its vectors: the sums over rows, (stride,), if named, and the gradient in `out_dtype`, if given."""
     (z, given), fusion = build.inputs(), build.fusion
     result = build.gradient(z, given)
     if "column_sums" in fusion.name:
@@ -234,22 +235,22 @@ def _fuse(fusion: Fusion, logit_map: LogitMap, rows: int = -1) -> FusionDefiniti
     return fd
 
 
-# Autograd runs backward on threads of its own, one a device, and a definition compiles at its first execution.
+# Autograd runs backward passes on a thread for each device, and a definition compiles at its first execution.
 _lock = threading.Lock()
 
 
 class NvFuserRowKernels:
-    """See `RowKernels`; logits in 16 or 32 bits. A gradient that does not take z's memory is copied once."""
+    """See `RowKernels`; for logits in 16 or 32 bits. A gradient that does not overwrite z is copied once."""
 
     def __init__(self, logit_map: LogitMap = LogitMap()):  # noqa: B008
         self.logit_map = logit_map
         self._fused: dict[tuple[Fusion, int], FusionDefinition] = {}
 
     def _run(self, fusion: Fusion, inputs: list[Tensor]) -> list[Tensor]:
-        """Executes one of the definitions above, which is compiled when it is first needed.
+        """Executes one of the definitions above, which is compiled at its first use.
 
-        What goes over logits of 16 bits may let exponentials err by about 2e-7 relative, which float32 logits would
-        notice.
+        Fusions that read 16-bit logits use fast exponentials, with a relative error of about 2e-7, which would matter
+        for float32 logits.
         """
         key = (fusion, 1 if inputs[0].shape[0] == 1 else -1)
         is_fast = fusion.dtype != torch.float32 and fusion.name != "merge_parts"
@@ -286,8 +287,8 @@ class NvFuserRowKernels:
         names = tuple(name for name, vector in vectors.items() if vector is not None)
         name = "gradient_with_column_sums" if column_sums else "gradient"
         fusions = [whole := Fusion(name, *_kind(z), names, (), out.dtype, in_place)]
-        # A fusion that sums over one or five rows of float32 and writes over them gave wrong gradients (nvFuser 0.2.36,
-        # one H200; 16 bits did not), so float32 in place takes a fusion for each. The sums come first.
+        # A fusion that sums over one or five float32 rows and overwrites them gave wrong gradients (nvFuser 0.2.36, one
+        # H200; not in 16 bits). So float32 in place takes two fusions: the sums first, then the gradient.
         if column_sums and in_place and z.dtype == torch.float32:
             fusions = [whole._replace(name="column_sums", out_dtype=None), whole._replace(name="gradient")]
         z_y = entry = None
@@ -302,7 +303,7 @@ class NvFuserRowKernels:
         if target is not None and entry is not None and z_y is not None:
             write_at_targets_(out, target, entry)
             if sums is not None:
-                # What it adds to the sums over rows, in which it has not been rounded: the one_hot term.
+                # The fusion's sums, taken before rounding, lack the one_hot term of the entries.
                 slope = self.logit_map.slope(z_y)
                 change = -coefficients.one_hot if slope is None else -coefficients.one_hot * slope
                 sums.index_add_(0, target.clamp(min=0), torch.where(target < 0, 0, change))
@@ -326,5 +327,5 @@ def _inputs(fusion: Fusion, z: Tensor, statistics: RowStatistics, vectors: dict[
 
 
 def _is_masked(padding: int, logit_map: LogitMap) -> bool:
-    """Whether no z in the padding makes its logit -inf."""
+    """Whether the padding must be masked, because no z would make its logits -inf."""
     return padding > 0 and (logit_map.softcap is not None or logit_map.scale == 0)

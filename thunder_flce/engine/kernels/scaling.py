@@ -1,4 +1,4 @@
-"""Multiplying finished gradients by the upstream gradient, for nothing where it is 1 (as after `loss.backward()`)."""
+"""Multiplies finished gradients by the upstream gradient; skipped if that is 1, as after `loss.backward()`."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -16,7 +16,7 @@ def scaled_gradients(
     gradients: Sequence[Tensor], grad: Tensor, *, valid_count: Tensor | None = None, expected: Tensor | None = None,
     may_overwrite: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """gradient · grad / expected for each, computed in float32 or float64 and rounded to the gradient's dtype.
+    """Returns gradient · grad / expected for each, computed in float32 or float64, in the gradient's dtype.
 
     Without a valid row the factor is 0, even for an upstream gradient of NaN: the mean over no rows is NaN, and a
     function of it may pass NaN back.
@@ -24,11 +24,11 @@ def scaled_gradients(
     Args:
         gradients: any shapes, of one dtype, as saved by the forward.
         grad: () the upstream gradient.
-        valid_count: () how many rows are valid; None if some are.
-        expected: () the upstream gradient that the gradients have been computed for: 1 for None, and for a number that
-            is not `usable`.
-        may_overwrite: whether nobody will read `gradients` again. The products then take their place, and on CUDA a
-            factor of 1 ends the kernel before it touches memory, without the host knowing the factor.
+        valid_count: () the number of valid rows; None if it is known to be positive.
+        expected: () the upstream gradient for which the gradients were computed; None for 1. A number that is not
+            `usable` also counts as 1.
+        may_overwrite: whether `gradients` will not be read again. The products then overwrite them. On CUDA, a factor
+            of 1 then ends the kernel before it touches memory, and the host need not know the factor.
     """
     first = gradients[0]
     if may_overwrite and library(first.dtype, first.device) == "Triton" and all([g.is_contiguous() for g in gradients]):
@@ -48,29 +48,29 @@ def scaled_gradients(
 
 
 def factor_of(grad: Tensor, valid_count: Tensor | None, expected: Tensor | None) -> Tensor:
-    """() grad / expected, or 0 without a valid row, in float32 or float64."""
+    """Returns () grad / expected, or 0 without a valid row, in float32 or float64."""
     factor = grad.to(torch.promote_types(grad.dtype, torch.float32))
     factor = factor if expected is None else factor / usable(expected.to(factor.dtype))
     return factor if valid_count is None else torch.where(valid_count == 0, 0, factor)
 
 
 def usable(expected: Tensor) -> Tensor:
-    """() the upstream gradient that gradients are computed for: 1 in place of 0 and of what is not finite."""
-    # Three operations on the device; a choice between two numbers takes eight.
+    """Returns () the expected upstream gradient, with 1 in place of 0 and of numbers that are not finite."""
+    # Three operations on the device; choosing between two numbers by a condition takes eight.
     finite = expected.nan_to_num(nan=1.0, posinf=1.0, neginf=1.0)
     return finite.masked_fill_(finite == 0, 1.0)
 
 
 @cache
 def library(dtype: torch.dtype, device: torch.device) -> str:
-    """Who multiplies a contiguous gradient that may be overwritten: "Triton" or "PyTorch"."""
+    """Returns the library that multiplies a contiguous gradient that may be overwritten: "Triton" or "PyTorch"."""
     return "Triton" if dispatch.runs("triton", dtype, device.type) else "PyTorch"
 
 
 def graph_is_kept() -> bool:
-    """Whether the backward pass that is running keeps its graph (`retain_graph`), so that saved tensors are read again.
+    """Whether the running backward pass keeps its graph (`retain_graph`), so that saved tensors may be read again.
 
-    True outside a backward pass, where nothing is known.
+    True outside a backward pass, to be safe.
     """
     return torch._C._autograd._get_current_graph_task_keep_graph()
 

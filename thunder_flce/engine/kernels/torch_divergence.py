@@ -1,4 +1,4 @@
-"""Divergences as PyTorch operations; see `operation.divergence`."""
+"""Divergences in PyTorch's operations; see `operation.divergence`."""
 
 import torch
 from torch import Tensor
@@ -10,10 +10,10 @@ from thunder_flce.operation.divergence import Divergence
 def divergence_(
     student: Tensor, teacher: Tensor, divergence: Divergence, *, factors: Tensor | None, out: Tensor
 ) -> Tensor:
-    """The divergence of each row, (C,) in float32 (float64 where one of both logits is); see `dispatch`."""
+    """Returns each row's divergence, (C,) in float32 (float64 if either logits are): see `dispatch.divergence_for`."""
     dtype = torch.promote_types(torch.promote_types(student.dtype, teacher.dtype), torch.float32)
     result = torch.empty(student.shape[0], dtype=dtype, device=student.device)
-    # Beside the logits, about eight tensors of their size are alive at a time.
+    # About eight temporaries of the size of a block of logits are alive at a time.
     for rows in row_blocks(student, 8):
         log_p, log_q = ((z[rows].to(dtype) / divergence.temperature).log_softmax(1) for z in (student, teacher))
         log_m = None
@@ -36,5 +36,5 @@ def divergence_(
 
 
 def _ratio(log: Tensor, log_other: Tensor, probability: Tensor) -> Tensor:
-    """The logarithm of a quotient of probabilities; 0 where what it is multiplied by is."""
+    """Returns the logarithm of a quotient of probabilities, and 0 where `probability`, its later factor, is 0."""
     return (log - log_other).masked_fill_(probability == 0, 0)

@@ -1,4 +1,4 @@
-"""Row kernels as PyTorch operations: for a CPU, for float64, and wherever neither Triton nor nvFuser runs."""
+"""Row kernels in PyTorch's operations: for a CPU, for float64, and where neither Triton nor nvFuser runs."""
 
 from collections.abc import Iterator
 
@@ -10,21 +10,21 @@ from thunder_flce.engine.kernels.interface import RowStatistics, at_columns, fin
 from thunder_flce.operation.loss import LogitMap, RowCoefficients
 from thunder_flce.operation.moments import MOMENTS
 
-# Rows are taken a block at a time, so that the temporaries stay small beside the chunk and, on a CPU, in the caches of
-# its threads, which have so many bytes each.
+# Rows are computed a block at a time, so that temporaries stay small beside the chunk and, on a CPU, in the threads'
+# caches, of THREAD_BYTES each.
 BLOCK_BYTES = 64 * 2**20
 THREAD_BYTES = 2**20
-# What a thread does to a row of a block should take longer than to call it. Two threads have as much as four.
+# The work on a block should take longer than its launches: a block for one thread is as large as one for two.
 FEWEST_THREADS = 2
-# Threads divide maxima and sums by rows only, and each operation costs beside its rows: on two threads, divergences of
-# 64 rows of 128256 and their matmuls take 118, 90 and 92 ms with blocks of 1, 4 and 8 rows, cross-entropies 61, 50, 54.
+# Threads divide maxima and sums by rows only, and each operation has a fixed cost: on two threads, divergences of 64
+# rows of 128256 and their matmuls take 118, 90 and 92 ms with blocks of 1, 4 and 8 rows, cross-entropies 61, 50, 54.
 FEWEST_ROWS = 4
-# Of so many columns maxima are found first, and then which of them is the row's, if there are enough of these blocks.
+# A row's maximum is found from the maxima of blocks of _COLUMNS columns, if a row has _FEWEST_BLOCKS of them or more.
 _COLUMNS, _FEWEST_BLOCKS = 512, 16
 
 
 def row_blocks(logits: Tensor, tensors: int = 1) -> Iterator[slice]:
-    """Slices of logits (C, V), of which so many converted `tensors` take a block's bytes, or `FEWEST_ROWS`."""
+    """Yields slices of logits (C, V) so that `tensors` temporaries of a slice fit into a block, or of `FEWEST_ROWS`."""
     device = Device.of(logits.device)
     allowed = BLOCK_BYTES
     if device.kind == "cpu":
@@ -36,14 +36,14 @@ def row_blocks(logits: Tensor, tensors: int = 1) -> Iterator[slice]:
 
 
 def sums_of_rows(values: Tensor) -> Tensor:
-    """(C,) of (C, V). On a CPU, PyTorch divides a sum over a row among threads where there is a single row only."""
+    """Returns the sums (C,) of values (C, V). A single row is summed twice: alone, PyTorch's threads would share it."""
     return values.sum(1) if values.shape[0] > 1 else values.expand(2, -1).sum(1)[:1]
 
 
 def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """(C,) the maximum of each row of (C, V), and its column.
+    """Returns the maximum of each row of logits (C, V) and its column, (C,) each.
 
-    On a CPU, `Tensor.max` takes for the column as long as exponentials do, and sixteen times as long as `amax`.
+    On a CPU, `Tensor.max` takes as long as exponentials, and sixteen times as long as `amax`, because of the column.
     """
     count = logits.shape[1] // _COLUMNS
     if count < _FEWEST_BLOCKS:
@@ -59,7 +59,7 @@ def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class TorchRowKernels:
-    """See `RowKernels`. On a CPU, what is summed over a row has the same bits alone and among others."""
+    """See `RowKernels`. On a CPU, sums over a row have the same bits whether the row is alone or among others."""
 
     def __init__(self, logit_map: LogitMap = LogitMap()):  # noqa: B008
         self.logit_map = logit_map
@@ -110,12 +110,12 @@ class TorchRowKernels:
         z_y = at_columns(z, target)
         statistics = self._statistics(z, coefficients.probability)
         entry = gradient(z_y.to(statistics.row_max.dtype), self.logit_map, statistics, coefficients)
-        # On a CPU, scatter_ would copy all of a 16-bit z to float32 and back.
+        # Not scatter_: on a CPU, it would copy all of a 16-bit z to float32 and back.
         z[torch.arange(z.shape[0], device=z.device), target] = entry.to(z.dtype)
         return statistics, z_y
 
     def _statistics(self, z: Tensor, factors: Tensor | None = None) -> RowStatistics:
-        """With factors, (C,), these times the derivative of each row's log-sum-exp take the place of z."""
+        """Returns the statistics. With `factors` (C,), overwrites z by factor · derivative of the row's log-sum-exp."""
         row_max = torch.empty(z.shape[0], dtype=torch.promote_types(z.dtype, torch.float32), device=z.device)
         others = torch.empty_like(row_max)
         for rows in row_blocks(z):
@@ -125,7 +125,7 @@ class TorchRowKernels:
                 memory, slope = logits, self.logit_map.slope(z[rows].to(row_max.dtype))
             row_max[rows], column = largest(logits)
             exponential = torch.sub(logits, row_max[rows, None], out=memory).exp_()
-            # The maximum's own is 1, beside which a small sum of the others would lose its digits; or it is NaN.
+            # The maximum's own exponential is 1 (or NaN): a small sum of the others would lose digits beside it.
             at = column[:, None]
             own = exponential.gather(1, at)
             others[rows] = sums_of_rows(exponential.scatter_(1, at, own - 1))

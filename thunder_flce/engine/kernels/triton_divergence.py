@@ -1,7 +1,8 @@
 """Divergences in Triton; see `operation.divergence`.
 
-A program has a row of both logits to itself. It reads each for its maximum and sum, then both for the divergence, which
-is where the forward divergence's gradient is written, and for the others both once more.
+Each program computes one row. It reads the student's and the teacher's logits for their maxima and sums, and a second
+time for the divergence, where it also writes the gradient of the forward divergence. For the gradients of the other
+divergences, it reads both a third time.
 """
 
 import torch
@@ -33,7 +34,7 @@ def _log_mixture(
 
 @triton.jit
 def _weighted(probability, log, log_other):
-    """p log(p / p'), 0 where p is."""
+    """Returns p log(p / p'), and 0 where p is 0."""
     return tl.where(probability == 0.0, 0.0, probability * (log - log_other))
 
 
@@ -92,7 +93,7 @@ def _divergence_kernel(
 def divergence_(
     student: Tensor, teacher: Tensor, divergence: Divergence, *, factors: Tensor | None, out: Tensor
 ) -> Tensor:
-    """The divergence of each row, (C,) float32; see `dispatch`."""
+    """Returns each row's divergence, (C,) float32: see `dispatch.divergence_for`."""
     rows, vocab = student.shape
     result = torch.empty(rows, dtype=torch.float32, device=student.device)
     log_student, log_teacher = divergence.log_shares or (0.0, 0.0)

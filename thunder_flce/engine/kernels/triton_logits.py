@@ -1,7 +1,7 @@
 """Logits whose rows have the same bits in any batch, in Triton.
 
-Libraries choose by the number of rows in which order they sum, and whether thread blocks share a sum. Here each program
-has a tile of the logits to itself and sums over H from the first element to the last, whatever rows there are.
+Libraries choose the order of a sum, and whether thread blocks share it, by the number of rows. Here each program
+computes one tile of the logits, and sums over H from the first element to the last for any number of rows.
 """
 
 import triton
@@ -11,8 +11,8 @@ from torch import Tensor
 from thunder_flce.device import Device
 from thunder_flce.engine.kernels.launch import contiguous, kernel, launch, settings_of
 
-# Rows and columns of a tile, elements of H at a time, how many of these are on their way, and threads. The large one is
-# the fastest of those that were tried on an H100: 652 TFLOPS at 2048 × 128256 × 4096, where cuBLAS has 747.
+# Rows and columns of a tile, elements of H at a time, number of pipeline stages, and threads. The large tile is the
+# fastest of those tried on an H100: 652 TFLOPS at 2048 × 128256 × 4096, against 747 by cuBLAS.
 _TILE = {"ROWS": 64, "COLUMNS": 128, "FEATURES": 32, "num_stages": 4, "threads": 128}
 _TILE_OF_HOPPER = {"ROWS": 128, "COLUMNS": 256, "FEATURES": 64, "num_stages": 4, "threads": 256}
 
@@ -24,12 +24,12 @@ def _logits_kernel(
     VOCAB: tl.constexpr, HIDDEN: tl.constexpr, ACCUMULATE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     FEATURES: tl.constexpr,
 ):  # fmt: skip
-    # Tiles of the same columns follow each other, so that each part of the weight is read once.
+    # Programs of the same columns follow each other, so that each part of the weight is read once.
     tiles = tl.cdiv(rows, ROWS)
     row = (tl.program_id(0) % tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = (tl.program_id(0) // tiles).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     feature = tl.arange(0, FEATURES)
-    # What is no row, or no column, reads another one, and is not written.
+    # Indices beyond the last row or column read another one (modulo), and their results are not written.
     of_x = x + (row % rows)[:, None] * X_STRIDE + feature[None, :]
     of_weight = weight + (column % VOCAB)[None, :] * OF_COLUMN + feature[:, None].to(tl.int64) * OF_FEATURE
     of_out = out + row[:, None] * OUT_STRIDE + column[None, :]
@@ -54,13 +54,13 @@ def _logits_kernel(
 def logits_(out: Tensor, x: Tensor, weight: Tensor, *, bias: Tensor | None = None, accumulate: bool = False) -> None:
     """out (C, V) = x (C, H) @ weight (V, H)ᵀ + bias (V,), rounded once; added to what out holds if `accumulate`.
 
-    The rows of x and out are contiguous, those of the weight may lie in any way.
+    Rows of `out` are contiguous; x and the weight may have any strides.
     """
     (rows, hidden), vocab = x.shape, weight.shape[0]
     if not rows:
         return
     x = x if x.stride(1) == 1 else x.contiguous()
-    # A large tile that is read, too, does not fit into registers.
+    # To accumulate, a tile of `out` is read, too, and a large one does not fit into registers.
     tile = _TILE_OF_HOPPER if Device.of(x.device).is_hopper and not accumulate else _TILE
     settings = settings_of(
         X_STRIDE=x.stride(0), OUT_STRIDE=out.stride(0), OF_COLUMN=weight.stride(0), OF_FEATURE=weight.stride(1),

@@ -1,13 +1,12 @@
 """Row kernels in Triton.
 
-For statistics and moments, a program has a row to itself and goes over it in blocks. Statistics: each group of
-neighbouring elements, those 16 bytes that a thread loads at once, keeps a running maximum and a sum of exponentials
-relative to it; the groups are merged once, at the end of the row. Where one column dominates, the group that has it is
-read again without it.
+For statistics and moments, each program computes one row, block by block. For statistics, each group of neighbouring
+elements, the 16 bytes that a thread loads at once, keeps a running maximum and a sum of exponentials relative to it.
+The groups are merged once, at the end of the row. If one column dominates, its group is read again without that column.
 
-A gradient made together with its statistics goes over the row again from its end, so that what was read last, and is
-still in L2, comes first. Long rows are divided among programs, which tell each other their statistics in between. A
-gradient alone is a block of columns of one row for each program or, with its sums over the rows, of many rows.
+A kernel that computes statistics and gradient reads the row a second time from its end, so that the elements read last,
+which are still in L2, come first. Long rows are divided among programs, which exchange their statistics in between. For
+a gradient alone, each program computes a block of columns of one row or, with sums over the rows, of many rows.
 """
 
 import math
@@ -31,13 +30,13 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _exp(x, IS_EXACT: tl.constexpr):
-    # exp2 errs by about |x| · 1e-7, which float32 logits would notice and 16-bit logits do not.
+    # exp2 has a relative error of about |x| · 1e-7, which matters for float32 logits, but not for 16-bit ones.
     return libdevice.exp(x) if IS_EXACT else tl.exp2(x * _LOG2_E)
 
 
 @triton.jit
 def _logits(z, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, IS_EXACT: tl.constexpr):
-    """The logits u, float32."""
+    """Returns the logits u, float32."""
     z = z.to(tl.float32)
     if SOFTCAP is None:
         u = z * SCALE
@@ -51,7 +50,7 @@ def _logits(z, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, IS_EXACT: tl.constexp
 
 @triton.jit
 def _shift(largest):
-    """What exponentials are relative to: the maximum, or 0 where all are -inf, whose sum is 0, not exp(-inf - -inf)."""
+    """Returns the maximum, or 0 if it is -inf, so that the exponentials are 0 and not NaN, exp(-inf - -inf)."""
     return tl.where(largest == float("-inf"), 0.0, largest)
 
 
@@ -66,16 +65,16 @@ def _add_groups(u, group_max, group_sum, IS_EXACT: tl.constexpr):
 
 @triton.jit
 def _relative(maxima, sums, largest, IS_EXACT: tl.constexpr):
-    """Sums that are relative to some maxima, relative to the largest of these."""
+    """Rescales sums of exponentials relative to `maxima` so that they are relative to `largest`."""
     return sums * _exp(maxima - _shift(largest), IS_EXACT)
 
 
 @triton.jit
 def _sum_below(row, vocab, group, largest, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
                WIDTH: tl.constexpr):  # fmt: skip
-    """The sum of exponentials of a group, WIDTH elements in each block, without the largest, far above the others.
+    """Sums the exponentials of a group, WIDTH elements in each block, without the largest, far above the others.
 
-    They are read again, 64 blocks at a time.
+    The group is read again, 64 blocks at a time.
     """
     IS_EXACT: tl.constexpr = row.dtype.element_ty == tl.float32
     number = tl.arange(0, 64 * WIDTH)
@@ -90,16 +89,16 @@ def _sum_below(row, vocab, group, largest, SCALE: tl.constexpr, SOFTCAP: tl.cons
 
 @triton.jit
 def _rest(row, vocab, stride, BLOCK: tl.constexpr):
-    """What lies behind the full blocks of a row: columns and z."""
+    """Returns columns and values z of a row's last, partial block."""
     columns = vocab // BLOCK * BLOCK + tl.arange(0, BLOCK)
     return columns, tl.load(row + columns, mask=columns < stride, other=0.0)
 
 
 @triton.jit
 def _statistics(row, vocab, rest_columns, rest, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr):
-    """The maximum of a row, or of a part of one, and the sum of the other columns' exponentials relative to it.
+    """Returns the maximum of a row, or of a part of one, and the sum of the other columns' exponentials relative to it.
 
-    Beside the maximum's own 1, float32 would lose the digits of a small sum.
+    The maximum's own exponential, 1, is left out: beside it, a small sum would lose digits in float32.
     """
     IS_EXACT: tl.constexpr = row.dtype.element_ty == tl.float32
     WIDTH: tl.constexpr = 4 if IS_EXACT else 8
@@ -117,7 +116,7 @@ def _statistics(row, vocab, rest_columns, rest, SCALE: tl.constexpr, SOFTCAP: tl
     relative = _relative(group_max, group_sum, largest, IS_EXACT)
     others = tl.sum(relative, 0) - 1.0
     if others < 0.5:
-        # No other exponential is above a half. Only the sum of the group that has the maximum has lost digits.
+        # No other exponential is above 0.5. Only the sum of the maximum's group, which includes the 1, has lost digits.
         has_largest = group_max == largest
         group = tl.sum(tl.where(has_largest, tl.arange(0, GROUPS), 0), 0)
         others = tl.sum(tl.where(has_largest, 0.0, relative), 0)
@@ -127,10 +126,10 @@ def _statistics(row, vocab, rest_columns, rest, SCALE: tl.constexpr, SOFTCAP: tl
 
 @triton.jit
 def _merged(largest, others, slots, part, PARTS: tl.constexpr, SLOTS: tl.constexpr, IS_EXACT: tl.constexpr):
-    """The statistics of a row from those of its parts, which other programs put into their slots; waits for them.
+    """Returns the statistics of a row from its parts', which other programs write to their slots; waits for them.
 
-    Maximum and sum make one number of 64 bits, which arrives as a whole. In place of the sum's sign it has a 1, so that
-    it is never 0.
+    Maximum and sum are packed into one number of 64 bits, which is written at once. The sum's sign bit is set to 1, so
+    that the number is never 0, the value of an empty slot.
     """
     packed = largest.to(tl.int32, bitcast=True).to(tl.int64) << 32
     packed |= others.to(tl.int32, bitcast=True).to(tl.int64) & 0x7FFFFFFF | 0x80000000
@@ -151,7 +150,7 @@ def _merged(largest, others, slots, part, PARTS: tl.constexpr, SLOTS: tl.constex
 
 @triton.jit
 def _finite(shifted):
-    """Logits of -inf become the lowest finite number: their probability, 0, times it is 0."""
+    """Replaces -inf by the lowest finite number, whose product with the probability 0 is 0."""
     return tl.where(shifted == float("-inf"), -3.4028234663852886e38, shifted)
 
 
@@ -160,9 +159,9 @@ def _gradient(
     z, row_max, row_log_sum, probability, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, IS_EXACT: tl.constexpr,
     one_hot=None, uniform=None, entropy=None, weight=None,
 ):  # fmt: skip
-    """The gradient of `RowCoefficients`, float32, of whatever broadcasts; None for terms that are not there.
+    """Returns the gradient of `RowCoefficients`, float32; operands broadcast, None for an absent term.
 
-    With `one_hot` it is the target's entry, in which p - 1 keeps its digits.
+    With `one_hot`, z is the target's entry, for which p - 1 keeps its digits.
     """
     u = _logits(z, SCALE, SOFTCAP, IS_EXACT)
     shifted = u - row_max
@@ -183,7 +182,7 @@ def _gradient(
 
 @triton.jit
 def _of_rows(vector, index, mask):
-    """A number of each row of a tile, 0 where there is no row; None for no vector."""
+    """Loads one number for each row of a tile, as a column, 0 where `mask` is False; None if `vector` is None."""
     numbers = None
     if vector is not None:
         numbers = tl.load(vector + index, mask=mask, other=0.0)[:, None]
@@ -193,7 +192,7 @@ def _of_rows(vector, index, mask):
 @triton.jit
 def _row_statistics(row, VOCAB: tl.constexpr, STRIDE: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
                     BLOCK: tl.constexpr):  # fmt: skip
-    """The maximum of a whole row, and the logarithm of its sum of exponentials relative to it."""
+    """Returns the maximum of a whole row, and the logarithm of its sum of exponentials relative to the maximum."""
     columns, rest = None, None
     if VOCAB % BLOCK:
         columns, rest = _rest(row, VOCAB, STRIDE, BLOCK)
@@ -221,7 +220,7 @@ def _moments_kernel(
     STRIDE: tl.constexpr, VOCAB: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
     TERMS: tl.constexpr, KEY: tl.constexpr,
 ):  # fmt: skip
-    """moments: (number of TERMS, rows); KEY: what tells apart terms of one name, since Triton does not."""
+    """moments: (number of TERMS, rows). KEY: distinguishes terms with the same name, which Triton would confuse."""
     IS_EXACT: tl.constexpr = z.dtype.element_ty == tl.float32
     index = tl.program_id(0)
     row = z + index.to(tl.int64) * STRIDE
@@ -254,7 +253,7 @@ def _both_kernel(
 ):  # fmt: skip
     """found: row_max, row_log_sum and z at the targets, (3, rows).
 
-    PART: columns of each part but the last, padding included; SLOTS: of a row in `exchange`, behind the counter.
+    PART: columns of each part but the last, with padding. SLOTS: slots of each row in `exchange`, after the counter.
     """
     IS_EXACT: tl.constexpr = z.dtype.element_ty == tl.float32
     rows = tl.num_programs(0) // PARTS
@@ -263,8 +262,8 @@ def _both_kernel(
         start, vocab, stride = 0, VOCAB, STRIDE
         row = z + index.to(tl.int64) * STRIDE
     else:
-        # Numbered as they start, not by program_id: who waits for others waits for programs that run already, or that
-        # are the next to start.
+        # Programs are numbered in the order in which they start, not by program_id, so a program waits only for
+        # programs that run already or are the next to start.
         number = tl.atomic_add(exchange, 1, sem="relaxed").to(tl.int32)
         index, part = number // PARTS, number % PARTS
         start = part * PART
@@ -275,7 +274,7 @@ def _both_kernel(
     has_target = (offset >= 0) & (offset < vocab)
     at_target = tl.load(row + offset, mask=has_target, other=0.0)
     tl.store(found + 2 * rows + index, at_target.to(tl.float32), mask=has_target)
-    # Kept until the gradient: to wait for it a second time took 5% longer.
+    # The partial block stays in registers until the gradient: loading it again took 5% longer.
     rest_columns, rest = None, None
     if PARTS > 1 or VOCAB % BLOCK:
         rest_columns, rest = _rest(row, vocab, stride, BLOCK)
@@ -295,7 +294,7 @@ def _both_kernel(
         block = tl.load(row + columns, eviction_policy="evict_first")
         gradient = _gradient(block, largest, log_sum, share, SCALE, SOFTCAP, IS_EXACT)
         tl.store(row + columns, gradient.to(block.dtype), eviction_policy="evict_first")
-    # The target's entry is written once more, after all others.
+    # The target's entry is overwritten after all others are written.
     tl.debug_barrier()
     gradient = _gradient(at_target, largest, log_sum, share, SCALE, SOFTCAP, IS_EXACT, tl.load(one_hot + index))
     tl.store(row + offset, gradient.to(at_target.dtype), mask=has_target)
@@ -308,9 +307,9 @@ def _gradient_kernel(
     STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, VOCAB: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """A block of columns of `rows_each` rows, a multiple of ROWS, so that nothing but the last row falls between."""
+    """A program computes a block of columns of `rows_each` rows, a multiple of ROWS: only the last tile is partial."""
     IS_EXACT: tl.constexpr = z.dtype.element_ty == tl.float32
-    # Padding is written, too, as far as both have it: a store of whole vectors.
+    # Padding that both z and out have is written, too, so that whole vectors are stored.
     WIDTH: tl.constexpr = STRIDE if STRIDE < OUT_STRIDE else OUT_STRIDE
     BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     group = tl.program_id(0) // BLOCKS
@@ -326,7 +325,7 @@ def _gradient_kernel(
         mask = is_row[:, None] & is_column
         largest, log_sum = _of_rows(row_max, index, is_row), _of_rows(row_log_sum, index, is_row)
         share = _of_rows(probability, index, is_row)
-        # Each by itself: Triton divides no tuple that has None in it.
+        # Two statements, because Triton cannot unpack a tuple that contains None.
         of_uniform = _of_rows(uniform, index, is_row)
         of_entropy = _of_rows(entropy, index, is_row)
         gradient = _gradient(
@@ -336,7 +335,7 @@ def _gradient_kernel(
         if target is not None:
             column = tl.load(target + index, mask=is_row, other=-1)[:, None]
             is_here = (column >= 0) & (column // BLOCK == tl.program_id(0) % BLOCKS)
-            # Few blocks have the target of a row.
+            # Most blocks contain no row's target.
             if tl.max(is_here.to(tl.int32)) > 0:
                 at_target = None
                 if class_weight is not None:
@@ -347,7 +346,7 @@ def _gradient_kernel(
                     _of_rows(one_hot, index, is_row), of_uniform, of_entropy, at_target,
                 )  # fmt: skip
                 gradient = tl.where(columns[None, :] == column, entry, gradient)
-                # All threads have read z at the target before one of them writes there.
+                # Ensures that all threads have read z at the target before a thread overwrites it.
                 tl.debug_barrier()
         tl.store(out + row * OUT_STRIDE + columns[None, :], gradient.to(out.dtype.element_ty), mask=mask)
         if column_sums is not None:
@@ -357,18 +356,18 @@ def _gradient_kernel(
 
 
 class _Block(NamedTuple):
-    """How a program goes over its row."""
+    """The block size and the number of threads of a kernel's programs."""
 
     largest_vocab: float
-    """Up to which the choice holds"""
+    """The largest V for which the choice holds"""
     elements: int
     threads: int
-    """As many, or half of that where a multiprocessor has too few for two programs that are to be there"""
+    """Threads of a program; `on` halves them if a multiprocessor has too few for two programs"""
     programs: int | None = None
-    """How many are to be on a multiprocessor at a time, if it has so many threads; None for as many as there happen"""
+    """Number of programs that shall run on a multiprocessor at a time, by a limit of registers; None for no limit"""
 
     def on(self, device: Device) -> "_Block":
-        """With the threads and the programs that a device's multiprocessors have room for."""
+        """Returns the block with the threads and programs for which a device's multiprocessors have room."""
         if self.programs is None:
             return self
         threads = self.threads if 2 * self.threads <= device.resident_threads else self.threads // 2
@@ -377,18 +376,18 @@ class _Block(NamedTuple):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Those of a launch."""
-        # A thread has a multiple of 8 registers.
+        """The settings of a launch."""
+        # The number of registers of a thread is a multiple of 8.
         registers = None if self.programs is None else _REGISTERS // (self.threads * self.programs) // 8 * 8
         return {"BLOCK": self.elements, "threads": self.threads, "registers": registers}
 
 
-# Of a multiprocessor, on all GPUs of NVIDIA.
+# Registers of a multiprocessor, on all GPUs of NVIDIA.
 _REGISTERS = 65536
-# The fastest of those tried on an H200 with 0.5 GiB of bfloat16 logits. Statistics then reach 0.95 to 1.05 times the
-# bandwidth of a copy from a vocabulary of 4099 on (0.79 at 1000). Both at once take 1.05 to 1.2 times as long as a
-# copy: there must be enough programs on a multiprocessor, two to four, for some to load while others compute, but what
-# they all are at, and read a second time, must stay in L2.
+# The fastest of the blocks tried on an H200 with 0.5 GiB of bfloat16 logits. Statistics then reach 0.95 to 1.05 times
+# the bandwidth of a copy for vocabularies from 4099 on (0.79 at 1000). Statistics and gradient in one kernel take 1.05
+# to 1.2 times as long as a copy: a multiprocessor must have enough programs, two to four, that some load while others
+# compute, but the rows that all programs work on, and read a second time, must stay in L2.
 _STATISTICS_BLOCKS = (_Block(16383, 1024, 64), _Block(math.inf, 4096, 256))
 _ONE_PASS_BLOCKS = (
     _Block(16383, 2048, 128),
@@ -396,29 +395,29 @@ _ONE_PASS_BLOCKS = (
     _Block(math.inf, 8192, 1024, programs=2),
 )
 _MOMENTS_BLOCK = _Block(math.inf, 2048, 256)
-# Longer rows are divided, 128256 columns into three parts. Odd numbers of these were faster than even ones.
+# Rows above _LARGEST_ROW_BYTES are divided, 128256 columns into three parts. Odd numbers of parts were the faster ones.
 _PART_BLOCK = _Block(math.inf, 4096, 512, programs=3)
 _LARGEST_ROW_BYTES = 160 * 2**10
 _LARGEST_PART_BYTES = 90 * 2**10
 _MOST_PARTS = 15
-# Of the gradient alone. A row takes whole blocks of it, however few columns it has.
+# For the gradient alone. A row takes whole blocks, even if it has few columns.
 _GRADIENT_BLOCK = _Block(math.inf, 4096, 256)
-# With sums over rows, a program has a block of columns and some rows, of which it takes a few at a time, each thread
-# the same columns of all of them. Programs are enough to fill the device a few times; each writes its sums, and has so
-# many rows, where there are so many, that these are a thirtieth of the gradient at most.
+# With sums over rows, a program computes a block of columns of some rows, _SUMS_ROWS at a time, and a thread has the
+# same columns in all of them. About _SUMS_PROGRAMS programs fill the device a few times. Each writes its sums: with
+# _SUMS_FEWEST_ROWS rows or more for a program, all sums take at most a thirtieth of the gradient's memory.
 _SUMS_BLOCK, _SUMS_ROWS = _Block(math.inf, 1024, 128), 8
 _SUMS_PROGRAMS, _SUMS_FEWEST_ROWS = 2048, 64
 
 
 class TritonRowKernels:
-    """See `RowKernels`; logits in 16 or 32 bits, in rows of a multiple of `ROW_MULTIPLE` elements.
+    """See `RowKernels`; for logits in 16 or 32 bits, whose row stride is a multiple of `ROW_MULTIPLE`.
 
-    Each sum is of the same terms in the same order from one run to the next.
+    Every sum adds the same terms in the same order in each run.
     """
 
     def __init__(self, logit_map: LogitMap = LogitMap()):  # noqa: B008
         self.logit_map = logit_map
-        # Settings of launches, by the operation and what they depend on, so that a launch takes the host no more.
+        # Settings of launches, by the operation and everything they depend on, to save the host's time.
         self._known: dict[tuple[Any, ...], Any] = {}
 
     def statistics(self, z: Tensor, target: Tensor | None = None) -> tuple[RowStatistics, Tensor | None]:
@@ -491,12 +490,12 @@ class TritonRowKernels:
 
 
 def _parts(stride: int, itemsize: int, device: Device) -> dict[str, int]:
-    """How a row is divided among programs, as constants of the kernel."""
+    """Returns the kernel's constants that say how a row is divided among programs."""
     row_bytes, total = stride * itemsize, 1
     if row_bytes > _LARGEST_ROW_BYTES:
         total = min(_ceil(row_bytes, _LARGEST_PART_BYTES) | 1, _MOST_PARTS)
-    # Programs wait for the others of their row. They are numbered as they start, so the first row that is not finished
-    # has all that runs to itself, and gets on as soon as all its parts run at a time.
+    # Programs wait for the others of their row. They are numbered as they start, so those of the first unfinished row
+    # run or start next: that row makes progress if the device can run all its parts at a time.
     if total > _parts_at_a_time(device):
         total = 1
     columns = _ceil(stride, total * PADDED_ROW_MULTIPLE) * PADDED_ROW_MULTIPLE
@@ -504,23 +503,23 @@ def _parts(stride: int, itemsize: int, device: Device) -> dict[str, int]:
 
 
 def _parts_at_a_time(device: Device) -> int:
-    """How many parts run at a time if nothing else does, by their threads and registers: 396 on an H200."""
-    # AMD's compiler takes what waits for other programs out of its loop (tests/kernels), and chiplets have
-    # caches of their own.
+    """Returns how many parts fit on the device at a time, by their threads and registers: 396 on an H200."""
+    # 1 for AMD's GPUs: their compiler hoists the load out of the waiting loop (tests/kernels), and chiplets have caches
+    # of their own.
     return 1 if device.is_hip else device.multiprocessors * (_PART_BLOCK.on(device).programs or 1)
 
 
 def _exchange(rows: int, slots: int, device: torch.device) -> Tensor:
-    """Where programs number themselves, and leave their statistics for the others of their row."""
+    """Returns the zeroed memory through which programs get their numbers and exchange the statistics of their row."""
     return torch.zeros(1 + rows * slots, dtype=torch.int64, device=device)
 
 
 @cache
 def _terms(names: tuple[str, ...]) -> dict[str, Any]:
-    """Constants of the kernel for moments."""
+    """Returns the constants of the kernel for moments."""
     terms = [MOMENTS[name] for name in names]
     compiled = [triton.jit(term) for term in terms]
-    # The interpreter takes a term as it is, and no compiled one that lacks `tl`.
+    # Triton's interpreter calls plain functions; `triton.jit` of one would need `tl` among its module's names.
     used = tuple(c if isinstance(c, triton.JITFunction) else t for c, t in zip(compiled, terms, strict=True))
     return {"TERMS": used, "KEY": "".join(getattr(t, "cache_key", "") for t in used)}
 
@@ -530,5 +529,5 @@ def _block_for(vocab: int, blocks: tuple[_Block, ...]) -> _Block:
 
 
 def _ceil(number: int, by: int) -> int:
-    # triton.cdiv takes the host a microsecond.
+    # Not triton.cdiv, which takes the host a microsecond.
     return -(-number // by)

@@ -1,8 +1,8 @@
-"""Token losses as Triton kernels: from the text of `operation.pointwise` to one launch for a chunk of rows.
+"""Token losses as Triton kernels: translates the text of `operation.pointwise` into one launch for a chunk of rows.
 
-It computes the log-probability, the entropy, the log-sum-exp and the mean logit of each row, the loss of these, and the
-coefficients of the row's gradient. What there is no expression for below is left to PyTorch's operations. Legend: C
-rows in a chunk.
+The kernel computes each row's log-probability, entropy, log-sum-exp and mean logit, the token loss of these, and the
+coefficients of the row's gradient. Token losses with an operation that has no expression below are left to PyTorch's
+operations. Legend: C rows in a chunk.
 """
 
 import ast
@@ -40,22 +40,22 @@ _NUMBERS = {
     "threshold_backward": "tl.where({1} <= {2}, 0.0, {0})",
     "clone": "{0}", "detach": "{0}", "_to_copy": "{0}",
 }  # fmt: skip
-"""What gives a number of each row, of numbers; a mask counts as 1 and 0."""
+"""Expressions of the operations from numbers to a number, for each row; a mask counts as 1 and 0."""
 _FRACTIONS = ("div", "reciprocal", "exp", "expm1", "log", "log1p", "sqrt", "rsqrt", "tanh", "sigmoid")
-"""Of these, what gives fractions of integers, too."""
+"""Operations among these that give floating-point numbers for integers, too."""
 _POWERS = {"1": 1, "2": 2, "3": 3, "4": 4, "2.0": 2, "3.0": 3, "4.0": 4}
 _COMPARED = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _OF_MASKS = {"logical_and": "&", "logical_or": "|", "bitwise_and": "&", "bitwise_or": "|"}
 
 
 class _Written:
-    """The statements of a token loss in Triton's language; a KeyError for what has no expression there."""
+    """The statements of a token loss in Triton's language; raises a KeyError for an operation without an expression."""
 
     def __init__(self, text: TokenLoss, masks: Sequence[str], integers: Mapping[str, torch.dtype]):
         self.lines: list[str] = []
         self._masks, self._integers = {*masks, "True", "False"}, dict(integers)
-        """What is True or False, and the dtypes of inputs that are integers, of which float32 has not all, and of small
-        integers, which masks and numbers give"""
+        """The names of masks, and the dtypes of integers by name: inputs, which may exceed what float32 represents, and
+        small integers that operations make of masks and numbers"""
         for statement in ast.parse(text.replace("; ", "\n")).body:
             assert isinstance(statement, ast.Assign) and isinstance(target := statement.targets[0], ast.Name)
             self.lines.append(f"{target.id} = {self._value(target.id, statement.value)}")
@@ -74,7 +74,7 @@ class _Written:
         if operation in _COMPARED and all(are_integers):
             for limits in [torch.iinfo(self._integers[each]) for each in given if each in self._integers]:
                 if any(each not in self._integers and not limits.min <= int(each) <= limits.max for each in given):
-                    raise KeyError(operation)  # PyTorch reads another number.
+                    raise KeyError(operation)  # PyTorch converts the constant to the input's dtype, which changes it.
             self._masks.add(name)
             return f" {_COMPARED[operation]} ".join(given)
         if operation in _OF_MASKS and all(are_masks):
@@ -87,7 +87,7 @@ class _Written:
             decide = slice(1 if operation in ("full_like", "masked_fill") else None)
             if all(map(operator.or_, are_integers[decide], are_masks[decide])):
                 if all(are_masks[decide]) or not set(given[decide]).isdisjoint(self._integers):
-                    raise KeyError(operation)  # A mask or an integer, too.
+                    raise KeyError(operation)  # The result would be a mask or an integer of the input's dtype.
                 self._integers[name] = torch.int64
         if operation == "full_like" and (by_name or not are_masks[0]):
             return f"tl.full([BLOCK], {self._number(given[1])}, tl.float32)"
@@ -106,7 +106,7 @@ class _Written:
         if operation == "pow" and given[1] in _POWERS:
             return " * ".join(numbers[:1] * _POWERS[given[1]])
         if (operation == "_to_copy") != bool(by_name) or (operation in ("add", "mul", "clone") and all(are_masks)):
-            raise KeyError(operation)  # Into another dtype; or a sum of masks, which is a mask.
+            raise KeyError(operation)  # A cast to another dtype, or a sum of masks, which is a mask.
         return _NUMBERS[operation].format(*numbers)
 
     def _number(self, text: str) -> str:
@@ -117,7 +117,7 @@ class _Written:
 
 @triton.jit
 def _product(upstream, derivative):
-    """Of the two, the one may be infinite or NaN where the other is 0, as in a row that is ignored."""
+    """Returns the product, and 0 if either factor is 0: the other may be infinite or NaN, as in an ignored row."""
     return tl.where((upstream == 0.0) | (derivative == 0.0), 0.0, upstream * derivative)
 
 
@@ -162,10 +162,10 @@ _BLOCK, _THREADS = 512, 128
 def kernel_for(
     token_loss: TokenLoss, input_dtypes: tuple[torch.dtype, ...], logit_map: LogitMap
 ) -> Callable[..., tuple[Tensor, RowCoefficients]] | None:
-    """What computes a token loss and its coefficients, (C,) each; None for one that PyTorch's operations compute.
+    """Returns the function that computes a token loss and its coefficients, (C,) each; None: PyTorch's operations do.
 
-    It takes the statistics, z at the targets, the moments, s, the upstream gradients, and the further inputs, of
-    float32, bool or integers, (C,) each; and the number of columns.
+    It takes the statistics, z at the targets, the moments, the upstream gradients s, and the token inputs in float32,
+    bool or integers, (C,) each; and the number of columns.
     """
     names = [input_name(number) for number in range(len(input_dtypes))]
     try:
@@ -176,14 +176,14 @@ def kernel_for(
     except (KeyError, SyntaxError):
         return None
     loads = [f"{name} = tl.load({name}_of + number, mask=is_row, other=0)" for name in names]
-    # With numbers of all sizes beside them.
+    # Integers of all dtypes are computed in int64.
     loads += [f"{name} = {name}.to(tl.int64)" for name in integers]
     given = {line.partition(" = ")[0] for line in lines}
     source = _KERNEL.format(
         inputs="".join(f"{name}_of, " for name in names), loads="\n    ".join(loads), statements="\n    ".join(lines),
         **{f"d_{name}": f"d_{name}" if f"d_{name}" in given else "0.0" for name in VARIABLES},
     )  # fmt: skip
-    # Triton reads the source of what it compiles where Python does.
+    # Triton gets a function's source from Python's linecache.
     file = f"<token loss {abs(hash(source))}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     scope: dict[str, Any] = {each.__name__: each for each in (_logits, _product)}

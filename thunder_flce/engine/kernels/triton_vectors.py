@@ -1,6 +1,7 @@
-"""Triton kernels for vectors of a number a token: a launch each for all that comes before and after the rows' work.
+"""Triton kernels on vectors of one number a token: one launch prepares rows, another computes the loss.
 
-Sums are made by one program, in the same order from one run to the next. Legend: T tokens, N rows computed.
+One program computes a sum, in the same order in each run. `scale_` multiplies finished gradients. Legend: T tokens, N
+rows computed.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from thunder_flce.operation.loss import Loss
 
 @triton.jit
 def _read_targets(target, token_weight, start, tokens, ignore_index, IGNORES: tl.constexpr, BLOCK: tl.constexpr):
-    """Of a block of tokens: their numbers, which are there, targets, which are labels, weights, and which are valid."""
+    """Returns, for a block of tokens: numbers, which exist, labels, which are not ignored, weights, which are valid."""
     number = start + tl.arange(0, BLOCK)
     is_token = number < tokens
     label = tl.load(target + number, mask=is_token, other=0).to(tl.int64)
@@ -37,9 +38,9 @@ def _prepare_kernel(
     target, token_weight, class_weight, num_items, upstream, integers, floats, tokens, vocab, ignore_index,
     IGNORES: tl.constexpr, IS_MEAN: tl.constexpr, UPSTREAMS: tl.constexpr, ORDERED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """By one program; UPSTREAMS: whether each token has an upstream gradient of its own.
+    """Runs as one program. UPSTREAMS: whether each token has its own upstream gradient.
 
-    integers: counts, is_right, columns and, if ORDERED, the order; floats: divisors, weights, s and class weights.
+    integers: counts, is_right, columns and, if ORDERED, the order. floats: divisors, weights, s and class weights.
     """
     is_right, column = integers + 2, integers + 3
     order = column + tokens
@@ -55,7 +56,7 @@ def _prepare_kernel(
         )
         is_wrong = is_label & ((label < 0) | (label >= vocab))
         label = tl.where(is_label & (is_wrong == 0), label, 0)
-        # In the order, only rows that are valid are read.
+        # With an order, only valid rows are read later, so only they are written.
         place, is_row = number, is_token
         if ORDERED:
             place, is_row = before + tl.cumsum(valid.to(tl.int32), 0) - 1, valid
@@ -115,7 +116,7 @@ _BLOCK, _THREADS = 2048, 256
 
 
 def prepare(call: Call, *, upstream: Tensor | None, ordered: bool) -> Prepared:
-    """As `engine.rows.prepare`, for a target a token and rows in float32; if `ordered`, only valid rows are defined."""
+    """`engine.rows.prepare` for one target a token and float32 rows; if `ordered`, only valid rows are initialised."""
     loss, target, get = call.loss, call.tensors["target"], call.tensors.get
     class_weight, tokens, device = get("weight"), target.shape[0], target.device
     has_upstreams = upstream is not None and upstream.ndim > 0
@@ -123,7 +124,7 @@ def prepare(call: Call, *, upstream: Tensor | None, ordered: bool) -> Prepared:
         IGNORES=loss.ignores_rows, IS_MEAN=loss.reduction == "mean", UPSTREAMS=has_upstreams, ORDERED=ordered,
         BLOCK=_BLOCK, threads=_THREADS,
     )  # fmt: skip
-    # Two allocations and two splits take the host a third of what a tensor of its own takes for each.
+    # Two allocations and two splits take the host a third of the time of one allocation for each vector.
     sizes_of_integers = [2, 1, tokens, tokens] if ordered else [2, 1, tokens]
     sizes_of_floats = [2, tokens, tokens] if class_weight is None else [2, tokens, tokens, tokens]
     integers = torch.empty(sum(sizes_of_integers), dtype=torch.int64, device=device)
@@ -142,7 +143,7 @@ def _finish_kernel(
     row_max, row_log_sum, z_y, weight, at_target, of_rows, divisors, result, log_prob, log_sum_exp, rows,
     Z_LOSS: tl.constexpr, REDUCES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What each row adds to the loss: weighted cross-entropies and z terms. By one program if it REDUCES."""
+    """Computes each row's weighted cross-entropy and z term; with REDUCES, one program adds them up."""
     first = 0 if REDUCES else tl.program_id(0) * BLOCK
     total, total_z = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for start in range(0, rows if REDUCES else 1, BLOCK):
@@ -152,7 +153,7 @@ def _finish_kernel(
         largest = tl.load(row_max + number, mask=is_row, other=0.0)
         log_sum = tl.load(row_log_sum + number, mask=is_row, other=0.0)
         shifted = tl.load(z_y + number, mask=is_row, other=0.0).to(tl.float32) - largest
-        # The loss must not be negative. NaN stays.
+        # Clamps at 0, so that the loss is not negative; NaN stays NaN.
         loss = log_sum - tl.where(shifted > 0.0, 0.0, shifted)
         if of_rows is not None:
             loss = tl.load(of_rows + number, mask=is_row, other=0.0)
@@ -180,18 +181,18 @@ def finish(
     loss: Loss, statistics: RowStatistics, z_y: Tensor, *, weight: Tensor, at_target: Tensor | None, divisors: Any,
     of_rows: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-    """The loss of `operation.loss` without smoothing, float32, in one launch: (), or (N,) for "none".
+    """Computes the loss of `operation.loss` without smoothing in one launch: float32, () or (N,) for "none".
 
-    With it those of the outputs that are simple sums, (N,) each, "log_prob" and "log_sum_exp".
+    Also returns the outputs "log_prob" and "log_sum_exp", (N,) each, if the loss has them.
 
     Args:
-        loss: which loss, and its outputs.
+        loss: the loss, with its outputs.
         statistics: of the N rows.
-        z_y: (N,) the logit of each row's target, of 16 or 32 bits.
+        z_y: (N,) the logit of each row's target, in 16 or 32 bits.
         weight: (N,) as in `Prepared`, of these rows; so is `at_target`.
         at_target: (N,), None without class weights.
-        divisors: as in `Prepared`; what they divide by is 1 for "none".
-        of_rows: (N,) what takes the place of each row's cross-entropy.
+        divisors: as in `Prepared`; 1 for "none".
+        of_rows: (N,) each row's loss in place of its cross-entropy.
     """
     rows, reduces = z_y.shape[0], loss.reduction != "none"
     settings = settings_of(Z_LOSS=loss.z_loss, REDUCES=reduces, BLOCK=_BLOCK, threads=_THREADS)
@@ -232,7 +233,7 @@ def _scale_kernel(first, second, third, grad, valid_count, expected, size_1, siz
             _scale_one(third, size_3, factor, BLOCK)
 
 
-# A few thousand programs saturate the memory of any device, and cost 3 µs where all of them end at once.
+# A few thousand programs saturate the memory of any device, and cost 3 µs if the factor is 1 and all of them return.
 _PROGRAMS_PER_MULTIPROCESSOR = 8
 _SCALE_BLOCK = 4096
 
@@ -240,13 +241,13 @@ _SCALE_BLOCK = 4096
 def scale_(
     gradients: Sequence[Tensor], grad: Tensor, valid_count: Tensor | None = None, expected: Tensor | None = None
 ) -> None:
-    """Each of the gradients *= grad / expected, or 0 without a valid row; a factor of 1 ends it before it touches them.
+    """Multiplies gradients by grad / expected, or 0 without a valid row; with a factor of 1, it leaves them untouched.
 
     Args:
-        gradients: any shapes, contiguous, float32 or of 16 bits.
+        gradients: any shapes, contiguous, in float32 or 16 bits.
         grad: () the upstream gradient.
-        valid_count: (), or more elements, of which the first counts; None for a factor that is never 0 for that.
-        expected: () None for 1.
+        valid_count: () the number of valid rows, or more elements, of which the first is read; None: not checked.
+        expected: () the upstream gradient for which the gradients were computed; None for 1.
     """
     for number in range(0, len(gradients), 3):
         given: list[Any] = [*gradients[number : number + 3], None, None][:3]

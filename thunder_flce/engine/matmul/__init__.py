@@ -1,1 +1,1 @@
-"""The matmuls of the engine: `matmul` runs them, in cuBLAS by an algorithm that `algorithms` chooses."""
+"""The matmuls of the engine: `matmul` runs them, `algorithms` chooses cuBLASLt's algorithm for large ones."""

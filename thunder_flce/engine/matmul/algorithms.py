@@ -1,9 +1,9 @@
-"""Which of cuBLASLt's algorithms runs a matmul: the fastest one, by measurement.
+"""Chooses cuBLASLt's fastest algorithm for a matmul, by measuring the candidates.
 
-cuBLAS's first candidate, the one that PyTorch runs, is not the fastest where the output is large for the operations
-that it takes: the logits of small hidden sizes, and what chunks of few tokens add to dW. Others do not gain in whole
-steps what they gain alone (lab/experiments.md). On GPUs other than Hopper nobody has looked what it gains: there it is
-done where it is asked for. Candidates that do not give the bits of the first one are left out.
+cuBLAS's first candidate, which PyTorch runs, is not the fastest if the output is large for its number of operations:
+the logits of small hidden sizes, and dW of chunks with few tokens. Other matmuls do not gain in whole steps what they
+gain alone (lab/experiments.md). The gain was measured on Hopper only; on other GPUs, users have to ask for it.
+Candidates whose results differ in any bit from the first one's are left out.
 """
 
 import itertools
@@ -23,78 +23,78 @@ import torch
 from thunder_flce.device import on_device
 from thunder_flce.engine.matmul.cublaslt import Algorithm, Matmul, MatmulDescriptor, Signature
 
-# Matmuls of so many operations, half a millisecond on an H200, are worth measuring, which takes about 0.15 s. Of 27
-# with 2e11 or more, but fewer, 24 gained 2% or less, the others 3% to 5% (H200).
+# Matmuls of this many operations or more, half a millisecond on an H200, are worth measuring, which takes about 0.15 s.
+# Of 27 matmuls between 2e11 and this number, 24 gained 2% or less, the others 3% to 5% (H200).
 TUNED_OPERATIONS = 4e11
-# And where each element sums so many products at most, over the hidden size or the tokens of a chunk.
+# The largest K of a matmul that is worth measuring: the hidden size for logits, the tokens of a chunk for dW.
 TUNED_DEPTH = 2048
 
-# All candidates run in turns, then those that take up to this much longer than the fastest of them: under load a GPU
-# lowers its clock, from one run to the next, and for the others as well. A candidate takes the place of the first one
-# if that takes this much longer.
+# Candidates run in turns, because under load a GPU lowers its clock from one run to the next: all of them _LOOKS times,
+# then the first one and the fastest of those within _CLOSE of the minimum, _FINALISTS at most. A candidate replaces the
+# first one if the first one takes _WORTH times as long or more.
 _CLOSE = 1.05
 _LOOKS = 2
 _FINALISTS = 3
 _TURNS, _TURNS_SECONDS = (3, 20), 0.06
 _WORTH = 1.02
-# Of so many rows, results of candidates are compared: each row adds as all others do.
+# Number of rows of which the candidates' results are compared: all rows are summed in the same order.
 _COMPARED_ROWS = 256
-# What a matmul is multiplied by while it is measured, the smallest number above 0. Added to a sum, it changes nothing
-# but the sign of a 0 and, in 32 bits, a sum near 0. (cuBLAS need not compute what is multiplied by 0.)
+# The factor of a matmul while it is measured, the smallest float32 above 0. A product with it, added to a sum, changes
+# only the sign of a 0 and, in 32 bits, a sum near 0. (With the factor 0, cuBLAS might skip the computation.)
 _MEASURED_FACTOR = 2.0**-149
 
-# Of logits, or of sums of dW, for one V and H; and of these.
+# The most tunings of a kind, logits or sums of dW of one V and H, and the most kinds.
 _MOST_TUNINGS, _MOST_KINDS = 64, 256
 
-# The fastest for one number of tokens may be the slowest for another: on an H100, 1680 × 128256 × 2048 took 5.2 ms by
-# what was chosen for 1536 tokens, where cuBLAS's first took 4.2. So each number is measured for itself: the first one,
-# in most trainings the only one, at once, and others when they have come so often that measuring takes a tenth of the
-# time that they took. What it gains, 3% or so, pays for it later. Logits that are computed early, while the host
-# waits, have a number of their own.
+# The fastest algorithm for one number of tokens may be the slowest for another: on an H100, 1680 × 128256 × 2048 took
+# 5.2 ms by the algorithm chosen for 1536 tokens, and 4.2 by cuBLAS's first. So each number of tokens is measured by
+# itself: the first _AT_ONCE at once, since most trainings have only the first, and others when they have come _OFTEN
+# times, so that measuring takes a tenth of the time that their matmuls took. The gain, about 3%, pays for that later.
+# Logits that are computed early, while the host waits, have a number of tokens of their own.
 _AT_ONCE = 2
 _OFTEN = 1000
 _MOST_MET = 4096
 
 _descriptor = lru_cache(maxsize=64)(MatmulDescriptor)
 
-# Integers of as many bytes, in which NaN equals NaN.
+# Integer dtypes by itemsize: as integers, equal bits of NaN are equal.
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """What was measured about a matmul out (M, N) = a (M, K) @ b (K, N)."""
+    """The measurement of a matmul out (M, N) = a (M, K) @ b (K, N)."""
 
     sizes: tuple[int, int, int]
     """M, N and K"""
     algorithm: Algorithm | None
-    """The one that runs: the fastest, or cuBLAS's first where that is nearly as fast; None where it has none"""
+    """The chosen one: the fastest, or cuBLAS's first if that is nearly as fast; None if there are no candidates"""
     gain: float
-    """The time of cuBLAS's first candidate over that of the one that runs"""
+    """The time of cuBLAS's first candidate divided by that of the chosen algorithm"""
     milliseconds: float
-    """The time of the one that runs, among the others"""
+    """The time of the chosen algorithm, measured in turns with the others"""
     seconds: float
-    """What measuring has taken"""
+    """The time that measuring took"""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for `json.dump`."""
+        """Returns plain values, for `json.dump`."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "algorithm"}
 
 
 _tunings: dict[tuple[Any, ...], dict[Signature, Tuning]] = {}
-"""By what matmuls of any number of tokens have in common"""
+"""Tunings by kind, which leaves out the number of tokens, and by signature"""
 _met: Counter[tuple[Any, Signature]] = Counter()
-"""How often others were met"""
+"""How often matmuls without a tuning have come"""
 
 
 def tunings() -> list[Tuning]:
-    """What this process has measured, by kinds of matmuls, the oldest first."""
+    """Returns the measurements of this process, grouped by kind of matmul, the oldest first."""
     return [tuning for of_kind in _tunings.values() for tuning in of_kind.values()]
 
 
 @contextmanager
 def alone(own: dict[Any, Any]) -> Iterator[None]:
-    """Runs with `own` measurements, empty at first, as in a process that does nothing else: for benchmarks."""
+    """Uses `own` measurements, at first an empty dict, in place of the process's: for benchmarks."""
     global _tunings, _met
     others, _tunings, _met = (_tunings, _met), own, Counter()
     try:
@@ -109,11 +109,11 @@ def may_gain(m: int, n: int, k: int) -> bool:
 
 
 def run_fastest(matmul: Matmul) -> bool:
-    """Runs a matmul by the algorithm that is the fastest for it, if it was measured or is to be measured now.
+    """Runs a matmul by its fastest algorithm, if that was measured or is to be measured now; otherwise returns False.
 
-    Measuring runs it some dozens of times into `out` and waits for the device. False where the matmul has not run: if
-    it lies in memory in a way that cuBLASLt cannot read or was not measured, without cuBLASLt, and while PyTorch is
-    asked for deterministic algorithms.
+    Measuring runs the matmul some dozens of times into `out`, and waits for the device. The matmul does not run if
+    cuBLASLt cannot read the operands' memory layout, if it is not measured, without cuBLASLt, or while
+    `torch.use_deterministic_algorithms` is on.
     """
     if torch.are_deterministic_algorithms_enabled():
         return False
@@ -128,8 +128,8 @@ def run_fastest(matmul: Matmul) -> bool:
 
 
 def _tuning(matmul: Matmul, signature: Signature) -> Tuning | None:
-    """What is known about such a matmul, or measured now; None where it is neither."""
-    # Of logits, V and H are the sizes of b, of sums of dW those of out.
+    """Returns the measurement of such a matmul, made now if it is due; None if there is none yet."""
+    # V and H: the sizes of b for logits, the sizes of out for sums of dW.
     sizes = matmul.out.shape if matmul.accumulate else matmul.b.shape
     kind = (*sizes, matmul.accumulate, signature.device_index, signature.a.dtype, signature.out.dtype)
     known = _tunings.get(kind, {})
@@ -168,11 +168,11 @@ def _measure(matmul: Matmul, signature: Signature) -> Tuning:
 
 
 def _with_the_bits_of_the_first(matmul: Matmul, candidates: Sequence[Algorithm]) -> list[Algorithm]:
-    """The algorithms with which the first rows of a matmul have the bits that they have with the first of them."""
+    """Returns the candidates that compute the first rows of a matmul with the same bits as the first candidate."""
     part = matmul._replace(a=matmul.a[:_COMPARED_ROWS], accumulate=False)
     signature, found, first = None, [], None
     for algorithm in candidates:
-        # Poisoned, so that nothing is the same that was not written.
+        # Filled with NaN, so that an element that was not written differs.
         out = matmul.out.new_full((part.a.shape[0], matmul.out.shape[1]), math.nan)
         part = part._replace(out=out)
         signature = signature or Signature.of(part)
@@ -189,10 +189,11 @@ def _with_the_bits_of_the_first(matmul: Matmul, candidates: Sequence[Algorithm])
 def fastest(
     runs: Sequence[Callable[[], object]], seconds: Callable[[Sequence[Callable[[], object]]], list[float]]
 ) -> tuple[int, float, float]:
-    """The index of the one of `runs` to choose, how many times as long the first one takes, and its seconds.
+    """Returns the index of the chosen run, how many times as long the first run takes, and the chosen run's seconds.
 
-    The one expected to be the fastest comes first, and is chosen unless another is clearly faster. Each has run once,
-    as a kernel's first run takes longer; `seconds` gives the time of each of some runs, which follow at once.
+    The first of `runs` is expected to be the fastest, and is chosen unless another is clearly faster. The caller has
+    run each once, because a kernel's first run takes longer. `seconds` runs a sequence without gaps and returns the
+    time of each run.
     """
 
     def in_turns(indices: Sequence[int], turns: int) -> dict[int, float]:
@@ -201,7 +202,7 @@ def fastest(
 
     times = in_turns(range(len(runs)), _LOOKS)
     close = [index for index in times if index and times[index] <= _CLOSE * min(times.values())]
-    # The first is always among them: it is what the others are compared with.
+    # The first is always a finalist: the others are compared with it.
     finalists = [0, *sorted(close, key=times.__getitem__)[: _FINALISTS - 1]]
     if len(finalists) > 1:
         turns = round(_TURNS_SECONDS / sum(times[index] for index in finalists))

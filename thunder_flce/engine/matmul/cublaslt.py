@@ -1,8 +1,8 @@
-"""cuBLASLt through ctypes, as far as it takes to choose the algorithm of a matmul.
+"""cuBLASLt through ctypes: lists the candidate algorithms of a matmul, and runs a chosen one.
 
-PyTorch always runs the algorithm that cuBLAS's heuristic puts first. Here the library that PyTorch has loaded gives its
-candidates, and runs the one that the caller wants. Names and numbers are those of cublasLt.h, the same in CUDA 12 and
-13: https://docs.nvidia.com/cuda/cublas/#using-the-cublaslt-api.
+PyTorch always runs the algorithm that cuBLAS's heuristic puts first. This module calls the library that PyTorch has
+loaded. Names and numbers are those of cublasLt.h, the same in CUDA 12 and 13:
+https://docs.nvidia.com/cuda/cublas/#using-the-cublaslt-api.
 """
 
 import ctypes
@@ -19,10 +19,10 @@ from thunder_flce.device import ALIGNED_BYTES
 
 DTYPES_16_BIT = (torch.float16, torch.bfloat16)
 
-# Of CUDA, whose headers say the same.
+# Major versions of CUDA whose cublasLt.h has the same names and numbers.
 _KNOWN_VERSIONS = ("12", "13")
 _ASKED_FOR, _MOST_CANDIDATES = 16, 8
-# Plain numbers are passed as a C int, which an enum is.
+# Values of enums: ctypes passes a Python int as a C int, the type of an enum.
 _COMPUTE_32F = 68
 _DATA_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
 _TRANSPOSED, _EPILOGUE_BIAS = ctypes.c_int32(1), ctypes.c_uint32(4)
@@ -36,7 +36,8 @@ _running = threading.Lock()
 class Matmul(NamedTuple):
     """out (M, N) = a (M, K) @ b (K, N) + bias (N,), summed in float32 and rounded to out's dtype.
 
-    Operands have one dtype, out and bias that or float32. Without a bias, it may be added to what out holds.
+    a and b have one dtype; out and bias have the same one or float32. Only without a bias may `accumulate` be True,
+    which adds the product to what out holds.
     """
 
     out: Tensor
@@ -47,7 +48,7 @@ class Matmul(NamedTuple):
 
 
 class StoredMatrix(NamedTuple):
-    """A matrix, or its transpose, as it lies in memory row by row, each row on a multiple of 16 bytes."""
+    """The memory layout of a matrix, or of its transpose: row-major, with each row at a multiple of 16 bytes."""
 
     dtype: torch.dtype
     rows: int
@@ -55,11 +56,11 @@ class StoredMatrix(NamedTuple):
     row_stride: int
     """Elements from one row to the next"""
     is_transposed: bool = False
-    """Whether the matrix as stored is the transpose of the one meant"""
+    """Whether the stored matrix is the transpose of the operand"""
 
     @classmethod
     def of(cls, matrix: Tensor) -> "StoredMatrix | None":
-        """How a matrix lies in memory; None where rows are not contiguous, or not all on multiples of 16 bytes."""
+        """Returns the layout of a matrix; None if rows are not contiguous, or not all at multiples of 16 bytes."""
         (rows, columns), (stride, last_stride) = matrix.shape, matrix.stride()
         is_transposed = last_stride != 1
         if is_transposed:
@@ -70,7 +71,7 @@ class StoredMatrix(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """What a matmul is, but for the addresses: out (M, N) = a (M, K) @ b (K, N) [+ bias (N,)] [+ out]."""
+    """Everything about a matmul except addresses: out (M, N) = a (M, K) @ b (K, N) [+ bias (N,)] [+ out]."""
 
     device_index: int
     out: StoredMatrix
@@ -80,7 +81,7 @@ class Signature(NamedTuple):
 
     @classmethod
     def of(cls, matmul: Matmul) -> "Signature | None":
-        """That of a matmul; None for dtypes and memory layouts that are left to PyTorch, and without cuBLASLt."""
+        """Returns a matmul's signature; None for dtypes and layouts that are left to PyTorch, and without cuBLASLt."""
         out, a, b, bias, _ = matmul
         if a.dtype not in DTYPES_16_BIT or b.dtype != a.dtype or out.dtype not in (a.dtype, torch.float32):
             return None
@@ -96,7 +97,7 @@ class Signature(NamedTuple):
 
 
 class Algorithm(ctypes.Structure):
-    """An opaque algorithm with its configuration; plain data that may outlive the descriptor it was found for."""
+    """An opaque algorithm with its configuration; plain data that may outlive the descriptor that listed it."""
 
     _fields_ = [("data", ctypes.c_uint64 * 8)]
 
@@ -109,7 +110,7 @@ class _HeuristicResult(ctypes.Structure):
 class MatmulDescriptor:
     """A matmul of one `Signature`, ready to run.
 
-    cuBLAS stores matrices column by column, so that outᵀ is to it what out is to us: it computes outᵀ (N, M) =
+    cuBLAS reads matrices as column-major, so it sees a row-major matrix as its transpose, and computes outᵀ (N, M) =
     bᵀ (N, K) @ aᵀ (K, M).
     """
 
@@ -124,15 +125,15 @@ class MatmulDescriptor:
         self._a, self._b, self._out = map(_layout, (signature.a, signature.b, signature.out))
         layouts = [("MatrixLayout", layout) for layout in (self._a, self._b, self._out)]
         for kind, value in [("MatmulDesc", self._descriptor), *layouts]:
-            # Not when the process ends: by then the library may be gone.
+            # Not at process exit, when the library may be unloaded already.
             weakref.finalize(self, _call, f"{kind}Destroy", value).atexit = False
 
     @cached_property
     def candidates(self) -> list[Algorithm]:
         """The algorithms that cuBLAS's heuristic finds, the one that it expects to be the fastest first.
 
-        Only those that need no workspace and do not split the sum over K between thread blocks. On Hopper they all
-        add in the same order, so that they give the same bits, which `algorithms` checks nevertheless.
+        Algorithms that need a workspace or split the sum over K between thread blocks are left out. On Hopper, the
+        others all add in the same order and give the same bits; `algorithms` checks that nevertheless.
         """
         preference = _created("MatmulPreference")
         _set("MatmulPreference", preference, _PREFERENCE_WORKSPACE, ctypes.c_uint64(0))
@@ -142,21 +143,21 @@ class MatmulDescriptor:
         operands = self._descriptor, self._b, self._a, self._out, self._out, preference
         status = _status("MatmulAlgoGetHeuristic", self._handle, *operands, _ASKED_FOR, found, ctypes.byref(count))
         _call("MatmulPreferenceDestroy", preference)
-        # Where nothing fits, cuBLAS says so by a status.
+        # If no algorithm fits, cuBLAS returns a status other than 0.
         results = [] if status else found[: count.value]
         return [r.algorithm for r in results if r.status == 0 and _split_k(r.algorithm) == 1][:_MOST_CANDIDATES]
 
     def run(self, matmul: Matmul, algorithm: Algorithm, *, alpha: float = 1.0) -> bool:
         """Computes alpha times a matmul of the signature on the current stream.
 
-        False where cuBLAS has refused, as for an algorithm found for another matmul; `out` is left as it is.
+        Returns False if cuBLAS refuses, as for an algorithm of another signature; `out` is then left as it is.
         """
         out, a, b = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (matmul.out, matmul.a, matmul.b))
         factor, beta = ctypes.byref(ctypes.c_float(alpha)), ctypes.byref(ctypes.c_float(matmul.accumulate))
         operands = factor, b, self._b, a, self._a, beta, out, self._out, out, self._out
         stream = ctypes.c_void_p(torch.cuda.current_stream(matmul.out.device).cuda_stream)
         how = ctypes.byref(algorithm), ctypes.c_void_p(), ctypes.c_size_t(0), stream  # Without a workspace
-        # The bias is a part of the descriptor, and handles are not meant to be shared at the same time.
+        # The descriptor holds the bias's address, and a handle must not be used by two threads at a time.
         with _running:
             if matmul.bias is not None:
                 pointer = ctypes.c_void_p(matmul.bias.data_ptr())
@@ -165,14 +166,14 @@ class MatmulDescriptor:
 
 
 def library_name() -> str | None:
-    """The file of the cuBLASLt that PyTorch is built for; None for unknown versions, and except on Linux."""
+    """Returns the file name of the cuBLASLt that PyTorch is built for; None for unknown versions, or outside Linux."""
     major = (torch.version.cuda or "").partition(".")[0]
     return f"libcublasLt.so.{major}" if major in _KNOWN_VERSIONS and hasattr(os, "RTLD_NOLOAD") else None
 
 
 @cache
 def loaded() -> ctypes.CDLL | None:
-    """The cuBLASLt that PyTorch runs, if it is a known one and has been loaded: no other one."""
+    """Returns the cuBLASLt that PyTorch has loaded, if its version is known; never loads one."""
     name = library_name()
     try:
         return None if name is None else ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
@@ -191,7 +192,7 @@ def _call(function: str, *arguments: object) -> None:
 
 @cache
 def _handle(device_index: int) -> ctypes.c_void_p:
-    """One a device, kept for good."""
+    """Returns the device's handle, which is created once and never destroyed."""
     with torch.cuda.device(device_index):
         return _created("")
 
@@ -207,7 +208,7 @@ def _set(kind: str, descriptor: ctypes.c_void_p, attribute: int, value: ctypes._
 
 
 def _layout(stored: StoredMatrix) -> ctypes.c_void_p:
-    """That of the matrix as stored, which to cuBLAS has a column for each row."""
+    """Returns the layout descriptor of a stored matrix, whose rows are columns to cuBLAS."""
     sizes = ctypes.c_uint64(stored.columns), ctypes.c_uint64(stored.rows), ctypes.c_int64(stored.row_stride)
     return _created("MatrixLayout", _DATA_TYPES[stored.dtype], *sizes)
 
@@ -216,5 +217,5 @@ def _split_k(algorithm: Algorithm) -> int:
     value, written = ctypes.c_int32(), ctypes.c_size_t()
     into = ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value)), ctypes.byref(written)
     _call("MatmulAlgoConfigGetAttribute", ctypes.byref(algorithm), _ALGORITHM_SPLIT_K, *into)
-    # 0 where the algorithm knows no such thing
+    # 0 if the algorithm has no such setting
     return max(value.value, 1)

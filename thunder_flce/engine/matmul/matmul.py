@@ -1,14 +1,14 @@
-"""The three matmuls, each written into memory that the caller owns.
+"""The three matmuls, each written into a tensor of the caller.
 
     logits_             logits = x Wᵀ + b, or logits += x Wᵀ for a further linear term
-    invariant_logits_   the same, each row with the bits that it has in any batch
+    invariant_logits_   the same on a CPU, each row with the same bits in any batch
     input_gradient_     dX = dlogits W
     weight_gradient_    dW = dlogitsᵀ x
 
-Legend: C tokens in a chunk, H hidden size (of a further term, its rank), V vocabulary.
+Legend: C tokens in a chunk, H hidden size (for a further term, its rank), V vocabulary.
 
-Out has the operands' dtype; of 16-bit operands it may also be float32. With `tune`, cuBLAS runs large logits and
-sums of dW by the algorithm that `algorithms` measures to be the fastest.
+`out` has the operands' dtype; for 16-bit operands it may also be float32. With `tune`, large matmuls for logits and for
+sums of dW run the cuBLASLt algorithm that `algorithms` has measured to be the fastest.
 """
 
 from itertools import repeat
@@ -23,9 +23,9 @@ from thunder_flce.engine.matmul.cublaslt import Matmul
 
 Kind = Literal["logits", "dX", "dW"]
 
-# Columns at a time of what is copied, or computed outside the result, in float32.
+# Columns at a time that are converted to float32, or computed in a float32 buffer.
 _FLOAT32_COLUMNS = 8192
-# Of `invariant_logits_`.
+# Rows of every matmul of `invariant_logits_`.
 _BLOCK_ROWS = 64
 
 
@@ -34,10 +34,10 @@ def logits_(
 ) -> None:  # fmt: skip
     """out (C, V) = x (C, H) @ weight (V, H)ᵀ + bias (V,), rounded once; added to what out holds if `accumulate`.
 
-    Rows of out may be padded. Logits that are a sum of linear terms get their bias with the first one.
+    Rows of out may be padded. If logits are a sum of several linears, the bias is added with the first.
 
     Raises:
-        ValueError: for a bias with `accumulate`.
+        ValueError: if there are both a bias and `accumulate`.
     """
     if accumulate and bias is not None:
         raise ValueError("a bias is added with the linear term that is written first, not to one that accumulates")
@@ -46,11 +46,11 @@ def logits_(
     if columns % ROW_MULTIPLE:
         step -= _tail(columns, dtype=x.dtype, is_cuda=x.is_cuda)
     if is_wider and not Device.of(x.device).multiplies_into_float32(x.dtype):
-        # The operands have to be converted.
+        # The operands must be converted to float32.
         step = _FLOAT32_COLUMNS
     if step < columns:
         biases = repeat(None) if bias is None else bias.split(step)
-        # Not `strict`: there is no end of None.
+        # Not `strict`: repeat(None) has no end.
         for of_out, of_weight, of_bias in zip(out.split(step, 1), weight.split(step), biases, strict=False):
             logits_(of_out, x, of_weight, bias=of_bias, accumulate=accumulate, tune=tune)
         return
@@ -63,12 +63,12 @@ def logits_(
 def invariant_logits_(
     out: Tensor, x: Tensor, weight: Tensor, *, bias: Tensor | None = None, accumulate: bool = False
 ) -> None:
-    """`logits_` on a CPU, each row with the same bits, whatever rows there are beside it.
+    """`logits_` on a CPU, where each row has the same bits in any batch.
 
-    Libraries choose by the number of rows in which order they sum, so all matmuls have as many, some of which are 0.
+    Libraries choose the order of a sum by the number of rows, so all matmuls have `_BLOCK_ROWS` rows, padded with 0.
     """
     hidden = x.shape[1]
-    # MKL adds in another order where a row of float64 starts between two multiples of 16 bytes.
+    # MKL adds in another order if a float64 row does not start at a multiple of 16 bytes.
     block = x.new_zeros(_BLOCK_ROWS, -(-hidden // ROW_MULTIPLE) * ROW_MULTIPLE)[:, :hidden]
     of_block = out.new_zeros(_BLOCK_ROWS, out.shape[1])
     for of_x, of_out in zip(x.split(_BLOCK_ROWS), out.split(_BLOCK_ROWS), strict=True):
@@ -90,7 +90,7 @@ def input_gradient_(out: Tensor, dlogits: Tensor, weight: Tensor) -> None:
     if not tail:
         _multiply(out, dlogits, weight)
         return
-    # Adding the tail's share to a sum already rounded would round twice.
+    # dX is a sum over V. In 16 bits, adding the tail's part to the rounded main part would round twice.
     total = torch.empty_like(out, dtype=torch.float32) if out.dtype.itemsize == 2 else out
     main = columns - tail
     for number, (of_dlogits, of_weight) in enumerate(zip(dlogits.split(main, 1), weight.split(main), strict=True)):
@@ -102,7 +102,7 @@ def input_gradient_(out: Tensor, dlogits: Tensor, weight: Tensor) -> None:
 def weight_gradient_(out: Tensor, dlogits: Tensor, x: Tensor, *, accumulate: bool, tune: bool = False) -> None:
     """out (V, H) = dlogits (C, V)ᵀ @ x (C, H), added to what out holds if `accumulate`.
 
-    A sum in 16 bits rounds twice a chunk: what is added is rounded before.
+    A sum in 16 bits is rounded twice a chunk: the product is rounded before it is added.
     """
     columns = dlogits.shape[1]
     tail = columns % ROW_MULTIPLE and _tail(columns, dtype=x.dtype, is_cuda=x.is_cuda)
@@ -115,7 +115,7 @@ def weight_gradient_(out: Tensor, dlogits: Tensor, x: Tensor, *, accumulate: boo
 
 
 def library(device_type: str) -> str:
-    """Who runs the matmuls on a type of device."""
+    """Returns the library that runs the matmuls on a type of device."""
     device = Device.of(torch.device(device_type))
     return "PyTorch" if device.kind != "cuda" else "cuBLAS" if device.is_nvidia else "hipBLAS"
 
@@ -124,9 +124,9 @@ def scratch_bytes(
     kind: Kind, *, rows: int, columns: int, hidden: int, dtype: torch.dtype, out_dtype: torch.dtype, device: Device,
     has_bias: bool = False, pads_rows: bool = False, tune: bool = False,
 ) -> int:  # fmt: skip
-    """The most memory that a matmul allocates, and frees before it returns; its operands are contiguous.
+    """Returns the peak bytes that a matmul of contiguous operands allocates, and frees before it returns.
 
-    rows, columns and hidden are C, V and H, dtype is that of the operands. `pads_rows` are logits whose rows are
+    rows, columns and hidden are C, V and H, dtype is that of the operands. `pads_rows`: whether rows of logits are
     padded.
     """
     is_cuda = device.kind == "cuda"
@@ -146,10 +146,10 @@ def scratch_bytes(
 
 
 def _tail(columns: int, *, dtype: torch.dtype, is_cuda: bool) -> int:
-    """How many columns at the end of V, one to seven, are a matmul of their own, where cuBLAS is slow for all of V.
+    """Returns the number of last columns of V, at most seven, that get a matmul of their own; 0: none are split off.
 
-    For 16 bits and a V that is no multiple of 8, as after one token was added to a tokenizer, it takes five times as
-    long: 202 ms for the three matmuls of 8192 × 128257 × 4096 instead of 38.5. Both parts are views.
+    In 16 bits, cuBLAS takes five times as long if V is no multiple of 8, as after adding one token to a tokenizer: 202
+    ms for the three matmuls of 8192 × 128257 × 4096 instead of 38.5. Both parts are views.
     """
     return columns % ROW_MULTIPLE if is_cuda and dtype.itemsize == 2 and columns > ROW_MULTIPLE else 0
 
@@ -162,11 +162,11 @@ def _multiply(
         if algorithms.run_fastest(Matmul(out, a, b, bias, accumulate)):
             return
     if not out.is_cuda:
-        # On a CPU, PyTorch takes the elements of 16-bit matrices of one row or one column as if they lay side by side
-        # (torch 2.8 and 2.10), which the last chunk's only row of a transposed input does not.
+        # On a CPU, PyTorch reads 16-bit matrices of one row or one column as if they were contiguous (torch 2.8, 2.10).
+        # A last chunk of a single row, from a transposed input, is not.
         a, b = a.contiguous() if 1 in a.shape else a, b.contiguous() if 1 in b.shape else b
     elif out.shape[1] == 1 and out.shape[0] * out.stride(0) >= 2**31 and not out.is_contiguous():
-        # One column that goes on beyond so many elements, cuBLAS writes elsewhere (CUDA 13.0).
+        # cuBLAS writes to wrong addresses for a strided single column that spans 2³¹ elements or more (CUDA 13.0).
         column = out.contiguous()
         _multiply(column, a, b, bias=bias, accumulate=accumulate)
         out.copy_(column)
@@ -187,8 +187,8 @@ def _multiply(
 
 
 def _multiply_with_bias(out: Tensor, a: Tensor, b: Tensor, *, bias: Tensor) -> None:
-    # PyTorch lets cuBLAS add a bias before rounding only into contiguous memory. Elsewhere it rounds, adds and rounds
-    # again, which makes the logits' error 1.4 times as large. So those are computed in float32, block by block.
+    # PyTorch lets cuBLAS add a bias before rounding only if the output is contiguous. Otherwise it rounds, adds and
+    # rounds again, with 1.4 times the error of the logits. So such outputs are computed in float32, block by block.
     if not out.is_cuda or out.dtype.itemsize > 2 or out.is_contiguous():
         torch.addmm(bias, a, b, out=out)
         return
