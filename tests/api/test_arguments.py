@@ -97,7 +97,7 @@ EAGER = [
     ({"input": torch.nested.nested_tensor([X], layout=torch.jagged)}, TypeError, r"input must be a dense .*unbind\(\)"),
     ({"input": torch.nested.nested_tensor([X])}, TypeError, r"input must be a dense tensor, but is nested"),
     ({"target": Y.to("meta")}, ValueError, "target must be on input's device, cpu, but got meta"),
-    ({**NEEDS_GRAD, "options": Options(strategy="save_logits")}, ValueError, "no other strategy"),
+    ({**NEEDS_GRAD, "options": Options(strategy="save_logits")}, ValueError, "leave strategy=None"),
     (
         {"linear_weight": W.clone().requires_grad_(), "reduction": "none",
          "options": Options(strategy="gradients_in_forward")},

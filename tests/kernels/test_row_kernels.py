@@ -323,9 +323,9 @@ def _needs(name, package):
 
 
 NO_TRITON, NO_NVFUSER = _needs("triton", "triton"), _needs("nvfuser", "nvfuser_direct")
-OLD_TRITON = {"triton": "does not run on this GPU as it is installed: Triton 3.5 or newer"}
-OLD_GPU = dict.fromkeys(KERNELS, 'does not run on this GPU .* before .* 7.0, or choose row_kernels="auto"')
-ON_AMD = {"nvfuser": "there is none for AMD's GPUs"}
+OLD_TRITON = {"triton": "does not run on this GPU: it needs Triton 3.5 or newer"}
+OLD_GPU = dict.fromkeys(KERNELS, 'does not run on this GPU: .* 7.0 or newer, or choose row_kernels="auto"')
+ON_AMD = {"nvfuser": "it needs a GPU by NVIDIA"}
 
 
 @pytest.mark.parametrize(("installed", "hip_triton", "capability", "library", "refused"), [

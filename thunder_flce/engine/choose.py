@@ -118,21 +118,24 @@ def strategy_of(call: Call, options: Options) -> str:
     needs_later_sums = loss.has_row_gradients and not (is_frozen and loss.has_parallel_row_gradients)
     if strategy == GRADIENTS_IN_FORWARD and needs_later_sums:
         raise ValueError(
-            'strategy "gradients_in_forward" needs reduction "mean" or "sum" and no differentiable outputs: otherwise '
-            "the upstream gradient is a vector that has to be applied before anything is summed over tokens. Or it "
-            "needs a frozen weight and bias, no further terms, no label smoothing, no z_loss and no gradient of "
+            'strategy "gradients_in_forward" needs reduction "mean" or "sum" and no differentiable outputs, because it '
+            "sums gradients over tokens before the upstream gradient of each token is known: leave strategy=None, or "
+            "freeze the weight and bias, and use no further terms, label smoothing, z_loss or gradient of "
             '"entropy", "log_sum_exp" or "mean_logit"'
         )
     if strategy == SAVE_LOGITS and loss.divergence is not None:
-        raise ValueError('strategy "save_logits" is for a cross-entropy: a divergence would have to save two logits')
+        raise ValueError(
+            'strategy "save_logits" is for a cross-entropy, because a divergence would have to save the logits of '
+            'student and teacher: leave strategy=None, or use "recompute_logits"'
+        )
     # float16 gradients must be multiplied by the upstream gradient (the loss scale) before rounding, or they underflow.
     is_scaled = options.expected_gradient is not None or "expected_gradient" in call.tensors
     has_loss_scale = call.dtype is not torch.float16 or is_scaled
     only_in_forward = loss.needs_gradients_in_forward
     if only_in_forward and (strategy not in (None, GRADIENTS_IN_FORWARD) or not has_loss_scale):
         raise ValueError(
-            f"{only_in_forward} needs its gradients computed in the forward: no other strategy and, for float16, "
-            "expected_gradient, such as a GradScaler's scale"
+            f"{only_in_forward} needs its gradients computed in the forward: leave strategy=None and, for float16, "
+            "give expected_gradient, such as a GradScaler's scale"
         )
     waits = needs_later_sums or not (has_loss_scale or loss.has_row_gradients)
     return strategy or (RECOMPUTE_LOGITS if waits else GRADIENTS_IN_FORWARD)
@@ -295,7 +298,10 @@ class _Choice:
         budget = options.memory_budget
         if isinstance(budget, float):
             if device.memory is None:
-                raise ValueError("memory_budget is a fraction of the device's memory, but that is not known here")
+                raise ValueError(
+                    "memory_budget is a fraction of the device's memory, but how much memory the device has is not "
+                    f"known on {device.kind!r}: give the budget in bytes, as an int"
+                )
             budget = int(budget * device.memory)
         self.limit = budget
         # On a CPU, other processes share the memory: by default, none is spent on saved logits or a single chunk.
@@ -439,7 +445,7 @@ class _Choice:
             self._warn(
                 f"within a memory_budget of {self.limit / 1e6:.0f} MB, dW is summed over chunks in {call.dtype}, with "
                 f"more than 1.25 times the error of a single matmul: {self._bytes(in_float32) / 1e6:.0f} MB have room "
-                'for a sum in float32; accumulate="parameter" accepts the error'
+                'for a sum in float32; accumulate="parameter" accepts the error without this warning'
             )
             return plan
         if not is_exact:

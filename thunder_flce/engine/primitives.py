@@ -247,8 +247,9 @@ class Primitives:
         if known is not None:
             return known
         if computed_rows.is_cuda and self._is_capturing():
-            # A forward that was captured in the same graph has computed all rows.
-            torch._assert_async(computed_rows == self.call.tokens, "the forward of a captured backward skipped rows")
+            # A forward that was captured, too, has computed all rows.
+            skipped = "a CUDA graph captures this backward, but not its forward, which skipped ignored rows"
+            torch._assert_async(computed_rows == self.call.tokens, f'{skipped}: use ignored_rows="compute"')
             return self.call.tokens
         return int(computed_rows)
 

@@ -69,10 +69,10 @@ def check_available(choice: str, *, dtype: torch.dtype, device_type: str) -> Non
         takes = "runs on CUDA, in float32, bfloat16 and float16"
         raise ValueError(f'{asked} {takes}, but {where}: choose row_kernels="auto" or "torch"')
     if (lacking := _lacking(choice)) is not None:
-        needs = f"needs the package {BACKENDS[choice].package}, which is not installed"
-        if is_installed(choice):
-            needs = "does not run on this GPU as it is installed"
-        raise ValueError(f'{asked} {needs}: {lacking}, or choose row_kernels="auto"')
+        problem = "does not run on this GPU"
+        if lacking == BACKENDS[choice].install:
+            problem = f"needs the package {BACKENDS[choice].package}, which is not installed"
+        raise ValueError(f'{asked} {problem}: {lacking}, or choose row_kernels="auto"')
 
 
 @cache
@@ -87,13 +87,13 @@ def _lacking(name: str) -> str | None:
         return None
     if torch.version.hip is not None:
         if name != "triton":
-            return "there is none for AMD's GPUs"
+            return "it needs a GPU by NVIDIA"
         if is_installed(name) and tuple(map(int, import_module(name).__version__.split(".")[:2])) >= OLDEST_ON_HIP:
             return None
-        return f"Triton {'.'.join(map(str, OLDEST_ON_HIP))} or newer, with PyTorch 2.9 or newer for ROCm"
+        return f"it needs Triton {'.'.join(map(str, OLDEST_ON_HIP))} or newer, with PyTorch 2.9 or newer for ROCm"
     device = Device.of(torch.device("cuda"))
     if device.is_nvidia and (device.capability or OLDEST_CAPABILITY) < OLDEST_CAPABILITY:
-        return f"there is none for GPUs before compute capability {'.'.join(map(str, OLDEST_CAPABILITY))}"
+        return f"it needs a GPU of compute capability {'.'.join(map(str, OLDEST_CAPABILITY))} or newer"
     return None if is_installed(name) else BACKENDS[name].install
 
 

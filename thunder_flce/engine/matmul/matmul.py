@@ -40,7 +40,7 @@ def logits_(
         ValueError: if there are both a bias and `accumulate`.
     """
     if accumulate and bias is not None:
-        raise ValueError("a bias is added with the linear term that is written first, not to one that accumulates")
+        raise ValueError("bias must be None with accumulate=True: the linear that is written first adds the bias")
     columns, is_wider = weight.shape[0], out.dtype != x.dtype
     step = columns
     if columns % ROW_MULTIPLE:
