@@ -37,7 +37,7 @@ FREQUENT_BYTES = 3 * 2**20
 FREQUENT_OF_SEVERAL = 4
 
 # Chunks of fewer rows leave the matmuls of an H200 memory-bound: each reads all of W, and reads and writes all of dW.
-# For other devices, the number scales with the ratio of operations to bytes moved per second, in powers of two.
+# Devices with half or twice the ratio of operations to bytes moved per second take half or twice as many rows.
 CHUNK_ROWS = 2048
 # Up to a quarter more tokens are one chunk: in two halves, they take 1.14 times as long (2304 × 151936 × 896, H200).
 # Half more tokens take 1.00 times as long in two halves.

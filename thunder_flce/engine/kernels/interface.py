@@ -18,7 +18,7 @@ from thunder_flce.operation.loss import LogitMap, RowCoefficients
 
 
 class RowStatistics(NamedTuple):
-    """Two numbers a row that add up to its log-sum-exp; apart, they keep the loss's digits under a large offset."""
+    """Two numbers a row that add up to its log-sum-exp; kept apart, a large common offset costs the loss no digits."""
 
     row_max: Tensor
     """(C,) the largest logit"""

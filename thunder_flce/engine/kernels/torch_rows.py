@@ -36,7 +36,8 @@ def row_blocks(logits: Tensor, tensors: int = 1) -> Iterator[slice]:
 
 
 def sums_of_rows(values: Tensor) -> Tensor:
-    """Returns the sums (C,) of values (C, V). A single row is summed twice: alone, PyTorch's threads would share it."""
+    """Returns the sums over V, (C,), of values (C, V)."""
+    # On a CPU, PyTorch divides a row's sum among threads only if the row is alone, so a single row is summed twice.
     return values.sum(1) if values.shape[0] > 1 else values.expand(2, -1).sum(1)[:1]
 
 

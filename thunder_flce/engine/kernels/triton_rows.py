@@ -364,7 +364,7 @@ class _Block(NamedTuple):
     threads: int
     """Threads of a program; `on` halves them if a multiprocessor has too few for two programs"""
     programs: int | None = None
-    """Number of programs that shall run on a multiprocessor at a time, by a limit of registers; None for no limit"""
+    """Number of programs that are to fit on a multiprocessor at a time, by a limit of registers; None for no limit"""
 
     def on(self, device: Device) -> "_Block":
         """Returns the block with the threads and programs for which a device's multiprocessors have room."""

@@ -157,7 +157,7 @@ def _measure(matmul: Matmul, signature: Signature) -> Tuning:
         tries = [partial(descriptor.run, matmul, each, alpha=_MEASURED_FACTOR) for each in same]
         runs = [run for run in tries if run()]
     except RuntimeError as error:
-        warnings.warn(f"tune_products: cuBLASLt lists no algorithms, so PyTorch runs the matmul: {error}", stacklevel=2)
+        warnings.warn(f"tune_products has no effect, because cuBLASLt lists no algorithms: {error}", stacklevel=2)
     algorithm, gain, seconds = None, 1.0, math.nan
     if runs:
         index, gain, seconds = fastest(runs, _seconds)
