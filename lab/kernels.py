@@ -131,7 +131,7 @@ def _kernel_steps(kernels: RowKernels, z: Tensor) -> dict[str, Step]:
     calls: dict[str, Callable[[], object]] = {
         "statistics": lambda: kernels.statistics(z),
         "moments": lambda: kernels.moments(z, statistics, class_weight, tuple(MOMENTS)),
-        "statistics and dlogits": lambda: kernels.both_(z, target, plain),
+        "statistics and dlogits": lambda: kernels.one_pass_(z, target, plain),
         "dlogits": lambda: gradient(plain),
         "dlogits, every term": lambda: gradient(everything, class_weight=class_weight),
         "dlogits, column sums": lambda: gradient(plain, column_sums=True),

@@ -223,7 +223,7 @@ def build_fusions() -> dict[str, str]:
     )
     of_everything = found.pop("gradient_with_column_sums")
     # Statistics and gradient are all that a Llama-like region takes of nvFuser.
-    of_rows.both_(z, torch.empty(rows, dtype=torch.int64, device="meta"), plain)
+    of_rows.one_pass_(z, torch.empty(rows, dtype=torch.int64, device="meta"), plain)
     of_rows.moments(z, statistics, weight, tuple(MOMENTS))
     of_rows.gradient_(z, statistics, plain, out=z, column_sums=True)
     fusions = {

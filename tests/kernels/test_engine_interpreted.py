@@ -107,8 +107,8 @@ class _Operations(TorchDispatchMode):
 
 LOGGED = ("log_prob", "log_sum_exp")
 STEPS = {
-    "plain": ({}, ["_both_kernel"]),
-    "logged": ({"outputs": LOGGED, "detached": LOGGED}, ["_both_kernel"]),
+    "plain": ({}, ["_one_pass_kernel"]),
+    "logged": ({"outputs": LOGGED, "detached": LOGGED}, ["_one_pass_kernel"]),
     "token loss": (
         {"token_loss": FUNCTIONS["bounds"], "token_inputs": (torch.rand(5),)},
         ["_statistics_kernel", "_moments_kernel", "token_kernel", "_gradient_kernel"],

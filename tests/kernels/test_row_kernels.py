@@ -206,7 +206,7 @@ def check_both(backend, case):
     """Statistics and gradient from one kernel, and the statistics alone."""
     kernels, z_y, eager = backend.kernels(case.logit_map), case.z_y, case.z.clone()
     alone, alone_z_y = kernels.statistics(case.z, case.target)
-    together, found_z_y = kernels.both_(case.z, case.target, case.coefficients)
+    together, found_z_y = kernels.one_pass_(case.z, case.target, case.coefficients)
     for row_max, row_log_sum in (alone, together):
         torch.testing.assert_close(row_max.double(), case.exact.row_max, rtol=2e-6, atol=1e-6)
         torch.testing.assert_close(row_log_sum.double(), case.exact.row_log_sum, rtol=0, atol=backend.tolerance)
@@ -214,7 +214,7 @@ def check_both(backend, case):
     expected, is_approximate = case.gradient(one_hot=True), INTERPRETED or backend.name == "nvfuser"
     slack = 5e-6 if backend.name == "nvfuser" else 1e-6
     eps = max(torch.finfo(case.z.dtype).eps, slack, SLACK)
-    torch_rows.TorchRowKernels(case.logit_map).both_(eager, case.target, case.coefficients)
+    torch_rows.TorchRowKernels(case.logit_map).one_pass_(eager, case.target, case.coefficients)
     # On a few numbers, PyTorch's own error may be small by chance.
     floor = eps if is_approximate else eps / (2 if case.z.dtype is FP32 else 4)
     assert error(case.z, expected) < max(1.5 * error(eager, expected), floor)
@@ -241,7 +241,7 @@ def test_rows_that_are_not_finite(backend, vocab):
     statistics, _ = kernels.statistics(z)
     kernels.gradient_(z, statistics, coefficients, out=z)
     torch.testing.assert_close(z.double(), expected, equal_nan=True, rtol=1e-2, atol=1e-6)
-    together, found_z_y = kernels.both_(at_once, torch.full_like(ones, vocab - 1, dtype=torch.long), coefficients)
+    together, found_z_y = kernels.one_pass_(at_once, torch.full_like(ones, vocab - 1, dtype=torch.long), coefficients)
     expected[:, -1] -= 1
     torch.testing.assert_close(at_once.double(), expected, equal_nan=True, rtol=1e-2, atol=1e-6)
     for found, at_target in ((statistics, z_y), (together, found_z_y)):
@@ -267,7 +267,7 @@ def test_a_column_that_dominates_its_row(backend, vocab, dtype, logit_map):
     tolerance = {"rtol": 2e-5 if dtype != FP32 else 5e-6, "atol": 0}
     found, z_y = kernels.statistics(case.z, case.target)
     entry = interface.gradient(z_y.float(), logit_map, found, coefficients)
-    together, _ = kernels.both_(case.z, case.target, coefficients)
+    together, _ = kernels.one_pass_(case.z, case.target, coefficients)
     expected = exact.log_p.gather(1, at)[:, 0]
     for row_max, row_log_sum in (found, together):
         log_prob = logit_map(z_y.float()) - row_max - row_log_sum
@@ -285,7 +285,7 @@ def test_no_operation_copies_all_logits(monkeypatch):
     monkeypatch.setattr(torch_rows, "THREAD_BYTES", 2**17)
     z, vector = torch.randn(64, 9001, dtype=BF16), torch.rand(64)
     with torch.autograd.profiler.profile(profile_memory=True) as profiler:
-        torch_rows.TorchRowKernels().both_(z, torch.arange(64), RowCoefficients(vector, vector))
+        torch_rows.TorchRowKernels().one_pass_(z, torch.arange(64), RowCoefficients(vector, vector))
     allocations = [event.nbytes() for event in profiler.kineto_results.events() if event.name() == "[memory]"]
     assert 0 < max(allocations) < z.nbytes / 2
 

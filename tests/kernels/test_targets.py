@@ -210,8 +210,8 @@ def both(dtype):
     few = (8192, 32000, 65536, 128257) if IS_SHORT else (8192, 32000, 65536, 81920, 128256, 151936, 262144)
     plain, target = RowCoefficients(vector(), vector()), vector(torch.int64)
     for vocab in few:
-        row_kernels().both_(logits(vocab, dtype), target, plain)
-    row_kernels(LogitMap(softcap=30.0)).both_(logits(128256, dtype), target, plain)
+        row_kernels().one_pass_(logits(vocab, dtype), target, plain)
+    row_kernels(LogitMap(softcap=30.0)).one_pass_(logits(128256, dtype), target, plain)
 
 
 def moments(dtype):
@@ -288,7 +288,7 @@ def invariant_logits(dtype):
 
 KERNELS = {
     statistics: {"_statistics_kernel"},
-    both: {"_both_kernel"},
+    both: {"_one_pass_kernel"},
     moments: {"_moments_kernel"},
     gradient: {"_gradient_kernel"},
     divergences: {"_divergence_kernel"},
@@ -322,7 +322,9 @@ def test_order_of_what_one_pass_reads_and_writes(vocab, dtype, softcap, launches
     """Of rows that a program has to itself, and that are divided."""
     launches.chip = CHIPS["sm90"]
     target, plain = vector(torch.int64), RowCoefficients(vector(), vector())
-    row_kernels(LogitMap(scale=-2.0 if softcap else 1.0, softcap=softcap)).both_(logits(vocab, dtype), target, plain)
+    row_kernels(LogitMap(scale=-2.0 if softcap else 1.0, softcap=softcap)).one_pass_(
+        logits(vocab, dtype), target, plain
+    )
     (launch,) = launches
     ptx, is_divided = launch.text, vocab * dtype.itemsize > 160 * KIB
     # Rows are loaded 16 bytes at a time, the first time to stay in the cache; so they are stored.

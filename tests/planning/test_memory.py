@@ -20,7 +20,7 @@ from thunder_flce.operation.divergence import Divergence
 from thunder_flce.operation.loss import Loss
 from thunder_flce.options import STRATEGIES
 
-ROW_METHODS = ("statistics", "moments", "gradient_", "both_")
+ROW_METHODS = ("statistics", "moments", "gradient_", "one_pass_")
 
 
 def _tensors_in(value):

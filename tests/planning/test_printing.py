@@ -17,8 +17,8 @@ from thunder_flce.operation.loss import Loss
 
 BF16 = torch.bfloat16
 PRINTED = (
-    "prepare", "prepare_again", "logits_", "both_", "results", "gradient_", "start_input_gradient", "weight_gradient_",
-    "rounded", "divergence_", "loss", "scaled_rows",
+    "prepare", "prepare_again", "logits_", "one_pass_", "results", "gradient_", "start_input_gradient",
+    "weight_gradient_", "rounded", "divergence_", "loss", "scaled_rows",
 )  # fmt: skip
 
 

@@ -326,11 +326,11 @@ class _Choice:
         if self.options.batch_invariant:
             _check_batch_invariant(self.call, self.options, self.device)
         if self.common.strategy == LOSS_ONLY:
-            plan = self._of_largest(self._default_rows(), self._in_16_bits)
+            plan = self._plan_with_largest_chunk(self._default_rows(), self._plan_in_16_bits)
         elif self.common.strategy == SAVE_LOGITS:
-            plan = self._saved(None, self._with(max(self.tokens, 1)))
+            plan = self._plan_saving(None, self._with(max(self.tokens, 1)))
         else:
-            plan = self._saving() or self._summed()
+            plan = self._choose_saved_logits() or self._choose_sum()
         if self.limit is not None and (needed := self._bytes(plan)) > 1.01 * self.limit:
             cure = '; accumulate="parameter" takes less, with a larger error of dW' if plan.float32_accumulator else ""
             self._warn(
@@ -371,13 +371,13 @@ class _Choice:
             tiles = -(-self._balanced(rows // 2) // TILE[0]) * -(-call.tensors["input"].shape[-1] // TILE[1])
             in_waves = -(-tiles // device.multiprocessors) * device.multiprocessors
             rows = rows // 2 if tiles >= FULL_WAVE * in_waves else rows
-        return self._rows_within(self.most_by_default, rows, self._in_16_bits)
+        return self._rows_within(self.most_by_default, rows, self._plan_in_16_bits)
 
-    def _rows_within(self, limit: float, most: int, of_rows: Callable[[int], Plan]) -> int:
+    def _rows_within(self, limit: float, most: int, plan_with: Callable[[int], Plan]) -> int:
         """Rows of the largest chunk, up to `most`, whose plan takes at most `limit` bytes, or of the smallest chunk."""
 
         def taken(rows: int) -> int:
-            return self._bytes(of_rows(rows))
+            return self._bytes(plan_with(rows))
 
         return most if taken(most) <= limit else max(bisect(range(1, most), limit, key=taken), self.smallest)
 
@@ -389,16 +389,16 @@ class _Choice:
         chunks = -(-self.tokens // (largest // tile * tile))
         return -(-self.tokens // (chunks * tile)) * tile
 
-    def _of_largest(self, default: int, of_rows: Callable[[int], Plan]) -> Plan:
+    def _plan_with_largest_chunk(self, default: int, plan_with: Callable[[int], Plan]) -> Plan:
         """Returns the plan with the chosen chunk size, else with the largest in the budget, else with the default."""
         if self.chosen_rows is not None:
-            return of_rows(self.chosen_rows)
-        largest = default if self.limit is None else self._rows_within(self.limit, max(self.tokens, 1), of_rows)
-        return of_rows(self._balanced(largest))
+            return plan_with(self.chosen_rows)
+        largest = default if self.limit is None else self._rows_within(self.limit, max(self.tokens, 1), plan_with)
+        return plan_with(self._balanced(largest))
 
     # The sum of dW over chunks.
 
-    def _in_16_bits(self, rows: int) -> Plan:
+    def _plan_in_16_bits(self, rows: int) -> Plan:
         """Returns a plan that sums dW in 16 bits and, if there are several chunks, its frequent rows in float32."""
         has_targets = self.call.loss.divergence is None or self.call.loss.ignores_rows
         if not self._rounds(rows) or not has_targets:
@@ -406,7 +406,7 @@ class _Choice:
         frequent = min(FREQUENT_ROWS, FREQUENT_BYTES // (4 * sum(self.weights)))
         return self._with(rows, float32_rows=frequent * (FREQUENT_OF_SEVERAL if self.call.targets_per_token else 1))
 
-    def _in_float32(self, rows: int) -> Plan:
+    def _plan_in_float32(self, rows: int) -> Plan:
         return self._with(rows, float32_accumulator=rows < self.tokens)
 
     def _rounds(self, rows: int) -> bool:
@@ -425,7 +425,7 @@ class _Choice:
         has_few_targets = self.tokens <= self.call.whole_vocab * EXACT_TOKENS_PER_COLUMN
         return -(-self.tokens // (EXACT_CHUNKS if has_few_targets else 1))
 
-    def _summed(self) -> Plan:
+    def _choose_sum(self) -> Plan:
         """Returns the plan that sums gradients over chunks, with the chunk size and the dtype in which dW is summed.
 
         A sum in 16 bits is exact enough with few chunks. Otherwise either chunks are larger, so that there are few of
@@ -433,13 +433,13 @@ class _Choice:
         """
         call, default = self.call, self._default_rows()
         if self.options.accumulate == "float32" and self._rounds(0):
-            return self._wide(default)
-        plan = self._of_largest(default, self._in_16_bits)
+            return self._choose_float32_sum(default)
+        plan = self._plan_with_largest_chunk(default, self._plan_in_16_bits)
         is_exact = plan.chunk_rows >= self._exact_rows
         if self.chosen_rows is not None or self.limit is not None:
             if is_exact:
                 return plan
-            in_float32 = self._wide(default)
+            in_float32 = self._choose_float32_sum(default)
             if self.limit is None or self._bytes(in_float32) <= self.limit:
                 return in_float32
             self._warn(
@@ -449,9 +449,10 @@ class _Choice:
             )
             return plan
         if not is_exact:
-            plan = min(self._in_16_bits(self._balanced(self._exact_rows)), self._wide(default), key=self._bytes)
+            in_16_bits = self._plan_in_16_bits(self._balanced(self._exact_rows))
+            plan = min(in_16_bits, self._choose_float32_sum(default), key=self._bytes)
         # One chunk of all tokens, if their logits take little memory.
-        one = self._in_16_bits(max(self.tokens, 1))
+        one = self._plan_in_16_bits(max(self.tokens, 1))
         little = max(ONE_CHUNK * call.gradient_bytes, ONE_CHUNK_BYTES)
         is_little = self.row_bytes * self.tokens <= min(little, self.most_by_default)
         if self.common.strategy == GRADIENTS_IN_FORWARD and is_little:
@@ -461,7 +462,7 @@ class _Choice:
                 return one
         return plan
 
-    def _wide(self, default: int) -> Plan:
+    def _choose_float32_sum(self, default: int) -> Plan:
         """Returns a plan that sums dW in float32, with as many rows in a chunk as pay.
 
         A chunk may be as large as the rounded dW, which takes its memory afterwards. A float32 sum moves twice the
@@ -472,16 +473,16 @@ class _Choice:
             elements = self.call.weight_rows * sum(_hidden_sizes(self.call, COLUMN))
             rows = max(default, self.call.dtype.itemsize * elements // self.row_bytes)
             if default <= self.compute_bound_rows:
-                rows = max(rows, self._rows_within(self.most_by_default, 2 * rows, self._in_float32))
-        return self._of_largest(rows, self._in_float32)
+                rows = max(rows, self._rows_within(self.most_by_default, 2 * rows, self._plan_in_float32))
+        return self._plan_with_largest_chunk(rows, self._plan_in_float32)
 
     # Saved logits.
 
-    def _saved(self, rows: int | None, plan: Plan) -> Plan:
+    def _plan_saving(self, rows: int | None, plan: Plan) -> Plan:
         """Returns the plan with the logits of `rows` rows saved; None: of all rows."""
         return replace(plan, strategy=SAVE_LOGITS, saved_rows=rows)
 
-    def _saving(self) -> Plan | None:
+    def _choose_saved_logits(self) -> Plan | None:
         """Returns a plan that saves the logits of all rows or of some; None if too few fit, or none may be saved."""
         allowed, shard = self.limit, self.call.shard
         if allowed is None:
@@ -490,17 +491,17 @@ class _Choice:
         may_save = self.options.strategy is None and self.call.loss.divergence is None
         if not allowed or self.common.strategy != RECOMPUTE_LOGITS or not may_save:
             return None
-        whole = self._saved(None, self._with(max(self.tokens, 1)))
+        whole = self._plan_saving(None, self._with(max(self.tokens, 1)))
         if self._bytes(whole) <= allowed:
             return whole
         if shard is not None and shard.sequence_parallel:
             return None
         largest = min(self._default_rows(), max(allowed // (4 * self.row_bytes), self.smallest))
         rows = self.chosen_rows or self._balanced(largest)
-        some = (self._in_16_bits if rows >= self._exact_rows else self._in_float32)(rows)
+        some = (self._plan_in_16_bits if rows >= self._exact_rows else self._plan_in_float32)(rows)
         counts = range(TILE_ROWS, self.tokens + 1, TILE_ROWS)
-        saved = TILE_ROWS * bisect(counts, allowed, key=lambda count: self._bytes(self._saved(count, some)))
-        return self._saved(saved, some) if saved >= max(SMALLEST_SAVED_PART * self.tokens, 1) else None
+        saved = TILE_ROWS * bisect(counts, allowed, key=lambda count: self._bytes(self._plan_saving(count, some)))
+        return self._plan_saving(saved, some) if saved >= max(SMALLEST_SAVED_PART * self.tokens, 1) else None
 
 
 def _check_batch_invariant(call: Call, options: Options, device: Device) -> None:

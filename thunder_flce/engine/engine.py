@@ -70,7 +70,7 @@ def backward(ops: Primitives, saved: Mapping[str, Tensor], upstream: Mapping[str
         rows = ops.prepare_again(of_loss, call.tokens)
         rows.target_weights = None
         # The loss has parallel row gradients: coefficient A multiplies dX for an upstream gradient of 1.
-        factors = Coefficients(ops, rows, upstream).of_all.probability
+        factors = Coefficients(ops, rows, upstream).all_rows.probability
         return {"input": ops.scaled_rows(saved["dX"], rows.returned(factors))}
     rows = ops.prepare_again(of_loss, ops.count_of(saved["computed_rows"]))
     entropy = rows.received(saved["entropy"].reshape(-1)) if "entropy" in saved else None
@@ -94,32 +94,32 @@ def run(
     statistics = None
     if known is not None and "row_max" in known:
         statistics = RowStatistics(rows.gather(known["row_max"]), rows.gather(known["row_log_sum"]))
-    sums = None if coefficients is None else GradientSums(ops, rows, weights=coefficients.of_all.one_hot)
+    sums = None if coefficients is None else GradientSums(ops, rows, weights=coefficients.all_rows.one_hot)
     found: list[RowResults] = []
-    of_teacher = None if ops.call.loss.divergence is None else _Logits(ops, (TEACHER,))
+    teacher_logits = None if ops.call.loss.divergence is None else _Logits(ops, (TEACHER,))
     for chunk in ops.chunks(rows):
         memory = (None,) * len(ops.call.linears) if sums is None else sums.memory_for_inputs(chunk)
         xs = [
             ops.gather(rows, ops.call.tensors[linear.x], chunk, out)
             for linear, out in zip(ops.call.linears, memory, strict=True)
         ]
-        z = logits.of(chunk, xs)
-        if of_teacher is None:
-            of_rows, dlogits, bias_grad = _row_work(ops, rows, chunk, z, coefficients, statistics)
+        z = logits.of_chunk(chunk, xs)
+        if teacher_logits is None:
+            results, dlogits, bias_grad = _row_work(ops, rows, chunk, z, coefficients, statistics)
         else:
-            factors = None if coefficients is None else rows.of(coefficients.of_all.probability, chunk)
+            factors = None if coefficients is None else rows.of_chunk(coefficients.all_rows.probability, chunk)
             value, dlogits = ops.divergence_(
-                z, of_teacher.of(chunk, [ops.gather(rows, ops.call.tensors[TEACHER.x], chunk)]), factors
+                z, teacher_logits.of_chunk(chunk, [ops.gather(rows, ops.call.tensors[TEACHER.x], chunk)]), factors
             )
-            of_rows, bias_grad = RowResults(of_rows=value), None
-        found.append(of_rows)
+            results, bias_grad = RowResults(row_losses=value), None
+        found.append(results)
         if sums is not None:
             sums.add(dlogits, xs, chunk, bias_grad)
         # Otherwise these tensors would stay alive while the next chunk's are allocated.
         del xs, z, dlogits
     # Frees the chunk's memory before a float32 accumulator is rounded to a new dW.
     logits.free()
-    of_teacher = None
+    teacher_logits = None
     return found, {} if sums is None else sums.finish()
 
 
@@ -142,7 +142,7 @@ class _Logits:
         xs = [ops.call.tensors[linear.x].index_select(0, order) for linear in self._linears]
         ops.logits_(self._memory(0, ops.first_rows)[: self._started], xs, self._linears)
 
-    def of(self, chunk: slice, xs: list[Tensor]) -> Tensor:
+    def of_chunk(self, chunk: slice, xs: list[Tensor]) -> Tensor:
         """Returns the logits (C, V) of a chunk, computed from its `xs`, (C, H) each, unless they exist already."""
         ops, count, started = self._ops, chunk.stop - chunk.start, 0 if chunk.start else self._started
         if self._known is not None and self._keeps_first and not chunk.start:
@@ -179,22 +179,22 @@ def _row_work(
 
     `statistics` are (N,), if the forward saved them.
     """
-    target = rows.of(rows.target, chunk)
+    target = rows.of_chunk(rows.target, chunk)
     if coefficients is not None and statistics is None and ops.region.takes_one_pass:
-        return ops.both_(z, target, coefficients.of(chunk)), z, None
+        return ops.one_pass_(z, target, coefficients.of_chunk(chunk)), z, None
     if statistics is not None:
         of_chunk = statistics if chunk.stop - chunk.start == rows.count else statistics.rows(chunk)
         found = RowResults(of_chunk, None)
     else:
         found = ops.results(z, target)
         if ops.call.loss.token_loss:
-            inputs = [rows.of(rows.gather(vector), chunk) for vector in ops.call.token_inputs]
-            s = None if coefficients is None else rows.of(rows.s, chunk)
-            value, of_rows = ops.token_loss(found, inputs, s)
-            found = found._replace(of_rows=value, coefficients=of_rows)
+            inputs = [rows.of_chunk(rows.gather(vector), chunk) for vector in ops.call.token_inputs]
+            s = None if coefficients is None else rows.of_chunk(rows.s, chunk)
+            value, derived = ops.token_loss(found, inputs, s)
+            found = found._replace(row_losses=value, coefficients=derived)
     if coefficients is None:
         return found, z, None
-    return found, *ops.gradient_(z, found, coefficients.of(chunk, found), target)
+    return found, *ops.gradient_(z, found, coefficients.of_chunk(chunk, found), target)
 
 
 def _results(

@@ -29,7 +29,9 @@ from thunder_flce.operation.call import SCALAR, Call, Linear, are_of_tokens, arg
 from thunder_flce.operation.loss import RowCoefficients
 
 # Properties of a call that depend on its sizes, but not on the number of tokens.
-_OF_SIZES = [name for name, value in vars(Call).items() if isinstance(value, cached_property) and "tokens" not in name]
+_SIZE_PROPERTIES = [
+    name for name, value in vars(Call).items() if isinstance(value, cached_property) and "tokens" not in name
+]
 
 # While the host waits for the number of valid rows, the device computes the logits of the first 1 / _EARLY_PART of the
 # tokens, which takes longer than the wait in calls that wait. If fewer rows are valid, some of that work is wasted.
@@ -42,7 +44,7 @@ class Region:
     def __init__(self, call: Call, plan: Plan):
         """`call` has specs for tensors."""
         self.call, self.plan = call, plan
-        for name in _OF_SIZES:
+        for name in _SIZE_PROPERTIES:
             # Computes and caches the property, so that calls made from this one have it.
             getattr(call, name)
         self.device_type = call.device.type
@@ -389,13 +391,15 @@ class Primitives:
 
     # The row work.
 
-    def both_(self, z: Tensor, target: Tensor, coefficients: RowCoefficients) -> RowResults:
+    def one_pass_(self, z: Tensor, target: Tensor, coefficients: RowCoefficients) -> RowResults:
         """Returns the statistics of z (C, V) and z at the targets, (C,) or (C, K); z is overwritten by its gradient."""
         if target.ndim == 1:
-            return RowResults(*self.region.kernels.both_(z, target, coefficients))
+            return RowResults(*self.region.kernels.one_pass_(z, target, coefficients))
         z_y = z.gather(1, target)
         # The kernel also writes the entry of the first target. Its value does not matter: it is overwritten below.
-        found, _ = self.region.kernels.both_(z, target[:, 0], coefficients._replace(one_hot=coefficients.probability))
+        found, _ = self.region.kernels.one_pass_(
+            z, target[:, 0], coefficients._replace(one_hot=coefficients.probability)
+        )
         self._write_entries_(z, z_y, found, coefficients, target)
         return RowResults(found, z_y)
 
@@ -526,20 +530,20 @@ class Primitives:
 
     def loss(self, selected: Rows, found: RowResults) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the loss, () or (N,) for reduction "none", from all row results, and outputs of the same kernel."""
-        loss, logit, at_target, of_rows = self.call.loss, found.z_y, selected.at_target, found.of_rows
+        loss, logit, at_target, row_losses = self.call.loss, found.z_y, selected.at_target, found.row_losses
         if self.region.vector_kernels is None:
             row: Any = None if found.z_y is None else found.row(self)
-            of_rows = row_loss.cross_entropy(self, selected, row) if of_rows is None else of_rows
-            return row_loss.reduced(self, selected, of_rows, loss.z_term(row)), {}
+            row_losses = row_loss.cross_entropy(self, selected, row) if row_losses is None else row_losses
+            return row_loss.reduced(self, selected, row_losses, loss.z_term(row)), {}
         if loss.maps_logits or loss.label_smoothing:
             # The kernel takes logits, without a map, and has no moments for smoothing.
             row = found.row(self)
             logit = row.target_logit
             if loss.label_smoothing:
-                of_rows, at_target = row_loss.cross_entropy(self, selected, row), None
+                row_losses, at_target = row_loss.cross_entropy(self, selected, row), None
         return self.region.vector_kernels.finish(
             loss, found.statistics, logit, weight=selected.weight, at_target=at_target, divisors=selected.divisors,
-            of_rows=of_rows,
+            row_losses=row_losses,
         )  # fmt: skip
 
     def scaled_rows(self, gradient: Tensor, factors: Tensor) -> Tensor:

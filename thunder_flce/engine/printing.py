@@ -217,7 +217,7 @@ class _Writer(Primitives):
 
     # The row work.
 
-    def both_(self, z: Tensor, target: Tensor, coefficients: RowCoefficients) -> RowResults:
+    def one_pass_(self, z: Tensor, target: Tensor, coefficients: RowCoefficients) -> RowResults:
         found = self._statistics(z, target)
         how = "in place" if self._row_library == "PyTorch" else "in place, by the same kernel"
         words = f"{self._of_rows('dlogits', z)} = s (softmax({self._u}) - one_hot(y))    {how}"

@@ -27,7 +27,7 @@ class RowResults(NamedTuple):
     """The linear's output at each row's target; (C, K) with target weights; None in a backward with saved statistics"""
     moments: dict[str, Tensor] = {}
     argmax: Tensor | None = None
-    of_rows: Tensor | None = None
+    row_losses: Tensor | None = None
     """Each row's token loss or divergence, in place of its cross-entropy"""
     coefficients: RowCoefficients | None = None
     """Coefficients of a token loss's gradient"""
@@ -67,51 +67,54 @@ class Coefficients:
         for name, grad in (upstream or {}).items():
             if name == "loss" or grad is None:
                 continue
-            of_rows = rows.masked(rows.received(grad.reshape(-1).to(call.row_dtype))).contiguous()
+            row_grad = rows.masked(rows.received(grad.reshape(-1).to(call.row_dtype))).contiguous()
             if name == "log_prob":
-                found = found._replace(probability=found.probability - of_rows, one_hot=found.one_hot - of_rows)
+                found = found._replace(probability=found.probability - row_grad, one_hot=found.one_hot - row_grad)
             elif name == "log_sum_exp":
-                found = found._replace(probability=found.probability + of_rows)
+                found = found._replace(probability=found.probability + row_grad)
             elif name == "entropy":
-                found = found._replace(entropy=of_rows)
+                found = found._replace(entropy=row_grad)
             else:
-                uniform = of_rows / -call.whole_vocab
+                uniform = row_grad / -call.whole_vocab
                 found = found._replace(uniform=uniform if found.uniform is None else found.uniform + uniform)
         # The coefficients of all rows, (N,) each, without the terms that depend on the rows' statistics.
-        self.of_all, self._of_z = found, None
+        self.all_rows, self._z_factors = found, None
         if loss.z_loss:
-            of_z = rows.s
+            z_factors = rows.s
             if rows.at_target is not None and rows.divisors is not None and "num_items" not in call.tensors:
                 # With class weights, the divisor of the cross-entropies is not that of the z terms.
-                of_z = rows.masked(of_z * (rows.divisors[0] / rows.divisors[1]))
-            self._of_z = 2 * loss.z_loss * of_z
+                z_factors = rows.masked(z_factors * (rows.divisors[0] / rows.divisors[1]))
+            self._z_factors = 2 * loss.z_loss * z_factors
 
-    def of(self, chunk: slice, found: RowResults | None = None) -> RowCoefficients:
+    def of_chunk(self, chunk: slice, found: RowResults | None = None) -> RowCoefficients:
         """Returns the chunk's coefficients, (C,) each; `found`, its row results, is None if the loss is plain."""
-        scale, of_rows = self._ops.call.loss.logit_scale, self.of_all
+        scale, coefficients = self._ops.call.loss.logit_scale, self.all_rows
         if chunk.stop - chunk.start < self._rows.count:
-            of_rows = RowCoefficients(*[None if each is None else each[chunk] for each in of_rows])
+            coefficients = RowCoefficients(*[None if each is None else each[chunk] for each in coefficients])
         if found is not None:
-            of_rows = self._with_statistics(of_rows, found, chunk)
-        return of_rows if scale == 1 else RowCoefficients(*[None if each is None else each * scale for each in of_rows])
+            coefficients = self._with_statistics(coefficients, found, chunk)
+        if scale == 1:
+            return coefficients
+        return RowCoefficients(*[None if each is None else each * scale for each in coefficients])
 
-    def _with_statistics(self, of_rows: RowCoefficients, found: RowResults, chunk: slice) -> RowCoefficients:
+    def _with_statistics(self, coefficients: RowCoefficients, found: RowResults, chunk: slice) -> RowCoefficients:
         """Returns the coefficients with the terms that depend on the chunk's row results, `found`."""
         ops, loss = self._ops, self._ops.call.loss
         row_max, log_sum = found.statistics
         if found.coefficients is not None:
-            of_rows = found.coefficients
+            coefficients = found.coefficients
         if loss.target_rest:
             weights, first = self._rows.target_weights[chunk], self._rows.first_targets[chunk]
             rest = Rest.of(found.row(ops), weights, first)
             probability, one_hot = rest_coefficients(self._s[chunk], weights, rest)
-            of_rows = of_rows._replace(probability=probability, one_hot=one_hot)
-        if self._of_z is not None:
-            of_rows = of_rows._replace(probability=of_rows.probability + self._of_z[chunk] * (row_max + log_sum))
-        if of_rows.entropy is not None and self._entropy is not None:
+            coefficients = coefficients._replace(probability=probability, one_hot=one_hot)
+        if self._z_factors is not None:
+            z_term = self._z_factors[chunk] * (row_max + log_sum)
+            coefficients = coefficients._replace(probability=coefficients.probability + z_term)
+        if coefficients.entropy is not None and self._entropy is not None:
             expected = log_sum - self._entropy[chunk]
-            of_rows = of_rows._replace(probability=of_rows.probability + of_rows.entropy * expected)
-        return of_rows
+            coefficients = coefficients._replace(probability=coefficients.probability + coefficients.entropy * expected)
+        return coefficients
 
 
 def token_loss(
@@ -161,7 +164,7 @@ def joined(ops: "Primitives", rows: Rows, chunks: list[RowResults]) -> RowResult
         cat([chunk.z_y for chunk in chunks]),
         {name: torch.cat([chunk.moments[name] for chunk in chunks]) for name in chunks[0].moments},
         cat([chunk.argmax for chunk in chunks]),
-        cat([chunk.of_rows for chunk in chunks]),
+        cat([chunk.row_losses for chunk in chunks]),
     )
 
 
@@ -174,20 +177,20 @@ def cross_entropy(ops: "Primitives", rows: Rows, row: Row) -> Tensor:
     )
 
 
-def reduced(ops: "Primitives", rows: Rows, of_rows: Tensor, z_term: Tensor | None = None) -> Tensor:
-    """Returns the loss, () or (N,) for reduction "none", from each row's loss `of_rows` and z term, (N,) each.
+def reduced(ops: "Primitives", rows: Rows, row_losses: Tensor, z_term: Tensor | None = None) -> Tensor:
+    """Returns the loss, () or (N,) for reduction "none", from each row's loss `row_losses` and z term, (N,) each.
 
     The mean over no valid row is NaN, as in `torch.nn.functional`.
     """
-    of_ce, of_z = (None, None) if rows.divisors is None else rows.divisors
+    loss_divisor, z_divisor = (None, None) if rows.divisors is None else rows.divisors
 
     def total(term: Tensor, divisor: Tensor | None) -> Tensor:
         term = rows.masked(term * rows.weight)
         value = term if ops.call.loss.reduction == "none" else term.sum()
         return value if divisor is None else value / divisor
 
-    loss = total(of_rows, of_ce)
-    return loss if z_term is None else loss + total(z_term, of_z)
+    loss = total(row_losses, loss_divisor)
+    return loss if z_term is None else loss + total(z_term, z_divisor)
 
 
 def output(ops: "Primitives", rows: Rows, name: str, row: Row) -> Tensor:

@@ -115,7 +115,7 @@ class Rows:
             return tensor if chunk.start == 0 and chunk.stop == self.total else tensor[chunk]
         return torch.index_select(tensor, 0, self.index[chunk], out=out)
 
-    def of(self, vector: Tensor, chunk: slice) -> Tensor:
+    def of_chunk(self, vector: Tensor, chunk: slice) -> Tensor:
         """Returns the entries of a vector (N,) that belong to the rows of a chunk, (C,)."""
         return vector if chunk.stop - chunk.start == self.count else vector[chunk]
 
@@ -129,7 +129,7 @@ class Rows:
             return vector
         return vector.new_full((self.total,), fill).index_copy_(0, self.index, vector)
 
-    def of_part(self, chunk: slice) -> slice:
+    def own_slice(self, chunk: slice) -> slice:
         """Returns where a chunk is in this rank's dX: the same slice, unless ranks divide the tokens."""
         return chunk
 

@@ -78,7 +78,7 @@ class GradientSums:
                     columns = frequent.columns_of(dlogits) if columns is None else columns
                     frequent.add(linear, columns, x)
             if of_input is not None and finish_input is not None:
-                part = self._rows.of_part(chunk)
+                part = self._rows.own_slice(chunk)
                 is_all = part.start == 0 and part.stop == of_input.shape[0]
                 finish_input(of_input if is_all else of_input[part])
         if bias_grad is not None:

@@ -33,7 +33,7 @@ class RowsOfParts(Rows):
         step = self.part_chunk * self.shard.ranks
         return (slice(start, min(start + step, self.count)) for start in range(0, self.count, step))
 
-    def of_part(self, chunk: slice) -> slice:
+    def own_slice(self, chunk: slice) -> slice:
         """Returns the slice of this rank's rows that belongs to a chunk."""
         return slice(chunk.start // self.shard.ranks, chunk.stop // self.shard.ranks)
 
@@ -47,7 +47,7 @@ class RowsOfParts(Rows):
         return found.wait()
 
     def _start(self, tensor: Tensor, chunk: slice) -> collectives.Pending:
-        return collectives.start_gathering(self.shard, self.own.gather_chunk(tensor, self.of_part(chunk)))
+        return collectives.start_gathering(self.shard, self.own.gather_chunk(tensor, self.own_slice(chunk)))
 
     def scatter_(self, tensor: Tensor) -> None:
         """Moves the first M rows of `tensor` (P, H) to their tokens, in place, and writes 0 to all other rows."""

@@ -82,7 +82,7 @@ class RowKernels(Protocol):
         (V,) in the row dtype, of the entries before they are rounded, otherwise None.
         """
 
-    def both_(self, z: Tensor, target: Tensor, coefficients: RowCoefficients) -> tuple[RowStatistics, Tensor]:
+    def one_pass_(self, z: Tensor, target: Tensor, coefficients: RowCoefficients) -> tuple[RowStatistics, Tensor]:
         """Computes statistics and gradient at once, for coefficients that consist of `probability` and `one_hot`.
 
         The gradient, with the one_hot term, overwrites z. `target` is (C,) int64, a column for each row. Returns the

@@ -309,7 +309,7 @@ class NvFuserRowKernels:
                 sums.index_add_(0, target.clamp(min=0), torch.where(target < 0, 0, change))
         return sums
 
-    def both_(self, z: Tensor, target: Tensor, coefficients: RowCoefficients) -> tuple[RowStatistics, Tensor]:
+    def one_pass_(self, z: Tensor, target: Tensor, coefficients: RowCoefficients) -> tuple[RowStatistics, Tensor]:
         statistics, z_y = self.statistics(z, target)
         assert z_y is not None
         self.gradient_(z, statistics, coefficients, out=z, target=target)

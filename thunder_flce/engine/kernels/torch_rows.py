@@ -107,7 +107,7 @@ class TorchRowKernels:
                 written.copy_(found)
         return sums
 
-    def both_(self, z: Tensor, target: Tensor, coefficients: RowCoefficients) -> tuple[RowStatistics, Tensor]:
+    def one_pass_(self, z: Tensor, target: Tensor, coefficients: RowCoefficients) -> tuple[RowStatistics, Tensor]:
         z_y = at_columns(z, target)
         statistics = self._statistics(z, coefficients.probability)
         entry = gradient(z_y.to(statistics.row_max.dtype), self.logit_map, statistics, coefficients)

@@ -88,7 +88,7 @@ def _sum_below(row, vocab, group, largest, SCALE: tl.constexpr, SOFTCAP: tl.cons
 
 
 @triton.jit
-def _rest(row, vocab, stride, BLOCK: tl.constexpr):
+def _last_block(row, vocab, stride, BLOCK: tl.constexpr):
     """Returns columns and values z of a row's last, partial block."""
     columns = vocab // BLOCK * BLOCK + tl.arange(0, BLOCK)
     return columns, tl.load(row + columns, mask=columns < stride, other=0.0)
@@ -125,7 +125,7 @@ def _statistics(row, vocab, rest_columns, rest, SCALE: tl.constexpr, SOFTCAP: tl
 
 
 @triton.jit
-def _merged(largest, others, slots, part, PARTS: tl.constexpr, SLOTS: tl.constexpr, IS_EXACT: tl.constexpr):
+def _merge_parts(largest, others, slots, part, PARTS: tl.constexpr, SLOTS: tl.constexpr, IS_EXACT: tl.constexpr):
     """Returns the statistics of a row from its parts', which other programs write to their slots; waits for them.
 
     Maximum and sum are packed into one number of 64 bits, which is written at once. The sum's sign bit is set to 1, so
@@ -181,7 +181,7 @@ def _gradient(
 
 
 @triton.jit
-def _of_rows(vector, index, mask):
+def _load_rows(vector, index, mask):
     """Loads one number for each row of a tile, as a column, 0 where `mask` is False; None if `vector` is None."""
     numbers = None
     if vector is not None:
@@ -195,7 +195,7 @@ def _row_statistics(row, VOCAB: tl.constexpr, STRIDE: tl.constexpr, SCALE: tl.co
     """Returns the maximum of a whole row, and the logarithm of its sum of exponentials relative to the maximum."""
     columns, rest = None, None
     if VOCAB % BLOCK:
-        columns, rest = _rest(row, VOCAB, STRIDE, BLOCK)
+        columns, rest = _last_block(row, VOCAB, STRIDE, BLOCK)
     largest, others = _statistics(row, VOCAB, columns, rest, SCALE, SOFTCAP, BLOCK)
     return largest, libdevice.log1p(others)
 
@@ -246,7 +246,7 @@ def _moments_kernel(
 
 
 @kernel(1)
-def _both_kernel(
+def _one_pass_kernel(
     z, target, probability, one_hot, found, exchange,
     STRIDE: tl.constexpr, VOCAB: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
     PARTS: tl.constexpr, PART: tl.constexpr, SLOTS: tl.constexpr,
@@ -277,10 +277,10 @@ def _both_kernel(
     # The partial block stays in registers until the gradient: loading it again took 5% longer.
     rest_columns, rest = None, None
     if PARTS > 1 or VOCAB % BLOCK:
-        rest_columns, rest = _rest(row, vocab, stride, BLOCK)
+        rest_columns, rest = _last_block(row, vocab, stride, BLOCK)
     largest, others = _statistics(row, vocab, rest_columns, rest, SCALE, SOFTCAP, BLOCK)
     if PARTS > 1:
-        largest, others = _merged(largest, others, exchange + 1 + index * SLOTS, part, PARTS, SLOTS, IS_EXACT)
+        largest, others = _merge_parts(largest, others, exchange + 1 + index * SLOTS, part, PARTS, SLOTS, IS_EXACT)
     log_sum = libdevice.log1p(others)
     tl.store(found + index, largest, mask=part == 0)
     tl.store(found + rows + index, log_sum, mask=part == 0)
@@ -323,11 +323,11 @@ def _gradient_kernel(
         is_row = index < rows
         row = index.to(tl.int64)[:, None]
         mask = is_row[:, None] & is_column
-        largest, log_sum = _of_rows(row_max, index, is_row), _of_rows(row_log_sum, index, is_row)
-        share = _of_rows(probability, index, is_row)
+        largest, log_sum = _load_rows(row_max, index, is_row), _load_rows(row_log_sum, index, is_row)
+        share = _load_rows(probability, index, is_row)
         # Two statements, because Triton cannot unpack a tuple that contains None.
-        of_uniform = _of_rows(uniform, index, is_row)
-        of_entropy = _of_rows(entropy, index, is_row)
+        of_uniform = _load_rows(uniform, index, is_row)
+        of_entropy = _load_rows(entropy, index, is_row)
         gradient = _gradient(
             tl.load(z + row * STRIDE + columns[None, :], mask=mask, other=0.0),
             largest, log_sum, share, SCALE, SOFTCAP, IS_EXACT, None, of_uniform, of_entropy, weight,
@@ -343,7 +343,7 @@ def _gradient_kernel(
                 entry = _gradient(
                     tl.load(z + row * STRIDE + column, mask=is_here, other=0.0),
                     largest, log_sum, share, SCALE, SOFTCAP, IS_EXACT,
-                    _of_rows(one_hot, index, is_row), of_uniform, of_entropy, at_target,
+                    _load_rows(one_hot, index, is_row), of_uniform, of_entropy, at_target,
                 )  # fmt: skip
                 gradient = tl.where(columns[None, :] == column, entry, gradient)
                 # Ensures that all threads have read z at the target before a thread overwrites it.
@@ -463,9 +463,9 @@ class TritonRowKernels:
         launch(_gradient_kernel, launched, [z, out, weight, *vectors, sums], settings, rows, rows_each)
         return None if sums is None else sums[0] if sums.shape[0] == 1 else sums.sum(0)
 
-    def both_(self, z: Tensor, target: Tensor, coefficients: RowCoefficients) -> tuple[RowStatistics, Tensor]:
+    def one_pass_(self, z: Tensor, target: Tensor, coefficients: RowCoefficients) -> tuple[RowStatistics, Tensor]:
         (rows, vocab), stride = z.shape, z.stride(0)
-        settings = self._known.get(key := ("both_", vocab, stride, z.dtype, z.device))
+        settings = self._known.get(key := ("one_pass_", vocab, stride, z.dtype, z.device))
         if settings is None:
             device = Device.of(z.device)
             parts = _parts(stride, z.element_size(), device)
@@ -476,7 +476,7 @@ class TritonRowKernels:
             exchange = _exchange(rows, settings["SLOTS"], z.device)
         found = torch.empty(3, rows, dtype=torch.float32, device=z.device)
         vectors = contiguous(target, coefficients.probability, coefficients.one_hot)
-        launch(_both_kernel, rows * parts_each, [z, *vectors, found, exchange], settings)
+        launch(_one_pass_kernel, rows * parts_each, [z, *vectors, found, exchange], settings)
         row_max, row_log_sum, z_y = found.unbind()
         return RowStatistics(row_max, row_log_sum), z_y
 

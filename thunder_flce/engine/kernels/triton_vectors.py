@@ -140,7 +140,7 @@ def prepare(call: Call, *, upstream: Tensor | None, ordered: bool) -> Prepared:
 
 @kernel(0, "rows")
 def _finish_kernel(
-    row_max, row_log_sum, z_y, weight, at_target, of_rows, divisors, result, log_prob, log_sum_exp, rows,
+    row_max, row_log_sum, z_y, weight, at_target, row_losses, divisors, result, log_prob, log_sum_exp, rows,
     Z_LOSS: tl.constexpr, REDUCES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Computes each row's weighted cross-entropy and z term; with REDUCES, one program adds them up."""
@@ -149,23 +149,23 @@ def _finish_kernel(
     for start in range(0, rows if REDUCES else 1, BLOCK):
         number = first + start + tl.arange(0, BLOCK)
         is_row = number < rows
-        of_row = tl.load(weight + number, mask=is_row, other=0.0)
+        row_weight = tl.load(weight + number, mask=is_row, other=0.0)
         largest = tl.load(row_max + number, mask=is_row, other=0.0)
         log_sum = tl.load(row_log_sum + number, mask=is_row, other=0.0)
         shifted = tl.load(z_y + number, mask=is_row, other=0.0).to(tl.float32) - largest
         # Clamps at 0, so that the loss is not negative; NaN stays NaN.
         loss = log_sum - tl.where(shifted > 0.0, 0.0, shifted)
-        if of_rows is not None:
-            loss = tl.load(of_rows + number, mask=is_row, other=0.0)
+        if row_losses is not None:
+            loss = tl.load(row_losses + number, mask=is_row, other=0.0)
         if at_target is not None:
             loss = tl.load(at_target + number, mask=is_row, other=0.0) * loss
-        loss = tl.where(of_row != 0.0, of_row * loss, 0.0)
+        loss = tl.where(row_weight != 0.0, row_weight * loss, 0.0)
         lse = largest + log_sum
-        z_term = tl.where(of_row != 0.0, of_row * (Z_LOSS * (lse * lse)), 0.0)
+        z_term = tl.where(row_weight != 0.0, row_weight * (Z_LOSS * (lse * lse)), 0.0)
         if log_prob is not None:
-            tl.store(log_prob + number, tl.where(of_row != 0.0, shifted - log_sum, 0.0), mask=is_row)
+            tl.store(log_prob + number, tl.where(row_weight != 0.0, shifted - log_sum, 0.0), mask=is_row)
         if log_sum_exp is not None:
-            tl.store(log_sum_exp + number, tl.where(of_row != 0.0, lse, 0.0), mask=is_row)
+            tl.store(log_sum_exp + number, tl.where(row_weight != 0.0, lse, 0.0), mask=is_row)
         total += loss
         total_z += z_term
         if not REDUCES:
@@ -179,7 +179,7 @@ def _finish_kernel(
 
 def finish(
     loss: Loss, statistics: RowStatistics, z_y: Tensor, *, weight: Tensor, at_target: Tensor | None, divisors: Any,
-    of_rows: Tensor | None = None,
+    row_losses: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Computes the loss of `operation.loss` without smoothing in one launch: float32, () or (N,) for "none".
 
@@ -192,13 +192,13 @@ def finish(
         weight: (N,) as in `Prepared`, of these rows; so is `at_target`.
         at_target: (N,), None without class weights.
         divisors: as in `Prepared`; 1 for "none".
-        of_rows: (N,) each row's loss in place of its cross-entropy.
+        row_losses: (N,) each row's loss in place of its cross-entropy.
     """
     rows, reduces = z_y.shape[0], loss.reduction != "none"
     settings = settings_of(Z_LOSS=loss.z_loss, REDUCES=reduces, BLOCK=_BLOCK, threads=_THREADS)
     result = torch.empty(() if reduces else rows, dtype=torch.float32, device=z_y.device)
     found = {name: torch.empty_like(statistics.row_max) for name in loss.outputs if name in ("log_prob", "log_sum_exp")}
-    tensors = [*contiguous(*statistics, z_y, weight, at_target, of_rows), divisors, result]
+    tensors = [*contiguous(*statistics, z_y, weight, at_target, row_losses), divisors, result]
     tensors += [found.get("log_prob"), found.get("log_sum_exp")]
     if programs := 1 if reduces else -(-rows // _BLOCK):
         launch(_finish_kernel, programs, tensors, settings, rows)

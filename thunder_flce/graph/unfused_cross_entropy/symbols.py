@@ -50,7 +50,7 @@ def _backward_impl(
     rows = ops.prepare_again(grad, logits.shape[0])
     z = ops.logits_buffer(logits.shape[0]).copy_(logits)
     found = RowResults(RowStatistics(row_max, row_log_sum), None)
-    return ops.gradient_(z, found, Coefficients(ops, rows).of(slice(0, rows.count), found), rows.target)[0]
+    return ops.gradient_(z, found, Coefficients(ops, rows).of_chunk(slice(0, rows.count), found), rows.target)[0]
 
 
 def _primitives(logits: Tensor, target: Tensor, weight: Tensor | None, settings: dict[str, Any]) -> Primitives:
