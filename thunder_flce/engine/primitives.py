@@ -385,7 +385,7 @@ class Primitives:
     def weight_gradient_(
         self, out: Tensor, dlogits: Tensor, x: Tensor, *, linear: Linear, accumulate: bool, frequent: bool = False
     ) -> None:
-        """out (V, H) = dlogits (C, V)ᵀ @ x (C, H), added to what out holds if `accumulate`."""
+        """out (V, H) = dlogits (C, V)ᵀ @ x (C, H), added to `out` if `accumulate`."""
         if out.shape[0]:
             matmul.weight_gradient_(out, dlogits, x, accumulate=accumulate, tune=self.plan.tune_products)
 

@@ -52,7 +52,7 @@ def _logits_kernel(
 
 
 def logits_(out: Tensor, x: Tensor, weight: Tensor, *, bias: Tensor | None = None, accumulate: bool = False) -> None:
-    """out (C, V) = x (C, H) @ weight (V, H)ᵀ + bias (V,), rounded once; added to what out holds if `accumulate`.
+    """out (C, V) = x (C, H) @ weight (V, H)ᵀ + bias (V,), rounded once; added to `out` if `accumulate`.
 
     Rows of `out` are contiguous; x and the weight may have any strides.
     """

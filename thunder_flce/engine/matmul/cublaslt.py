@@ -37,7 +37,7 @@ class Matmul(NamedTuple):
     """out (M, N) = a (M, K) @ b (K, N) + bias (N,), summed in float32 and rounded to out's dtype.
 
     a and b have one dtype; out and bias have the same one or float32. Only without a bias may `accumulate` be True,
-    which adds the product to what out holds.
+    which adds the product to `out`.
     """
 
     out: Tensor

@@ -32,7 +32,7 @@ _BLOCK_ROWS = 64
 def logits_(
     out: Tensor, x: Tensor, weight: Tensor, *, bias: Tensor | None = None, accumulate: bool = False, tune: bool = False
 ) -> None:  # fmt: skip
-    """out (C, V) = x (C, H) @ weight (V, H)ᵀ + bias (V,), rounded once; added to what out holds if `accumulate`.
+    """out (C, V) = x (C, H) @ weight (V, H)ᵀ + bias (V,), rounded once; added to `out` if `accumulate`.
 
     Rows of out may be padded. If logits are a sum of several linears, the bias is added with the first.
 
@@ -100,7 +100,7 @@ def input_gradient_(out: Tensor, dlogits: Tensor, weight: Tensor) -> None:
 
 
 def weight_gradient_(out: Tensor, dlogits: Tensor, x: Tensor, *, accumulate: bool, tune: bool = False) -> None:
-    """out (V, H) = dlogits (C, V)ᵀ @ x (C, H), added to what out holds if `accumulate`.
+    """out (V, H) = dlogits (C, V)ᵀ @ x (C, H), added to `out` if `accumulate`.
 
     A sum in 16 bits is rounded twice a chunk: the product is rounded before it is added.
     """
@@ -157,7 +157,7 @@ def _tail(columns: int, *, dtype: torch.dtype, is_cuda: bool) -> int:
 def _multiply(
     out: Tensor, a: Tensor, b: Tensor, *, bias: Tensor | None = None, accumulate: bool = False, tune: bool = False
 ) -> None:  # fmt: skip
-    """out (M, N) = a (M, K) @ b (K, N) + bias (N,), or added to what out holds."""
+    """out (M, N) = a (M, K) @ b (K, N) + bias (N,), or added to `out`."""
     if tune and algorithms.may_gain(out.shape[0], out.shape[1], a.shape[1]):
         if algorithms.run_fastest(Matmul(out, a, b, bias, accumulate)):
             return
