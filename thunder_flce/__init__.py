@@ -1,4 +1,4 @@
-"""Fused linear + cross-entropy for PyTorch and lightning-thunder; ARCHITECTURE.md says where to read on."""
+"""Fused linear + cross-entropy for PyTorch and lightning-thunder; ARCHITECTURE.md describes the code."""
 
 import warnings
 from importlib import import_module
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from thunder_flce.graph.thunderfx import thunderfx
     from thunder_flce.graph.transform import FuseLinearCrossEntropy
 else:
-    # To import thunder takes seconds, and does not work with every PyTorch; the rest needs neither. So these names are
+    # Importing thunder takes seconds, and fails with some versions of PyTorch. Only these names need it, so they are
     # imported when they are first used (PEP 562).
     _NEED_THUNDER = {
         "FlcePlugin": "graph.plugin",
@@ -63,14 +63,14 @@ else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         try:
             with warnings.catch_warnings():
-                # thunder warns of an executor that is not used here.
+                # thunder warns about a missing executor, which this package does not use.
                 warnings.filterwarnings("ignore", message="transformer_engine module not found")
                 value = getattr(import_module(f"{__name__}.{_NEED_THUNDER[name]}"), name)
         except Exception as error:
             without = [other for other in __all__ if other not in _NEED_THUNDER]
             raise ImportError(
-                f"{__name__}.{name} needs lightning-thunder {THUNDER_VERSIONS}, and to import that failed with "
-                f"{type(error).__name__}: {error}. What works without it: {', '.join(without)}"
+                f"{__name__}.{name} needs lightning-thunder {THUNDER_VERSIONS}, whose import failed with "
+                f"{type(error).__name__}: {error}. These names work without it: {', '.join(without)}"
             ) from error
         globals()[name] = value
         return value

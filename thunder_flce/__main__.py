@@ -16,9 +16,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m thunder_flce", description=__doc__)
     parser.add_argument(
-        "command", choices=COMMANDS, help="bench measures; trace prints what thunder makes of a program"
+        "command", choices=COMMANDS, help="bench: run the benchmark; trace: print thunder's trace of a program"
     )
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the command's own; see COMMAND --help")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the command; see COMMAND --help")
     parsed = parser.parse_args(arguments)
     try:
         command = import_module(COMMANDS[parsed.command])

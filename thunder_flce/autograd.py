@@ -1,4 +1,4 @@
-"""Derivatives of the operators: with autograd and torch.func, eagerly, traced, and in exported programs."""
+"""Derivatives of the operators, for autograd and torch.func, in eager, traced and exported programs."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,34 +18,36 @@ _NO_VMAP = "linear_cross_entropy has no vmap; call it once with all rows: input 
 
 
 def requires_grad(tensor: Tensor) -> bool:
-    """Whether a tensor requires a gradient, in any of the transforms of torch.func that are at work."""
+    """Whether a tensor requires a gradient in any of the active transforms of torch.func."""
     while not tensor.requires_grad and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor.requires_grad
 
 
 def differentiable_forward(settings: Settings, tensors: Sequence[Tensor], *, is_direct: bool) -> Sequence[Tensor]:
-    """What `torch.ops.thunder_flce.linear_cross_entropy` returns, or only the loss and its outputs, differentiable.
+    """Runs the forward of a call, and records its backward.
+
+    Returns the results of `torch.ops.thunder_flce.linear_cross_entropy`, or only the loss and its outputs.
 
     Args:
-        settings: of the call.
-        tensors: of the call.
-        is_direct: whether the engine may run without the dispatcher, which compilers, modes and subclasses listen to.
+        settings: settings of the call.
+        tensors: tensors of the call.
+        is_direct: whether the engine may run without the dispatcher, on which compilers, modes and subclasses depend.
     """
     _check_no_tangents(tensors)
     if torch._C._are_functorch_transforms_active():
         return _TransformedLinearCrossEntropy.apply(settings, *tensors)
-    if torch._C._is_tracing():  # By torch.jit.trace, which does not look into an autograd function.
+    if torch._C._is_tracing():  # torch.jit.trace does not trace into an autograd function.
         return torch.ops.thunder_flce.linear_cross_entropy(list(tensors), str(settings))
     if settings.needs_grad:
         return _LinearCrossEntropy.apply(settings, is_direct, *tensors)
-    # A teacher's weight, which gets no gradient, may require one.
+    # Without no_grad, autograd would record the call if a teacher's weight requires a gradient, though it gets none.
     with torch.no_grad():
         return _run(settings, is_direct, tensors)
 
 
 def _check_no_tangents(tensors: Sequence[Tensor]) -> None:
-    """Raises for a forward-mode derivative: what runs below autograd would leave it out."""
+    """Raises an error for forward-mode derivatives, which code that runs below autograd would silently drop."""
     is_in_level = forward_ad._current_level >= 0
     if is_in_level and any(forward_ad.unpack_dual(each).tangent is not None for each in tensors):
         raise RuntimeError(_NO_FORWARD_MODE)
@@ -59,8 +61,8 @@ def _run(settings: Settings, is_direct: bool, tensors: Sequence[Tensor]) -> Sequ
 
 
 def _save(ctx: Any, settings: Settings, tensors: Sequence[Tensor], results: Sequence[Tensor], *, returned: int) -> None:
-    """Notes what the backward reads, and which of the `returned` first results have no gradient."""
-    # Dynamo, which compiles the backward with compiled autograd, cannot fill a cached property.
+    """Saves what the backward reads, and marks those of the first `returned` results that have no gradient."""
+    # For compiled autograd, Dynamo traces the backward; it cannot fill a cached property.
     ctx.settings, ctx.grad_positions, upstream_names = settings, settings.grad_positions, settings.upstream_names
     ctx.set_materialize_grads(False)
     found = dict(zip(settings.result_names, results, strict=True))
@@ -79,21 +81,21 @@ def _no_vmap(*_: Any) -> Any:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """A call of the operator."""
+    """A call of the operator, as an autograd function."""
 
     @staticmethod
     def forward(ctx: Any, settings: Settings, is_direct: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         results = tuple(_run(settings, is_direct, tensors))
         kept = tensors
         if settings.finishes_in_forward:
-            # The operands are in finished gradients.
+            # With finished gradients, the backward does not read the operands.
             kept = _expected(settings, tensors)
             if not is_direct and operators.is_traced(tensors[0]):
-                # AOTAutograd notices second derivatives by what the backward reads of the program's own inputs, whose
-                # node is an `Error`. These are there anyway.
+                # AOTAutograd detects second derivatives by those of the program's inputs that the backward reads. Their
+                # node is an `Error`. They are alive anyway, so saving them takes no memory.
                 needed = [tensors[position] for position in settings.grad_positions]
                 kept += tuple([each for each in needed if type(each.grad_fn).__name__ in ("NoneType", "Error")])
-        # The operator returns what is saved, too.
+        # The operator also returns the tensors that are saved.
         returned = 1 + len(settings.loss.outputs) if is_direct else len(results)
         _save(ctx, settings, kept, results, returned=returned)
         return results[:returned]
@@ -106,7 +108,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class _TransformedLinearCrossEntropy(torch.autograd.Function):
-    """The same inside transforms of torch.func."""
+    """A call of the operator inside transforms of torch.func, as an autograd function."""
 
     @staticmethod
     def forward(settings: Settings, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -115,10 +117,10 @@ class _TransformedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
         settings, *tensors = inputs
-        # torch.func records each backward. It has to find the operands there, or a second derivative would miss a part
+        # torch.func records each backward. Without the operands among its inputs, a second derivative would miss a part
         # instead of raising an error.
         kept = (*_expected(settings, tensors), *tensors) if settings.finishes_in_forward else tensors
-        # What is saved has to be among the results, too.
+        # All results are returned, since saved tensors must be inputs or results.
         _save(ctx, settings, kept, results, returned=len(results))
 
     @staticmethod
@@ -133,13 +135,13 @@ class _TransformedLinearCrossEntropy(torch.autograd.Function):
 
 
 def _expected(settings: Settings, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The expected gradient, as a tuple, which is empty where there is none."""
+    """Returns the tensor expected_gradient in a tuple, which is empty if there is none."""
     names = settings.names
     return (tensors[names.index("expected_gradient")],) if "expected_gradient" in names else ()
 
 
 def _gradients(ctx: Any, grads: Sequence[Tensor | None], run: Callable[..., Any]) -> list[Tensor | None]:
-    """Those of a call's tensors, from the upstream gradients of its results; `run` is `_backward`, recorded or not."""
+    """Returns the gradient of each tensor of a call, or None; `run` is `_backward` or its autograd function."""
     settings = ctx.settings
     gradients: list[Tensor | None] = [None] * len(settings.names)
     if all([grad is None for grad in grads]):
@@ -152,13 +154,13 @@ def _gradients(ctx: Any, grads: Sequence[Tensor | None], run: Callable[..., Any]
 
 
 def _backward(settings: Settings, *tensors: Any) -> Any:
-    """The needed gradients, from the upstream ones of `Settings.upstream_names`, and from what is saved."""
+    """Returns the needed gradients from the upstream gradients of `Settings.upstream_names`, then the saved tensors."""
     count = len(settings.upstream_names)
     upstream, known = tensors[:count], tensors[count:]
     is_traced = torch.compiler.is_compiling() or type(known[0]) is not Tensor or known[0].is_meta
-    # By `make_fx`, also with tensors that have values.
+    # `make_fx` also traces with tensors that have values.
     is_traced = is_traced or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
-    # One that stands for several, as with is_grads_batched=True.
+    # With is_grads_batched=True, an upstream gradient is a batch of several.
     is_batch = torch._C._functorch.is_legacy_batchedtensor
     if not is_traced and any([is_batch(each) for each in upstream if each is not None]):
         raise RuntimeError("linear_cross_entropy has no vmap; call backward without is_grads_batched=True")
@@ -181,7 +183,7 @@ def _backward(settings: Settings, *tensors: Any) -> Any:
 
 
 class _Backward(torch.autograd.Function):
-    """The backward as an autograd function: where autograd records it, a second derivative is an error."""
+    """The backward as an autograd function, so that a second derivative through a recorded backward raises an error."""
 
     forward = staticmethod(_backward)
 
@@ -194,7 +196,7 @@ class _Backward(torch.autograd.Function):
 
 
 def _autograd_kernel(tensors: list[Tensor], settings: str) -> list[Tensor]:
-    """Runs a direct call of the operator, such as those in exported programs."""
+    """Implements autograd for calls of the operator itself, such as those in exported programs."""
     _check_no_tangents(tensors)
     known, needed = Settings.parse(settings), []
     if torch.is_grad_enabled():
@@ -206,8 +208,8 @@ def _autograd_kernel(tensors: list[Tensor], settings: str) -> list[Tensor]:
     for name in needed:
         if name not in known.needs_grad:
             raise RuntimeError(
-                f"{name} requires a gradient, but this operator was traced with {name} that did not; trace or export "
-                "it with one that does, or run and compile it under torch.no_grad()"
+                f"{name} requires a gradient, but did not when this program was traced; trace or export the program "
+                "with one that does, or run and compile it under torch.no_grad()"
             )
     return list(_LinearCrossEntropy.apply(known, False, *tensors))
 
@@ -215,6 +217,6 @@ def _autograd_kernel(tensors: list[Tensor], settings: str) -> list[Tensor]:
 operators.library.impl("linear_cross_entropy", _autograd_kernel, "Autograd")
 
 
-# Graphs that `make_fx` traces of a whole step call these on tensors that require gradients.
+# A graph that `make_fx` traces of a whole training step calls these operators on tensors that require gradients.
 for _name in ("linear_cross_entropy_backward", "scale_gradient"):
     torch.library.register_autograd(f"thunder_flce::{_name}", _no_second_derivative, lib=operators.library)

@@ -1,7 +1,7 @@
-"""From the tensors of a call, by name, to one that is checked and planned, and runs.
+"""Checks, plans and runs a call, given its tensors by name.
 
-What was found out about a call is kept for all that differ from it in the number of tokens alone, as far as plans do
-not depend on that (`operators.planned_tokens`): these are neither checked nor planned again.
+The settings of a call are kept. Calls with the same planned number of tokens (`operators.planned_tokens`) that differ
+in nothing but the number of tokens reuse them, and are neither checked nor planned again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,31 +22,31 @@ from thunder_flce.operators import Settings, is_traced, is_watched, plan_for, pl
 from thunder_flce.options import Options, plain
 
 _known: dict[Any, Settings] = {}
-"""Of direct calls, by what those have in common that run alike, and the number of tokens that their plan is for. The
-address of the loss is in the key; the settings keep it alive."""
+"""Settings of direct calls that were checked and planned before. The key is `_kind` of the tensors, the loss's id and
+the other arguments of `run`. The settings keep the loss alive, so that no other object gets its id."""
 _MOST_KNOWN = 4096
 _PLAIN = (Tensor, torch.nn.Parameter)
-"""Classes of tensors that nobody else has something to say about"""
+"""Tensor types that the engine may take without the dispatcher; subclasses may have a `__torch_dispatch__`"""
 
 
 def run(
     arguments: Mapping[str, Any], loss: Loss, options: Options, *, ranks: Shard | str | None = None
 ) -> Sequence[Tensor]:
-    """The loss and its outputs.
+    """Runs a call; returns the loss and its outputs.
 
     Args:
-        arguments: tensors by name, as `named_tensors` has them, not checked yet; num_items and expected_gradient may be
+        arguments: tensors by name, from `named_tensors`, not checked yet; num_items and expected_gradient may be
             numbers.
         loss: from `loss_of`.
         options: choices about time and memory.
-        ranks: what those that divide the vocabulary have agreed on; or, in a program that is traced, who is going to
-            agree, by `as_literal`.
+        ranks: the shard on which the ranks that divide the vocabulary have agreed; or, in a traced program, the ranks
+            that will agree, from `as_literal`.
     """
     tensors = with_tensors(arguments)
-    # Inside of transforms of torch.func, a tensor does not say whether an outer one needs its gradient.
+    # Inside transforms of torch.func, `requires_grad` does not tell whether an outer transform needs the gradient.
     key = None if torch._C._are_functorch_transforms_active() else _kind(tensors)
     if key is not None:
-        # A loss that is equal may have a number of another type, which is to be checked.
+        # By id, since an equal loss may have a number of another type, which has to be checked.
         key = (key, id(loss), options, ranks, torch.is_grad_enabled())
     settings = _known.get(key)
     if settings is None:
@@ -62,10 +62,10 @@ def run(
 
 
 def _kind(tensors: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    """What tensors have in common that differ in their number of tokens alone, but are planned for the same number.
+    """Returns a key of a call's tensors: their names, dtypes, devices and sizes, with the planned number of tokens.
 
-    None where the engine cannot run without the dispatcher: where something is no tensor, has no values, is a view that
-    PyTorch negates when it is read, nested, of a class of its own, or of other tokens than the input.
+    None if the engine cannot run without the dispatcher: if a value is not a tensor, or is a meta, a nested or a
+    negated tensor, or a subclass; and None if a tensor does not have the input's tokens.
     """
     input = tensors.get("input")
     if input is None or type(input) not in _PLAIN or input.is_nested:
@@ -86,8 +86,8 @@ def _kind(tensors: Mapping[str, Any]) -> tuple[Any, ...] | None:
 
 
 def _prepared(tensors: Mapping[str, Any], loss: Loss, options: Options, *, ranks: Shard | str | None) -> Settings:
-    """Checks and plans a call."""
-    if isinstance(ranks, str):  # They agree, and check the call, when the operator runs.
+    """Checks and plans a call; returns its settings."""
+    if isinstance(ranks, str):  # The ranks agree, and check the call, when the operator runs.
         call = Call(tensors=tensors, loss=loss, needs_grad=needed(tensors))
         return unplanned(call, options, vocab_parallel=ranks)
     call = Call(tensors=tensors, loss=loss, shard=ranks)
@@ -99,23 +99,23 @@ def _prepared(tensors: Mapping[str, Any], loss: Loss, options: Options, *, ranks
 
 
 def settings_of_call(call: Call, plan: Plan, **others: Any) -> Settings:
-    """The operators' settings of a call and its plan, and other fields of them."""
+    """Returns the operators' settings for a call and its plan; `others` are further fields."""
     return Settings(
         names=tuple(call.tensors), loss=call.loss, needs_grad=call.needs_grad, plan=plan, shard=call.shard, **others
     )
 
 
 def unplanned(call: Call, options: Options, *, vocab_parallel: str | None = None) -> Settings:
-    """Those for any number of tokens: the operator makes the plan when it runs.
+    """Returns settings for any number of tokens: the operator makes the plan when it runs.
 
     Raises:
-        ValueError: see `engine.choose`; and for logits to save, of columns that only all ranks together know.
+        ValueError: see `engine.choose`; and for "save_logits" if only the ranks' agreement gives the number of columns.
     """
     strategy = strategy_of(call, options)
     if strategy == SAVE_LOGITS and vocab_parallel is not None and call.loss.vocab_size is not None:
         raise ValueError(
-            'strategy must not be "save_logits" with vocab_size and vocab_parallel in a program to be compiled, '
-            "which has to know how many columns of the logits this rank saves"
+            'strategy must not be "save_logits" with vocab_size and vocab_parallel in a program that is traced or '
+            "compiled, which has to know how many columns of the logits this rank saves"
         )
     if strategy != LOSS_ONLY:
         options = replace(options, strategy=strategy)
@@ -124,17 +124,17 @@ def unplanned(call: Call, options: Options, *, vocab_parallel: str | None = None
 
 
 def needed(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """The names of the tensors whose gradient is needed."""
+    """Returns the names of the tensors whose gradient is needed."""
     if not torch.is_grad_enabled():
         return ()
     return tuple(name for name in operand_names(tensors) if requires_grad(tensors[name]))
 
 
 def with_tensors(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The arguments, with tensors in place of the numbers among them.
+    """Returns the arguments with num_items and expected_gradient as tensors.
 
     Raises:
-        TypeError, ValueError: for a number that the argument can't be.
+        TypeError, ValueError: if such an argument is a number that it must not be.
     """
     found = arguments
     for name in ("num_items", "expected_gradient"):
@@ -143,7 +143,7 @@ def with_tensors(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         check_scalar(name, number)
         if isinstance(input := arguments.get("input"), Tensor):
             dtype = torch.float64 if input.dtype is torch.float64 else torch.float32
-            # Of a symbol, a program is compiled once for all numbers: `full` would take it for the one that it is now.
+            # `full` would specialise a symbol; multiplied, it stays one, and a program is compiled once for all values.
             is_symbol = isinstance(number, torch.SymInt | torch.SymFloat)
             tensor = torch.full((), 1 if is_symbol else plain(number), dtype=dtype, device=input.device)
             found = {**found, name: tensor * number if is_symbol else tensor}
@@ -155,17 +155,17 @@ _AS_THEY_ARE = frozenset((int, float, bool, str, tuple, type(None)))
 
 
 def loss_of(**fields: Any) -> Loss:
-    """The loss with these fields: the same object for the same ones, of the same types."""
+    """Returns the loss with these fields: the same object for equal fields of the same types."""
     if not _AS_THEY_ARE.issuperset(map(type, fields.values())):
         fields = {name: plain(value) for name, value in fields.items()}
     try:
         return _loss(**fields)
-    except TypeError:  # Not hashable: the checks say what is wrong.
+    except TypeError:  # A field is not hashable; the checks will name it.
         return Loss(**fields)
 
 
 def autocast(operands: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Under `torch.autocast`, the linears' operands in its dtype, but for float64, as `torch.nn.functional.linear`."""
+    """Casts the linears' operands as `torch.autocast` does for `torch.nn.functional.linear`: all but float64 ones."""
     device_type = operands[0].device.type if isinstance(operands[0], Tensor) else "cpu"
     if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
         return operands

@@ -1,4 +1,4 @@
-"""What the package knows about devices and about what is installed for them."""
+"""Properties of devices that plans and kernels depend on, and the throughput of known GPUs."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -7,32 +7,32 @@ from typing import Any
 
 import torch
 
-# What TMA, through which fast kernels read and write, asks of addresses and strides, in bytes. It writes as many at
-# once, past the end of a row if it must.
+# Alignment of addresses and strides in bytes that TMA requires, through which fast kernels read and write. TMA writes
+# this many bytes at once, past the end of a row if need be.
 ALIGNED_BYTES = 16
-# The same in elements of 16 bits: cuBLAS takes its fast path, and row kernels load 16 bytes at a time, only where the
-# stride of rows is a multiple of that. Where rows have to be padded, they start on 128-byte lines.
+# The same in 16-bit elements: only if the row stride is a multiple of this does cuBLAS take its fast path and do row
+# kernels load 16 bytes at a time. Rows that have to be padded start on 128-byte lines.
 ROW_MULTIPLE = 8
 PADDED_ROW_MULTIPLE = 64
-# Rows of a tile of the large matmuls.
+# Rows per tile of the large matmuls.
 TILE_ROWS = 128
 
-# The compute capability, its first number, of the GPUs on which the choice among cuBLAS's algorithms was measured.
+# Major compute capability of the GPUs on which the choice among cuBLAS's algorithms was measured.
 HOPPER = 9
-# That of the first GPUs with instructions for bfloat16.
+# Compute capability of the first GPUs with instructions for bfloat16.
 BFLOAT16_CAPABILITY = (8, 0)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes a CUDA device the current one, where it is not: to ask takes the host less time than to set it."""
+    """Makes a CUDA device the current one, unless it is: checking takes the host less time than setting it."""
     is_current = device.type != "cuda" or device.index == torch.cuda.current_device()
     return nullcontext() if is_current else torch.cuda.device(device)
 
 
-# What devices reach for long, in operations a second, in 16 bits, and in bytes a second, read and written, by words of
-# the name that the driver reports. Only the first two are measured, the H200's by the time of the three matmuls, the
-# H100's by `bench --rates`, which found what the clocks give, to 1%: 6·T·H·V operations over the time of the matmuls,
-# and what an in-place pass over logits reaches. The others are estimates, for where PyTorch does not tell the clocks.
+# Sustained rates of devices, by a part of the name that the driver reports: 16-bit operations per second, and bytes
+# read and written per second. Only the first two are measured: 6·T·H·V operations over the time of the three matmuls,
+# and the bandwidth of an in-place pass over logits. The H100's are from `bench --rates`, and those that its clocks give
+# agree to 1%. The others are estimates, used if PyTorch does not report the clocks.
 KNOWN_RATES = {
     "H200": (680e12, 4.1e12),
     "H100 80GB HBM3": (680e12, 3.02e12),
@@ -48,58 +48,58 @@ KNOWN_RATES = {
 }
 _MEASURED = ("H200", "H100 80GB HBM3")
 _H200_MULTIPROCESSORS = 132
-# Operations in 16 bits that a multiprocessor reaches for long in a cycle of the highest clock, by compute capability:
-# 0.65 to 0.8 of the data sheets'. GeForce cards have half as many units where they sum in float32, which reach more.
+# Sustained 16-bit operations per multiprocessor and cycle of the highest clock, by compute capability: 0.65 to 0.8 of
+# the data sheets' peak. GeForce cards have half as many units for sums in float32, but sustain more of their peak.
 _OPERATIONS_A_CYCLE = {
     (8, 0): 1640, (8, 6): 820, (8, 9): 820, (9, 0): 2600, (10, 0): 5300, (10, 3): 5300, (12, 0): 820, (12, 1): 820,
 }  # fmt: skip
 _GEFORCE_PART = 0.6
-# A thread of a CPU, likewise an estimate.
+# The same rates of one CPU thread, estimated.
 _THREAD_RATES = 50e9, 5e9
 
 
 @dataclass(frozen=True)
 class Device:
-    """What plans and kernels ask of a device: a plain value, so that both can be made for one that is not there."""
+    """Properties of a device that plans and kernels depend on: a plain value, so the device itself need not exist."""
 
     kind: str
-    """As `torch.device.type`: "cuda", also for AMD's, "cpu" and so on"""
+    """`torch.device.type`: "cuda", also for AMD GPUs, "cpu" and so on"""
     multiprocessors: int
-    """Of a CPU, the threads that PyTorch uses"""
+    """Number of multiprocessors; for a CPU, of threads that PyTorch uses"""
     matmul_rate: float
-    """Operations a second, in 16 bits"""
+    """16-bit operations per second"""
     bandwidth: float
-    """Bytes a second"""
+    """Bytes per second"""
     capability: tuple[int, int] | None = None
     is_hip: bool = False
     memory: int | None = None
-    """Bytes in total; None where that is unknown, or belongs to everybody, as on a CPU"""
+    """Total bytes; None if unknown, or shared with other programs, as on a CPU"""
     warp_size: int = 32
-    """Threads that run in step"""
+    """Threads that run in lockstep"""
     resident_threads: int = 2048
-    """That a multiprocessor has at a time, at most"""
+    """Maximum number of threads that are resident on a multiprocessor"""
 
     @property
     def is_nvidia(self) -> bool:
-        """Whether NVIDIA's libraries are there."""
+        """Whether this is an NVIDIA GPU, so that NVIDIA's libraries are available."""
         return self.kind == "cuda" and not self.is_hip
 
     @property
     def is_hopper(self) -> bool:
-        """Whether this is a Hopper GPU; AMD's MI300 has the capability 9.4."""
+        """Whether this is a Hopper GPU. The capability alone does not tell: AMD's MI300 has 9.4."""
         return self.is_nvidia and self.capability is not None and self.capability[0] == HOPPER
 
     def multiplies_into_float32(self, dtype: torch.dtype) -> bool:
-        """Whether PyTorch multiplies operands of a dtype of 16 bits into float32.
+        """Whether PyTorch's matmul of operands of a 16-bit dtype can return float32.
 
-        Not on a CPU, nor in all versions for ROCm, nor in bfloat16 on GPUs that have no instructions for it.
+        It cannot on a CPU, in some versions for ROCm, and for bfloat16 on GPUs without instructions for that dtype.
         """
         is_new = dtype is not torch.bfloat16 or (self.capability or BFLOAT16_CAPABILITY) >= BFLOAT16_CAPABILITY
         return self.is_nvidia and is_new
 
     @classmethod
     def of(cls, device: torch.device) -> "Device":
-        """What is known of a device. A "cuda" that is not there counts as an H200 of unknown memory."""
+        """Returns the properties of a device. A CUDA device that is not there counts as an H200 of unknown memory."""
         if device.type != "cuda":
             return _other(device.type, torch.get_num_threads())
         if device.index is not None:
@@ -124,7 +124,7 @@ def _cuda(index: int) -> Device:
 
 
 def described(properties: Any) -> Device:
-    """The device that `torch.cuda.get_device_properties` describes."""
+    """Returns the device that `torch.cuda.get_device_properties` describes."""
     return Device(
         "cuda", properties.multi_processor_count, *_rates(properties), capability=(properties.major, properties.minor),
         is_hip=bool(torch.version.hip), memory=properties.total_memory, warp_size=properties.warp_size,
@@ -133,12 +133,12 @@ def described(properties: Any) -> Device:
 
 
 def _rates(properties: Any) -> tuple[float, float]:
-    """Those measured, or else by the clocks, the name, or the number of multiprocessors in the ratios of an H200."""
+    """Returns the measured rates, or else those by clocks, by name, or by multiprocessors relative to an H200."""
     known = next((name for name in KNOWN_RATES if name in properties.name), "")
     by_name, of_h200, count = KNOWN_RATES.get(known), KNOWN_RATES["H200"], properties.multi_processor_count
     if by_name is not None and known in _MEASURED:
         return by_name
-    # In kHz and bits. Twice a clock, and nine tenths of that are reached; AMD's memory is faster than its clock says.
+    # In kHz and bits. Memory transfers twice per clock and sustains 0.9 of that; AMD's transfers more often.
     names = "clock_rate", "memory_clock_rate", "memory_bus_width"
     clock, memory_clock, width = (getattr(properties, name, 0) for name in names)
     a_cycle: float = _OPERATIONS_A_CYCLE.get((properties.major, properties.minor), 0)

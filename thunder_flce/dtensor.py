@@ -1,6 +1,6 @@
-"""DTensors as arguments of `linear_cross_entropy`: the parts of this rank, and what their results are together.
+"""DTensors as arguments of `linear_cross_entropy`: the local parts of this rank, and the placements of the results.
 
-Along each dimension of the mesh, what is computed follows from two placements:
+Along each dimension of the mesh, two placements decide what is computed:
 
     linear_weight    input
     Shard(0)         Replicate        the vocabulary is divided: `vocab_parallel`
@@ -8,8 +8,8 @@ Along each dimension of the mesh, what is computed follows from two placements:
     Replicate        Shard, tokens    data parallel: losses and gradients of the weight are summed
     Replicate        Replicate        every rank does the same
 
-A gradient has the placements of what it belongs to. A result is a plain tensor where all ranks have the same, and a
-DTensor where each has that of its tokens. Imported where there is a DTensor, since PyTorch may have none.
+A gradient has the placements of its tensor. A result is a plain tensor if it is the same on all ranks, and a DTensor if
+each rank has the part of its tokens. This module is imported only if there is a DTensor: PyTorch may be built without.
 """
 
 import math
@@ -33,23 +33,23 @@ from thunder_flce.vocab_parallel import VocabParallel, agreement_on
 Placements = tuple[Placement, ...]
 
 _IN_FSDP = (
-    "of a weight that fully_shard has sharded, call the loss in the forward of the module that it wraps; where the "
-    "ranks of data parallel training divide it for good, pass vocab_parallel=VocabParallel(group=mesh, "
+    "for a weight sharded by fully_shard, call the loss in the forward of the module that fully_shard wraps; if data "
+    "parallel ranks keep the weight divided during the call, pass vocab_parallel=VocabParallel(group=mesh, "
     "data_parallel=True)"
 )
 
 
 def local_weight(name: str, value: DTensor, parallel: VocabParallel) -> Tensor:
-    """This rank's rows of a weight, beside plain hidden states and with `vocab_parallel`; class weights as they are.
+    """Returns this rank's rows of a DTensor weight that is passed with `vocab_parallel`; class weights as they are.
 
     Raises:
-        ValueError: where it is none of the weights, or is not divided by its rows over these ranks.
+        ValueError: if the argument is not a weight, or its rows are not divided among these ranks.
     """
     role, mesh = argument(name).role, value.device_mesh
     if role in (HIDDEN, TOKEN, SCALAR):
         raise ValueError(
-            f"{name} must be a plain tensor with vocab_parallel, but got a DTensor; without vocab_parallel, the "
-            "placements of DTensors say who has which part"
+            f"{name} must be a plain tensor with vocab_parallel, but got a DTensor; leave vocab_parallel out, and the "
+            "placements of the DTensors say which rank has which part"
         )
     if role != COLUMN:
         return value
@@ -63,11 +63,11 @@ def local_weight(name: str, value: DTensor, parallel: VocabParallel) -> Tensor:
 
 
 def on_mesh(tensors: Mapping[str, Any], loss: Loss, options: Options) -> Callable[[], tuple[Tensor, ...]]:
-    """As `ranks.on_ranks`, where some of the tensors are DTensors.
+    """Does what `ranks.on_ranks` does for calls in which some tensors are DTensors.
 
     Raises:
-        TypeError: for a plain tensor where a DTensor is needed; the message names it and the cure.
-        ValueError: for placements that have no meaning here, likewise; and as `vocab_parallel.agreement_on`.
+        TypeError: if a tensor is plain that must be a DTensor; the message names it and the cure.
+        ValueError: for unsupported placements, likewise; and as `vocab_parallel.agreement_on`.
     """
     for name in ("input", "linear_weight", *tensors):
         if argument(name).role in (HIDDEN, COLUMN):
@@ -82,7 +82,7 @@ def on_mesh(tensors: Mapping[str, Any], loss: Loss, options: Options) -> Callabl
         raise ValueError(
             f"linear_weight must be Shard(0) along one dimension of the mesh at most, but is {of_weight}; {_IN_FSDP}"
         )
-    # The dimensions of the mesh whose ranks have losses of their own.
+    # Dimensions of the mesh whose ranks have different tokens and the whole weight: sums are reduced over them.
     summed = [at for at in range(mesh.ndim) if has_part[at] and not has_columns[at] and mesh.size(at) > 1]
     _check_sums(input, summed, tensors, loss)
     agree = None
@@ -108,14 +108,14 @@ def on_mesh(tensors: Mapping[str, Any], loss: Loss, options: Options) -> Callabl
         return _tokens_part(name, value, input, own.shape[:-1], value.shape[-1:] if has_several else ())
 
     def result_of_all(result: Tensor) -> Tensor:
-        """The sum of numbers, or a DTensor where each rank has something of its own tokens."""
+        """Returns a result of this rank as one of all ranks: a DTensor of its tokens, or the sum of scalars."""
         if result.ndim and any(has_part):
-            # The backward may read it, and autograd does not see what is changed in place in a DTensor's part.
+            # The backward may read the result, and autograd does not notice in-place changes of a DTensor's local part.
             return DTensor.from_local(result.clone(), mesh, of_input, run_check=False, shape=shape, stride=strides)
         return DTensor.from_local(result, mesh, of_sums, run_check=False).full_tensor() if summed else result
 
     def run_agreed() -> tuple[Tensor, ...]:
-        # Before anything is redistributed.
+        # Agree first: redistributing runs collectives.
         shard = None if agree is None else agree()
         own = _local(input, of_input, of_input)
         parts = {name: part(name, value, own) for name, value in tensors.items()}
@@ -125,7 +125,10 @@ def on_mesh(tensors: Mapping[str, Any], loss: Loss, options: Options) -> Callabl
 
 
 def _tokens_part(name: str, tensor: Tensor, input: DTensor, own: torch.Size, last: torch.Size | tuple[()]) -> Tensor:
-    """Of a tensor with a number a token, or several: a DTensor, or a plain one of all tokens or of this rank's."""
+    """Returns this rank's tokens of a DTensor, or of a plain tensor that has all tokens, or has only those of the rank.
+
+    `own` is the shape of this rank's tokens, and `last` that of a token's values.
+    """
     all_of_them, part = input.shape[:-1] + last, own + last
     if not isinstance(tensor, DTensor) and tensor.shape == part:
         return tensor
@@ -144,7 +147,7 @@ def _tokens_part(name: str, tensor: Tensor, input: DTensor, own: torch.Size, las
 
 
 class _Arrival(torch.autograd.Function):
-    """The result of an asynchronous collective, once it has arrived."""
+    """Waits for the result of an asynchronous collective."""
 
     @staticmethod
     def forward(ctx: Any, tensor: AsyncCollectiveTensor) -> Tensor:
@@ -156,12 +159,12 @@ class _Arrival(torch.autograd.Function):
 
 
 def _check_operand(name: str, tensors: Mapping[str, Any]) -> None:
-    """Raises where an operand of a linear is no DTensor on the mesh of all."""
+    """Raises an error if an operand of a linear is not a DTensor on input's mesh."""
     tensor = tensors.get(name)
     if not isinstance(tensor, DTensor):
         others = {other.partition("[")[0] for other, value in tensors.items() if isinstance(value, DTensor)}
         raise TypeError(
-            f"{name} must be a DTensor where others are ({', '.join(sorted(others))}), but got "
+            f"{name} must be a DTensor because others are ({', '.join(sorted(others))}), but got "
             f"{type(tensor).__name__}; pass DTensor.from_local({name}, mesh, placements), which says what the other "
             f"ranks have; {_IN_FSDP}"
         )
@@ -172,7 +175,7 @@ def _check_operand(name: str, tensors: Mapping[str, Any]) -> None:
 
 
 def _divides(name: str, tensor: DTensor, dimensions: range, *, expected: str, cure: str = "") -> list[bool]:
-    """Whether each dimension of the mesh divides one of these dimensions of a tensor; it may divide no others."""
+    """For each dimension of the mesh, whether it divides one of `dimensions` of a tensor. It may divide no others."""
     divides = [type(placement) is Shard and placement.dim in dimensions for placement in tensor.placements]
     for at, placement in enumerate(tensor.placements):
         if not divides[at] and not isinstance(placement, Replicate):
@@ -188,14 +191,14 @@ def _dimension(mesh: DeviceMesh, at: int) -> str:
 
 
 def _check_sums(input: DTensor, summed_over: Sequence[int], tensors: Mapping[str, Any], loss: Loss) -> None:
-    """Raises where the parts of tokens have means of their own."""
+    """Raises an error for means over tokens if each rank would take the mean over its own tokens."""
     if not summed_over:
         return
     where = f"input is {input.placements[summed_over[0]]!r} along {_dimension(input.device_mesh, summed_over[0])}"
     if loss.reduction == "mean" and "num_items" not in tensors:
         raise ValueError(
-            f'reduction "mean" needs num_items, the number of valid targets on all ranks, because {where}: means of '
-            "the ranks' own tokens have no mean in common"
+            f'reduction "mean" needs num_items, the number of valid targets on all ranks, because {where}: each rank '
+            "would divide by the number of its own targets"
         )
     means = [name for name in loss.outputs if name in OUTPUTS and OUTPUTS[name].is_mean]
     if means:
@@ -204,22 +207,22 @@ def _check_sums(input: DTensor, summed_over: Sequence[int], tensors: Mapping[str
 
 def _check_even(input: DTensor, at: int) -> None:
     placement = input.placements[at]
-    # Earlier dimensions of the mesh may have divided it before.
+    # Earlier dimensions of the mesh may divide the same dimension of input.
     ranks = math.prod(input.device_mesh.size(k) for k in range(at + 1) if input.placements[k] == placement)
     if isinstance(placement, Shard) and input.shape[placement.dim] % ranks:
         raise ValueError(
             f"input's dimension {placement.dim} of {input.shape[placement.dim]} tokens must be a multiple of the "
             f"{ranks} ranks that have a part of it, because it is {placement!r} along "
-            f"{_dimension(input.device_mesh, at)}, which divides the vocabulary, too; pad it, or redistribute it to "
+            f"{_dimension(input.device_mesh, at)}, which also divides the vocabulary; pad input, or redistribute it to "
             "Replicate()"
         )
 
 
 def _local(tensor: DTensor, placements: Placements, grads: Placements | None = None) -> Tensor:
-    """This rank's part; its gradient, of placements `grads`, arrives in those of the tensor."""
+    """Returns this rank's part of a tensor in `placements`; `grads` are the placements of the part's gradient."""
     return _arrived(tensor.redistribute(placements=placements).to_local(grad_placements=grads))
 
 
 def _arrived(tensor: Tensor) -> Tensor:
-    """The tensor as a plain one, after waiting for what other ranks have sent."""
+    """Returns a plain tensor; waits for an asynchronous collective."""
     return _Arrival.apply(tensor) if isinstance(tensor, AsyncCollectiveTensor) else tensor

@@ -1,4 +1,4 @@
-"""`linear_cross_entropy` for PyTorch: from arguments to a call, which the operators run."""
+"""`linear_cross_entropy` for PyTorch: turns its arguments into a call, which the operators run."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 def one_call(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes Dynamo see one call of a function, which AOTAutograd or thunder looks into, and not what it does.
+    """Wraps a function so that Dynamo records its call as one node, which only AOTAutograd or thunder trace into.
 
-    The graph breaks around DTensors, and where ranks tell each other how many tokens they have.
+    Dynamo breaks the graph at calls with DTensors or with `VocabParallel.data_parallel`.
     """
     eager = without_dynamo(function, ONLY_EAGER)
     when_imported("torch._dynamo", lambda: torch.compiler.allow_in_graph(function))
 
-    # Dynamo looks into this wrapper, and sees one call of `function` in it.
+    # Dynamo traces this wrapper, and records the call of `function` in it.
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_dynamo_compiling():
@@ -40,7 +40,7 @@ def one_call(function: Callable[..., Any]) -> Callable[..., Any]:
         if parallel is not None:
             kwargs = {**kwargs, "vocab_parallel": as_literal(parallel)}
         if isinstance(options := kwargs.get("options"), Options):
-            # Dynamo would make an object of them whose numbers are its symbols.
+            # Dynamo would build an `Options` whose numbers are symbols.
             kwargs = {**kwargs, "options": (FIELDS, *(getattr(options, name) for name in OPTIONS))}
         return function(*args, **kwargs)
 
@@ -75,88 +75,93 @@ def linear_cross_entropy(
     vocab_parallel: "VocabParallel | ProcessGroup | DeviceMesh | None" = None,
     options: Options | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Cross-entropy of a linear layer's output, chunk by chunk, so that the logits are not materialised.
+    """Computes the cross-entropy of a linear layer's output chunk by chunk, so that the logits are not materialised.
 
-    Computes ``cross_entropy(logits, target, ...)`` for
+    The result is that of ``cross_entropy(logits, target, ...)`` for
 
         logits = softcap * tanh(logit_scale * linear(input, linear_weight, linear_bias).float() / softcap)
 
-    Works eagerly and inside `thunder.jit`. For torch.compile and torch.export it is one operator, whose strategy then
-    depends neither on the number of tokens nor on free memory: logits are saved only if the options say so. Under
-    `torch.autocast`, the linears' operands are cast. The formulas are in `operation.loss`.
+    This works eagerly and inside `thunder.jit`. In torch.compile and torch.export, the call is one operator, whose
+    strategy depends neither on the number of tokens nor on free memory: it saves logits only if the options ask for
+    that. `torch.autocast` casts the linears' operands. The formulas are in `operation.loss`.
 
     Args:
         input: (..., H) float16, bfloat16, float32 or float64: the hidden states.
-        linear_weight: (V, H), input's dtype and device.
-        target: (...) integers in [0, V), or ignore_index; with target_weights (..., K).
-        linear_bias: (V,), input's dtype and device.
-        weight: (V,) class weights, of input's dtype or float32; they get no gradient.
-        reduction: "mean" over the targets that are not ignored (over their class weights, where there are any), "sum"
-            or "none".
-        ignore_index: targets of this value contribute neither to the loss nor to a gradient; may lie in [0, V).
-        label_smoothing: as in `torch.nn.functional.cross_entropy`, between 0 and 1.
-        softcap: positive; None for none.
-        logit_scale: what the logits are multiplied by before the softcap; not 0.
-        z_loss: adds z_loss · lse² for each valid token, lse being the log-sum-exp of its logits; not weighted by class
-            weights, and averaged over the valid tokens for "mean".
-        vocab_size: only the first vocab_size rows of linear_weight are columns of the logits (1 to V); the others, such
-            as padding, get gradients of zero. None: all V.
-        token_weights: (...) floating point: what multiplies each token's loss; "mean" divides by their sum over the
-            valid tokens (with class weights, of the products). A token of weight 0 is ignored. They get no gradient.
-        target_weights: (..., K) floating point: what each of K targets of a token counts, such as a teacher's K largest
-            probabilities, of which target then has the columns. A token's loss is -Σ_k q_k log p_k; the weights q need
-            not add up to 1, and a column that comes twice counts twice. Targets of ignore_index contribute nothing; a
-            token all of whose targets are, is ignored. They get no gradient, and go neither with class weights nor with
-            label smoothing, "log_prob" or "accuracy". Less the teacher's entropy -Σ_k q_k log q_k, the loss is the
-            Kullback-Leibler divergence KL(q‖p), with the same gradients.
-        target_rest: whether what target_weights leave of 1 is the weight of all other columns together, as of one
-            class: adds -(1 - Σ_k q_k) log(1 - Σ_k p_k), the second sum over the columns that are targets, each once,
-            and nothing where the weights sum to 1 or more. With reduction "mean" or "sum"; gradients are computed in
-            the forward, and outputs get none. Below 6e-8, 1 - Σ_k p_k counts as that.
-        token_loss: what each token adds to the loss in place of its cross-entropy, the negative log-probability: a
-            function of its log-probability, its entropy and token_inputs, such as GRPO's clipped ratio. One that has an
-            argument log_sum_exp, as for a z-loss, or mean_logit, as for label smoothing, gets that by name. It is
-            called once, with stand-ins, and must be made of PyTorch's operations on single tokens (those of
-            `operation.pointwise`; no sums, no branches). Gradients are still computed in the forward; outputs get none
-            then.
-        token_inputs: (...) each, of any floating-point dtype, integers or bool: further arguments of token_loss, such
+        linear_weight: (V, H), input's dtype and device: the weight of the linear layer.
+        target: (...) integers in [0, V), or ignore_index: each token's class. With target_weights, (..., K).
+        linear_bias: (V,), input's dtype and device: the bias of the linear layer.
+        weight: (V,), input's dtype or float32: class weights. They get no gradient.
+        reduction: "mean", which divides the sum by the number of valid tokens, or by the sum of their class weights if
+            there are any; "sum"; or "none", one loss per token.
+        ignore_index: targets with this value contribute neither to the loss nor to a gradient. It may lie in [0, V).
+        label_smoothing: between 0 and 1, as in `torch.nn.functional.cross_entropy`.
+        softcap: positive; None for no softcap.
+        logit_scale: factor of the logits, applied before the softcap; not 0.
+        z_loss: adds z_loss · lse² for each valid token, where lse is the log-sum-exp of its logits. Class weights do
+            not apply to this term; "mean" averages it over the valid tokens.
+        vocab_size: number of columns of the logits, 1 to V: only the first vocab_size rows of linear_weight are used.
+            The other rows, such as padding, get gradients of zero. None: all V.
+        token_weights: (...) floating point: factor of each token's loss. "mean" then divides by the sum of these
+            weights over the valid tokens, each multiplied by its class weight if there is one. A token of weight 0 is
+            ignored. They get no gradient.
+        target_weights: (..., K) floating point: weights of the K targets of each token, such as a teacher's K largest
+            probabilities, whose columns target then holds. A token's loss is -Σ_k q_k log p_k. The weights q need not
+            sum to 1, and a column that occurs twice counts twice. A target of ignore_index contributes nothing; a token
+            is ignored if all its targets are. The weights get no gradient, and do not combine with class weights, label
+            smoothing, "log_prob" or "accuracy". The loss minus the teacher's entropy, -Σ_k q_k log q_k, is the
+            Kullback-Leibler divergence KL(q‖p), which has the same gradients.
+        target_rest: whether all columns that are not targets together form one more class, with the weight that
+            target_weights leave of 1. This adds -(1 - Σ_k q_k) log(1 - Σ_k p_k) to a token's loss, or nothing if its
+            weights sum to 1 or more. The sum over p takes each target column once, and 1 - Σ_k p_k is at least 6e-8.
+            reduction must be "mean" or "sum". Gradients are computed in the forward, and outputs get none.
+        token_loss: function whose value replaces a token's cross-entropy (its negative log-probability), such as GRPO's
+            clipped ratio. Its arguments are the token's log-probability, its entropy and token_inputs. Parameters named
+            log_sum_exp, as for a z-loss, or mean_logit, as for label smoothing, are passed by name. The function is
+            traced on stand-ins, so it must consist of PyTorch's operations on single tokens (see `operation.pointwise`;
+            no sums, no branches). Gradients are still computed in the forward; outputs get none.
+        token_inputs: tensors (...) of any floating-point dtype, integers or bool: further arguments of token_loss, such
             as old log-probabilities and advantages. They get no gradient.
-        num_items: what "mean" divides by, in place of what it counts: such as the number of valid tokens of all
-            micro-batches and ranks. A number or a tensor without dimensions, on input's device, which the host never
-            waits for. Where it is 0, so are the loss and the gradients.
-        outputs: names of what is to be returned with the loss, from the same logits. (...) each in the loss's dtype and
-            0 for ignored tokens: "log_prob", the target's log-probability, "entropy", "log_sum_exp", that of the
-            logits, and "mean_logit", the mean of the logits over their columns, which are differentiable (the last two
-            are NaN where the largest logit is infinite), and "log_sum_sq_probs", the logarithm of the sum of the
-            squared probabilities, without a gradient. With both class weights and label smoothing, "mean_logit" must be
-            in detached. "argmax", (...) int64, the column of the largest logit before a softcap, which keeps their
-            order but may make equals of the largest; for it, ignored tokens are also computed; "valid_argmax", the same
-            for less, since it is -1 for ignored tokens; "accuracy", (), the fraction of the valid tokens whose argmax
-            is their target. These three have no gradient, and take another pass over the logits.
-        detached: those of the differentiable outputs that get no gradient, as what is only logged: then gradients need
-            not wait for theirs.
-        terms: further linears that are added to the logits, such as LoRA on the head: pairs of an
+        num_items: what "mean" divides by instead of its own count, such as the number of valid tokens in all
+            micro-batches on all ranks. A number, or a tensor without dimensions on input's device; the host never waits
+            for its value. If it is 0, the loss and the gradients are 0.
+        outputs: names of further results, computed from the same logits and returned with the loss. They have shape
+            (...), the loss's dtype, and 0 for ignored tokens, unless their description says otherwise:
+
+            - "log_prob", "entropy", "log_sum_exp", "mean_logit": log-probability of the target, entropy, log-sum-exp of
+              the logits, and mean of the logits over their columns. All are differentiable. The last two are NaN if the
+              largest logit is infinite. With both weight and label_smoothing, "mean_logit" must be in detached.
+            - "log_sum_sq_probs": logarithm of the sum of the squared probabilities, without a gradient.
+            - "argmax": int64, column of the largest logit before the softcap, which keeps the order of the logits but
+              may make the largest ones equal. Rows of ignored tokens are computed for it, too.
+            - "valid_argmax": the same, but -1 for ignored tokens, which saves the time to compute them.
+            - "accuracy": (), fraction of the valid tokens whose argmax is their target.
+
+            The last three have no gradient, and take another pass over the logits.
+        detached: differentiable outputs that get no gradient, for example because they are only logged. The other
+            gradients then need not wait for the upstream gradients of these outputs.
+        terms: further linears whose results are added to the logits, such as LoRA on the head: pairs of an
             input (..., H_i) and a weight (V, H_i), of input's dtype and device.
-        expected_gradient: the upstream gradient of the loss that gradients in the forward are finished for, where it is
-            not 1: a number, or a tensor without dimensions on input's device, such as a `GradScaler`'s scale, which the
-            host never waits for; neither 0 nor infinite. Another upstream gradient is also right, but then 16-bit
-            gradients are rounded once more. With it, float16 gradients may also be computed in the forward.
-        vocab_parallel: the process group, the one-dimensional device mesh or the `VocabParallel` of the ranks that
-            divide the vocabulary. linear_weight, linear_bias and the weights of terms are then this rank's rows, V
-            those of all; weight is the whole vector, and input and target are the same on all ranks. Loss, outputs and
-            the input's gradient are those of the whole vocabulary, with the same bits on all ranks. The weights may be
-            DTensors, Shard(0) over these ranks. Where input is also one, placements take its place: see `dtensor`.
+        expected_gradient: the upstream gradient of the loss for which the forward finishes gradients, if it is not 1. A
+            number, or a tensor without dimensions on input's device, such as a `GradScaler`'s scale; the host never
+            waits for its value. It must be finite and not 0. Any other upstream gradient gives right gradients, too,
+            but rounds 16-bit ones once more. With expected_gradient, the forward may also compute float16 gradients.
+        vocab_parallel: the ranks that divide the vocabulary: a process group, a one-dimensional device mesh or a
+            `VocabParallel`. linear_weight, linear_bias and the weights of terms are then this rank's rows, and V is the
+            number of rows on all ranks. weight is the whole vector; input and target are the same on all ranks. The
+            loss, the outputs and input's gradient are those of the whole vocabulary, with the same bits on all ranks.
+            The weights may be DTensors, Shard(0) over these ranks. If input is a DTensor, too, leave vocab_parallel
+            out: the placements say which rank has which part (see `dtensor`).
         options: choices about time and memory. Inside `thunder.jit`, give them to `thunder_flce.jit` or to
             `FuseLinearCrossEntropy` instead.
 
     Returns:
-        The loss, float32 (float64 for float64 input): () or, for reduction "none", (...). With "mean" and no valid
-        target, NaN, with gradients of zeros, as `torch.nn.functional.cross_entropy`. With outputs, a tuple of the loss
-        and of these, in their order.
+        The loss, float32 (float64 for float64 input): () or, for reduction "none", (...). If outputs are named, a tuple
+        of the loss and the outputs, in the order of their names. For "mean" without a valid target, the loss is NaN and
+        the gradients are zeros, as with `torch.nn.functional.cross_entropy`.
 
     Raises:
-        IndexError: where a target is neither in [0, V) nor ignore_index.
-        TypeError, ValueError: see `checks.check_call`.
+        IndexError: if a target is neither in [0, V) nor ignore_index.
+        TypeError, ValueError: if an argument has a wrong type, dtype, shape, device or value; the message names it.
         RuntimeError: for second derivatives, forward-mode derivatives and `torch.vmap`.
     """
     parallel = None if vocab_parallel is None else VocabParallel.of(vocab_parallel)

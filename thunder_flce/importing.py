@@ -1,4 +1,4 @@
-"""What is to happen when another package is imported, without importing it: thunder and Dynamo take seconds."""
+"""Callbacks for the import of other packages, which this does not import itself: thunder and Dynamo take seconds."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ import torch
 def when_imported(
     name: str, then: Callable[[], Any], *, within: Callable[[], AbstractContextManager[Any]] = nullcontext
 ) -> None:
-    """Calls `then` now, where a module is imported already, or else right after its import, which runs `within`."""
+    """Calls `then` once a module is imported: now, or right after its import, which runs in the context `within`."""
     if name in sys.modules:
         then()
     else:
@@ -22,7 +22,7 @@ def when_imported(
 
 
 def without_dynamo(function: Callable[..., Any], reason: str | None = None) -> Callable[..., Any]:
-    """A function into which Dynamo does not look: `torch.compiler.disable`, which would import Dynamo, once it is."""
+    """Returns a function that Dynamo does not trace: `torch.compiler.disable`, but it does not import Dynamo itself."""
     called = function
 
     def disable() -> None:
@@ -34,7 +34,7 @@ def without_dynamo(function: Callable[..., Any], reason: str | None = None) -> C
 
 
 class _Finder(MetaPathFinder):
-    """Finds a module where the other finders do, calls a function once it has been executed, and goes."""
+    """Finder that calls a function once a module has been executed, and then removes itself; other finders find it."""
 
     def __init__(self, name: str, then: Callable[[], Any], within: Callable[[], AbstractContextManager[Any]]):
         self._name, self._then, self._within = name, then, within
@@ -42,10 +42,10 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The other finders' spec of the module; None for anything else."""
+        """Returns the other finders' spec of the module, with a wrapped loader; None for other modules."""
         if fullname != self._name:
             return None
-        # Those before this one have not found it, and may be others of this class.
+        # Finders before this one have not found it, and may be further instances of this class.
         place = sys.meta_path.index(self) if self in sys.meta_path else -1
         specs = (finder.find_spec(fullname, path, target) for finder in sys.meta_path[place + 1 :])
         spec = next((spec for spec in specs if spec is not None), None)
@@ -61,6 +61,6 @@ class _Finder(MetaPathFinder):
                     sys.meta_path.remove(self)
                 self._then()
 
-            # On the loader, which stays the one that the module's resources and sources are found with.
+            # Set on the loader itself, since the module's resources and sources are found through that object.
             vars(loader)["exec_module"] = exec_module
         return spec

@@ -1,9 +1,10 @@
-"""What the backward of a program that Inductor compiles does in place.
+"""Inductor's lowerings of the backward, which overwrite tensors in place where Inductor knows that this is safe.
 
-Operators in programs return new tensors. Inductor knows what nobody but the backward reads, so that it may be
-overwritten. With saved logits, their gradient then takes no memory of its own. A finished gradient is multiplied by the
-upstream gradient in place if it is large, and for a factor of 1 that ends before it touches memory, which saves a read
-and a write of the weight's gradient, 0.4 of 39 ms at Llama 3.1 8B's head; a small one together with what follows.
+Operators in programs return new tensors. Inductor knows which buffers only the backward reads, so these may be
+overwritten. The gradient of saved logits then takes no memory of its own. A large finished gradient is multiplied by
+the upstream gradient in place. For a factor of 1, that kernel exits before it touches memory, which saves a read and a
+write of the weight's gradient, 0.4 of 39 ms at Llama 3.1 8B's head. Inductor fuses the scaling of a small gradient with
+the operations that follow.
 """
 
 from typing import Any
@@ -16,7 +17,7 @@ from thunder_flce.importing import when_imported
 from thunder_flce.operators import MOST_IN_PLACE, Settings, define
 
 _LARGE = 2**23
-"""Elements from which a launch of its own costs less than reading and writing them."""
+"""Number of elements from which a separate launch costs less than reading and writing them."""
 
 
 def _scaled(gradient: Tensor, factor: Tensor, valid_count: Tensor, _: Any) -> Tensor:
@@ -31,7 +32,7 @@ def _scale(gradient: Tensor, factor: Tensor, valid_count: Tensor) -> None:
     scaled_gradients([gradient], factor, valid_count=valid_count, may_overwrite=True)
 
 
-# Nobody reads the operands: see `autograd`.
+# No kernel reads `operands`; `autograd` says why they are arguments.
 _SCALE = "(Tensor gradient, Tensor factor, Tensor valid_count, Tensor[] operands) -> Tensor"
 define("scale_gradient", _SCALE, _scaled, _scaled_fake)
 define(
@@ -47,7 +48,7 @@ def _register_lowerings() -> None:
 
     def may_overwrite(tensor: Any, node: Any) -> bool:
         is_donated = isinstance(tensor.data, ir.StorageBox) and isinstance(tensor.data.data, ir.DonatedBuffer)
-        # Of two equal calls, AOTAutograd makes one, whose results both backwards read.
+        # AOTAutograd merges two equal calls into one, whose results both backwards read.
         return is_donated and len(node.users) == 1
 
     operator = torch.ops.thunder_flce.linear_cross_entropy_backward

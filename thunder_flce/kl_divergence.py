@@ -1,4 +1,4 @@
-"""`linear_kl_divergence` for PyTorch: distillation from a teacher's hidden states and head, without whole logits."""
+"""`linear_kl_divergence` for PyTorch: distillation from a teacher's hidden states and head, chunk by chunk."""
 
 import torch
 from torch import Tensor
@@ -29,10 +29,10 @@ def linear_kl_divergence(
     reduction: str = "mean",
     options: Options | None = None,
 ) -> Tensor:
-    """Divergence of a student's distribution over the vocabulary from a teacher's, for distillation.
+    """Computes the divergence of a student's distribution over the vocabulary from a teacher's, for distillation.
 
-    The logits of both, ``linear(input, linear_weight)`` and ``linear(teacher_input, teacher_weight)``, exist a chunk of
-    tokens at a time. For their rows z and z′,
+    The student's logits z are ``linear(input, linear_weight)``, the teacher's z′ are ``linear(teacher_input,
+    teacher_weight)``. Both are computed chunk by chunk, and are not materialised as a whole. For each token,
 
         p = softmax(z / temperature),   q = softmax(z′ / temperature),   m = beta · q + (1 − beta) · p
         "forward"         KL(q‖p) = Σ q log(q / p)
@@ -40,43 +40,44 @@ def linear_kl_divergence(
         "jensen_shannon"  beta · KL(q‖m) + (1 − beta) · KL(p‖m)
 
     The last is the generalized Jensen-Shannon divergence of GKD (arXiv:2306.13649), with TRL's and Liger's convention
-    for beta. Nothing is multiplied by temperature². The gradients for "mean" and "sum" are computed in the forward;
-    those for "none", and for float16 without `Options(expected_gradient=)`, in the backward, which computes the logits
-    again. Works eagerly and in torch.compile, where it is one operator; not in `thunder.jit`.
+    for beta. The loss is not multiplied by temperature². For "mean" and "sum", the forward computes the gradients. For
+    "none", and for float16 without `Options(expected_gradient=)`, the backward computes the logits again and then the
+    gradients. This works eagerly and in torch.compile, where the call is one operator, but not in `thunder.jit`.
 
     Args:
         input: (..., H) float16, bfloat16, float32 or float64: the student's hidden states.
-        linear_weight: (V, H), input's dtype and device.
+        linear_weight: (V, H), input's dtype and device: the weight of the student's head.
         teacher_input: (..., H′) floating point, on input's device: the teacher's hidden states. They must not require
             a gradient: compute them under `torch.no_grad`.
-        teacher_weight: (V, H′), teacher_input's dtype. A constant: it gets no gradient, even if it requires one.
-        target: (...) integers in [0, V), or ignore_index in the rows that take no part; None: all rows do.
+        teacher_weight: (V, H′), teacher_input's dtype, on input's device: the weight of the teacher's head. It gets no
+            gradient, even if it requires one.
+        target: (...) integers in [0, V), or ignore_index for tokens to ignore. None: no token is ignored.
         divergence: "forward", "reverse" or "jensen_shannon".
-        beta: between 0 and 1, both excluded; of "jensen_shannon" alone.
-        temperature: positive.
-        ignore_index: targets of this value leave their row out; may lie in [0, V).
-        reduction: "mean" over the rows that are not ignored, "sum" or "none".
-        options: choices about time and memory. The memory budget is for both logits; there is no choice of a strategy.
-            `batch_invariant` asks for the same of teacher_input as of input.
+        beta: weight of the teacher in the mixture m, between 0 and 1, both excluded; for "jensen_shannon" only.
+        temperature: positive divisor of all logits.
+        ignore_index: tokens whose target has this value are ignored. It may lie in [0, V).
+        reduction: "mean" over the tokens that are not ignored, "sum" or "none".
+        options: choices about time and memory. memory_budget covers the logits of both; strategy must be None.
+            batch_invariant requires of teacher_input's dtype what it requires of input's.
 
     Returns:
-        The loss, float32 (float64 for float64 input): () or, for reduction "none", (...), 0 in ignored rows. With
-        "mean" and no valid target, NaN, with gradients of zeros.
+        The loss, float32 (float64 for float64 input): () or, for reduction "none", (...), with 0 for ignored tokens.
+        For "mean" without a valid target, the loss is NaN and the gradients are zeros.
 
     Raises:
-        IndexError: where a target is neither in [0, V) nor ignore_index.
-        TypeError, ValueError: see `checks.check_call`; and for options that cannot be.
+        IndexError: if a target is neither in [0, V) nor ignore_index.
+        TypeError, ValueError: if an argument has a wrong type, dtype, shape, device or value; the message names it.
         NotImplementedError: inside `thunder.jit` and in transforms of torch.func.
         RuntimeError: for second derivatives.
     """
-    # thunder's interpreter has isinstance take its proxies for tensors.
+    # In thunder's interpreter, isinstance takes thunder's proxies for tensors.
     if not issubclass(type(input), Tensor) and hasattr(input, "shape"):
         raise NotImplementedError(_NO_THUNDER)
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(_NO_TRANSFORMS)
     options = as_options(options)
     if options.strategy is not None:
-        raise ValueError(f"linear_kl_divergence has no choice of a strategy, but options has {options.strategy!r}")
+        raise ValueError(f"options.strategy must be None for linear_kl_divergence, but got {options.strategy!r}")
     input, linear_weight = autocast((input, linear_weight))
     teacher_input, teacher_weight = autocast((teacher_input, teacher_weight))
     tensors = {
@@ -85,7 +86,7 @@ def linear_kl_divergence(
         "teacher_input": teacher_input, "teacher_weight": teacher_weight,
     }  # fmt: skip
     if target is None and isinstance(input, Tensor) and input.ndim and not input.is_nested:
-        # All rows take part.
+        # No row is ignored.
         tensors["target"] = torch.zeros(input.shape[:-1], dtype=torch.int64, device=input.device)
         ignore_index = NOTHING_IGNORED
     kind = Divergence(kind=divergence, beta=plain(beta), temperature=plain(temperature))

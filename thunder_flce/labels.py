@@ -1,4 +1,4 @@
-"""Labels of training on several ranks: how many count, and which token is predicted where."""
+"""Labels for training on several ranks: counting the valid ones, and shifting them by one token."""
 
 from typing import TYPE_CHECKING
 
@@ -14,30 +14,30 @@ if TYPE_CHECKING:
 
 
 def count_items(target: Tensor, ignore_index: int = -100, group: "ProcessGroup | DeviceMesh | None" = None) -> Tensor:
-    """The `num_items` of `linear_cross_entropy` with which data parallel training takes the mean over all tokens.
+    """Computes the `num_items` with which data parallel training takes the mean of the loss over all ranks' tokens.
 
-    Data parallel training averages gradients over its ranks, as DDP and FSDP do. With the mean over each rank's own
-    tokens, those of a rank with few of them would weigh more. With the number of all ranks' tokens over the number of
-    ranks, the averaged gradient is that of the mean over all tokens, and the loss averaged over ranks is that mean.
+    DDP and FSDP average gradients over ranks. If each rank took the mean over its own tokens, the tokens of a rank with
+    few of them would weigh more. With num_items = (valid tokens on all ranks) / (number of ranks), the averaged
+    gradient is that of the mean over all tokens, and the average of the ranks' losses is that mean.
 
-    With gradient accumulation, add the counts of all micro-batches, and give each of them the sum.
+    With gradient accumulation, add the counts of all micro-batches, and pass the sum with each micro-batch.
 
     Args:
-        target: (...) integers. Of labels that are shifted, those after the shift.
-        ignore_index: targets of this value do not count.
-        group: the ranks whose gradients are averaged: of a mesh, the data parallel and context parallel ones, not those
-            that divide the vocabulary. All of them must call this. None: one rank.
+        target: (...) integers; if labels are shifted, the labels after the shift.
+        ignore_index: targets with this value do not count.
+        group: the ranks whose gradients are averaged: the data parallel and context parallel ranks of a mesh, not those
+            that divide the vocabulary. All of them must call this function. None: one rank.
 
     Returns:
-        () float32 on target's device, for which the host never waits; 0 where no target counts, for which the loss and
-        its gradients are 0.
+        () float32 on target's device; the host never waits for its value. It is 0 if no target counts, and then the
+        loss and its gradients are 0.
 
     Raises:
-        TypeError, ValueError: where target is not a tensor of integers, or with group a DTensor; where
-            ignore_index is not an int, or group not a group of ranks.
+        TypeError, ValueError: if target is not a tensor of integers, or is a DTensor although group is given; if
+            ignore_index is not an int, or group is not a group of ranks.
     """
     _check("target", target, ignore_index)
-    # In a narrow dtype, ignore_index would wrap around.
+    # A narrow dtype might not hold ignore_index, which would wrap around.
     count = (target.long() != ignore_index).sum()
     if group is None:
         return count.float()
@@ -49,21 +49,21 @@ def count_items(target: Tensor, ignore_index: int = -100, group: "ProcessGroup |
 
 
 def shift_labels(labels: Tensor, ignore_index: int = -100) -> Tensor:
-    """The token after each token, which is what a language model predicts there.
+    """Shifts labels by one token: each token gets the label of the next one, which a language model predicts there.
 
-    To be called before tokens are divided among ranks, as context parallelism does: a part does not know the first
-    token of the next one. The loss then takes these labels and all hidden states, without another shift.
+    Call it before tokens are divided among ranks, as by context parallelism: a rank does not have the first label of
+    the next rank. Then pass the shifted labels to the loss with all hidden states, without another shift.
 
     Args:
         labels: (..., T) integers.
-        ignore_index: what the last token of each sequence gets.
+        ignore_index: label of the last token of each sequence.
 
     Returns:
         (..., T) of labels' dtype.
 
     Raises:
-        TypeError: where labels is not a tensor of integers, or ignore_index is no int.
-        ValueError: where it has no dimension, or its dtype cannot hold ignore_index.
+        TypeError: if labels is not a tensor of integers, or ignore_index is not an int.
+        ValueError: if labels has no dimension, or its dtype cannot hold ignore_index.
     """
     _check("labels", labels, ignore_index)
     limits = torch.iinfo(getattr(torch, dtype_name(labels)))
@@ -72,7 +72,7 @@ def shift_labels(labels: Tensor, ignore_index: int = -100) -> Tensor:
             f"labels are {labels.dtype}, which cannot hold ignore_index, {ignore_index}; pass labels.long()"
         )
     if not labels.ndim:
-        raise ValueError("labels must be (..., T), but has no dimension")
+        raise ValueError("labels must have at least one dimension, (..., T), but got a tensor without any")
     last = labels[..., -1:]
     return torch.cat([labels[..., 1:], torch.full_like(last, ignore_index)], -1)
 

@@ -1,4 +1,4 @@
-"""Modules: the head and its loss in one, and a model that returns nothing but its loss."""
+"""Modules: a head with its loss as one module, and models that return only their loss."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -19,40 +19,39 @@ from thunder_flce.vocab_parallel import VocabParallel
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
 
-# Dynamo does not trace `fields`. A token loss is a function here, and something else there.
+# Dynamo cannot trace `fields`. token_loss is a function here, but a text in `Loss`.
 _OF_LOSS = tuple(field.name for field in fields(Loss) if field.name not in ("token_loss", "divergence"))
 
 
 class LinearCrossEntropyLoss(nn.Module):
     """A language model's head and its loss as one module: `linear_cross_entropy` with the parameters of a linear.
 
-    Takes the arguments of `torch.nn.LinearCrossEntropyLoss`, and has its parameters and its state dict. Most arguments
-    of `thunder_flce.linear_cross_entropy`, which describes them, come in addition. The module also loads the state dict
-    of the `torch.nn.Linear` that it replaces, and shares an embedding's weight with
-    `loss.linear.weight = embedding.weight`.
+    The module has the arguments, the parameters and the state dict of `torch.nn.LinearCrossEntropyLoss`, and most
+    arguments of `thunder_flce.linear_cross_entropy`. It also loads the state dict of the `torch.nn.Linear` that it
+    replaces. To share the weight of an embedding, assign it: `loss.linear.weight = embedding.weight`.
 
-    The weight is used in `forward` only, so FSDP can shard the module as a unit.
+    Only `forward` uses the weight, so FSDP can shard the module as a unit.
 
     Args:
         in_features: H, the hidden size.
         num_classes: V, the size of the vocabulary.
-        out_features: (), since there is one loss for each row of hidden states.
+        out_features: must be (), since there is one loss for each row of hidden states.
         bias: whether the linear has a bias.
-        device: of the parameters.
-        dtype: of the parameters.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
         weight: (V,) class weights, kept as a buffer of that name.
         ignore_index: as in `thunder_flce.linear_cross_entropy`; None for -100.
         reduction: as in `thunder_flce.linear_cross_entropy`, as are label_smoothing, softcap, logit_scale, z_loss,
             vocab_size, outputs, detached, target_rest, token_loss and options.
-        vocab_parallel: the ranks that divide the vocabulary. Assign weight and bias of `linear` as DTensors, `Shard(0)`
-            over them; they are cast to input's dtype, as the mixed precision of FSDP casts those of its units.
+        vocab_parallel: the ranks that divide the vocabulary. Assign the weight and the bias of `linear` as DTensors,
+            `Shard(0)` over these ranks. They are cast to input's dtype, as by the mixed precision of FSDP.
 
     Attributes:
         linear: a `torch.nn.Linear` that holds weight (V, H) and bias (V,). It is never called.
-        weight: (V,) the class weights, or None.
+        weight: (V,) class weights, or None.
 
     Raises:
-        TypeError, ValueError: for an argument that has no meaning; the message names it.
+        TypeError, ValueError: if an argument has a wrong type or value; the message names it.
     """
 
     linear: nn.Linear
@@ -122,18 +121,19 @@ class LinearCrossEntropyLoss(nn.Module):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, **settings: Any) -> "LinearCrossEntropyLoss":
-        """The loss of an existing head, which becomes its `linear`.
+        """Makes the loss of an existing head, which becomes its `linear`.
 
         Args:
-            linear: the head.
-            **settings: the arguments of the loss.
+            linear: the head. Its parameters are used, not copied.
+            **settings: further arguments of `LinearCrossEntropyLoss`, such as reduction.
 
         Raises:
-            TypeError: where linear is not a `torch.nn.Linear`, or computes something else in its forward.
+            TypeError: if linear is not a `torch.nn.Linear` with the forward of that class, has hooks, or computes its
+                weight from other parameters.
         """
         _check_linear(linear)
         if "weight" not in linear._parameters:
-            raise TypeError("linear must have a plain weight, but has one that is computed from other parameters")
+            raise TypeError("linear.weight must be a parameter, but it is computed from other parameters")
         has_bias = linear.bias is not None
         loss = cls(linear.in_features, linear.out_features, bias=has_bias, device="meta", **settings)
         loss.linear = linear
@@ -150,29 +150,31 @@ class LinearCrossEntropyLoss(nn.Module):
         num_items: Tensor | float | None = None,
         expected_gradient: Tensor | float | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
-        """The loss, or a tuple of the loss and `outputs`.
+        """Computes the loss: returns it, or a tuple of the loss and `outputs`.
+
+        `thunder_flce.linear_cross_entropy` describes the arguments in full.
 
         Args:
-            input: (..., H) the hidden states, of weight's dtype and device.
+            input: (..., H) the hidden states, of the dtype and on the device of the linear's weight.
             target: (...) integers in [0, V), or ignore_index; with target_weights (..., K).
-            token_weights: (...) what multiplies each token's loss.
-            target_weights: (..., K) what each of K targets of a token counts.
-            token_inputs: (...) each, further arguments of token_loss.
+            token_weights: (...) factor of each token's loss.
+            target_weights: (..., K) weights of the K targets of each token.
+            token_inputs: tensors (...): further arguments of token_loss.
             num_items: what "mean" divides by, in place of the number of valid targets.
-            expected_gradient: the upstream gradient that gradients in the forward are finished for.
+            expected_gradient: the upstream gradient for which the forward finishes gradients.
 
         Raises:
-            IndexError, TypeError, ValueError: as in `thunder_flce.linear_cross_entropy`; and where a weight of another
-                shape, or what is no plain `torch.nn.Linear`, was assigned to `linear`.
+            IndexError, TypeError, ValueError: as in `thunder_flce.linear_cross_entropy`; and if `linear` was replaced
+                by a module that is no plain `torch.nn.Linear`, or its weight by one of another shape.
         """
         _check_linear(self.linear)
-        # Once: it may be computed from other parameters.
+        # Read once, since a parametrised weight is computed at each access.
         weight = self._operand("weight", input)
         shape, given = (self.num_classes, self.in_features), tuple(weight.shape)
         if given != shape:
             raise ValueError(
-                f"linear.weight must be (num_classes, in_features) = {shape}, but {given} was assigned to it; make the "
-                "module with the sizes of the weight that it shares"
+                f"linear.weight must be (num_classes, in_features) = {shape}, but got {given}; create the module with "
+                "the sizes of the weight that it shares"
             )
         return linear_cross_entropy(
             input,
@@ -195,7 +197,7 @@ class LinearCrossEntropyLoss(nn.Module):
         parameter = getattr(self.linear, name)
         if parameter is None or self.vocab_parallel is None:
             return parameter
-        # thunder traces a stand-in, which has the mesh but not the class.
+        # In thunder's traces it is a proxy, which has the mesh but not the class.
         if not hasattr(parameter, "device_mesh"):
             raise TypeError(
                 f"linear.{name} must be a DTensor with vocab_parallel, but is a plain tensor; assign "
@@ -204,8 +206,8 @@ class LinearCrossEntropyLoss(nn.Module):
         return parameter if parameter.dtype == input.dtype else parameter.to(input.dtype)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
-        # A `torch.nn.Linear`, in whose place the module is, names its parameters so. Class weights have one dimension;
-        # it has none, so these stay as they are.
+        # State dicts of a `torch.nn.Linear` name its weight (V, H) as this module names its class weights (V,). They
+        # have no class weights, so the module keeps its own.
         for name, own in (("weight", self.weight), ("bias", None)):
             found = state_dict.get(prefix + name)
             if found is not None and (name == "bias" or found.ndim == 2):
@@ -215,7 +217,7 @@ class LinearCrossEntropyLoss(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *others)
 
     def extra_repr(self) -> str:
-        """What is not as it is by default, beside the linear."""
+        """Lists the settings that differ from their defaults."""
         settings = Loss(**self._settings()).non_defaults()
         for name in ("token_loss", "vocab_parallel", "options"):
             if getattr(self, name) is not None:
@@ -227,43 +229,43 @@ class LinearCrossEntropyLoss(nn.Module):
 
 
 def _check_linear(linear: nn.Module) -> None:
-    """Raises a TypeError for a head that computes something else than `torch.nn.Linear` does."""
+    """Raises a TypeError if a head does not compute exactly what `torch.nn.Linear` does."""
     is_plain = isinstance(linear, nn.Linear) and type(linear).forward is nn.Linear.forward
     # Dynamo of torch 2.8 does not know `vars`.
     if not is_plain or "forward" in linear.__dict__:
         raise TypeError(
-            f"linear must be a torch.nn.Linear with the forward of torch.nn.Linear, but is {type(linear).__name__}; "
-            "what else it computes would be lost"
+            f"linear must be a torch.nn.Linear with the forward of that class, but is {type(linear).__name__}; only "
+            "its weight and bias are used, its forward is never called"
         )
-    # `fully_shard` adds hooks, too. There the loss says what to shard instead.
+    # `fully_shard` adds hooks, too. For its DTensors, `linear_cross_entropy` raises an error that says what to shard.
     hooks = linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks
     if any(hooks) and not hasattr(linear.weight, "device_mesh"):
-        raise TypeError("linear must have no hooks, which would be lost")
+        raise TypeError("linear must have no hooks: it is never called, so they would not run; remove them")
 
 
 def loss_only(model: nn.Module, *, labels: str = "labels", loss: str | int = "loss") -> nn.Module:
-    """A model that returns only its loss, of one that returns it with the logits, as those of transformers do.
+    """Makes a model that returns only its loss from one that returns logits, too, such as those of transformers.
 
-    Logits that a program returns must be there in full, so this is what to compile:
-    `thunder_flce.jit(thunder_flce.loss_only(model))`. It is called as the model is, with `labels=`. A model of
-    transformers gets `use_cache=False`, where the call does not say: no loss needs the cache, and Dynamo cannot trace
-    those of T5 and Gemma 4.
+    A program that returns logits has to materialise them, so compile this model instead of the original one:
+    `thunder_flce.jit(thunder_flce.loss_only(model))`. Call it as the original, with `labels=`. Models of transformers
+    get `use_cache=False` unless the call sets it: a loss does not need the cache, and Dynamo cannot trace the caches of
+    T5 and Gemma 4.
 
-    Compile it by a function, such as `torch.compile`: `Module.compile` replaces the call of both. It is the same model
-    but for the call: the two share parameters, buffers and their names, submodules, hooks, mode and every other
-    attribute, so that what is set on one is set on the other; also a forward, as accelerate and TRL set it. Call it
-    before `fully_shard`, which keeps what its methods need by the object.
+    Compile the returned model with a function, such as `torch.compile`: `Module.compile` would replace the call of
+    both models. Only the call differs. The two share parameters, buffers, submodules, hooks, mode and every other
+    attribute, so that setting one on either model sets it on both; this includes a `forward` that accelerate or TRL
+    sets. Call `loss_only` before `fully_shard`, whose state belongs to the object that it was called with.
 
     Args:
-        model: its forward takes labels, and returns the loss, or an output that has it.
-        labels: the argument of its forward that has the labels, such as "targets" of nanoGPT's.
-        loss: where the output has the loss: the name of an attribute or item; a model whose output is a tuple has it
-            first. Or the number of an item of a tuple, such as 1 where that is (logits, loss).
+        model: a model whose forward takes labels, and returns the loss or an output that has it.
+        labels: the name of the forward's argument for the labels, such as "targets" in nanoGPT.
+        loss: where the loss is in the output: the name of an attribute or an item, or the index of an item in a tuple,
+            such as 1 for (logits, loss). With a name, the loss is the first item of an output that is a plain tuple.
 
     Raises:
-        TypeError: where model is no module, its forward takes no such argument, or it was compiled before; and when it
-            is called, where the model returns no loss.
-        ValueError: where model is a `loss_only` model of other labels or another loss.
+        TypeError: if model is not a module, its forward has no such argument, or it was compiled before; when called,
+            if the model returns no loss.
+        ValueError: if model is a `loss_only` model with other labels or another loss.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, but got {type(model).__name__}")
@@ -278,16 +280,16 @@ def loss_only(model: nn.Module, *, labels: str = "labels", loss: str | int = "lo
     parameters = [*inspect.signature(model.forward).parameters]
     if labels not in parameters:
         raise TypeError(
-            f"the forward of {name} takes no {labels}, so it computes no loss; give loss_only the name of the argument "
-            "that has the labels, as labels=…, or the model that computes the loss, before it is compiled or wrapped, "
-            "or return the loss from a module of your own"
+            f"the forward of {name} takes no {labels}, so it computes no loss; pass loss_only the name of the argument "
+            "for the labels, as labels=…, or the model that computes the loss, before it is compiled or wrapped; or "
+            "return the loss from a module of your own"
         )
 
     cache_at = [*parameters, "use_cache"].index("use_cache") if takes_no_cache(model) else -1
     for module in model.modules():
         has_default = isinstance(getattr(type(module), "loss_function", None), property)
         if has_default and getattr(module, "loss_type", "") is None:
-            # What transformers takes anyhow, with a warning, at which Dynamo breaks the graph before the loss.
+            # transformers falls back to this type, but warns, and Dynamo breaks the graph at the warning.
             module.loss_type = "ForCausalLM"  # type: ignore[assignment]
 
     def raise_no_loss(output: Any) -> NoReturn:
@@ -297,14 +299,14 @@ def loss_only(model: nn.Module, *, labels: str = "labels", loss: str | int = "lo
             f"this is a {type(output).__name__}, and loss={loss!r}"
         )
 
-    # Where Dynamo traces into a raise, it never compiles that frame again, though the next call may have labels.
+    # If Dynamo traced into the raise, it would never compile that frame again, though the next call may have labels.
     raise_no_loss = torch.compiler.disable(raise_no_loss, reason="raises an error")
 
     class LossOnly(model_class):  # type: ignore[misc, valid-type]
         loss_only_made_with = (labels, loss)
 
-        # Not in place of `forward`: whatever sets that on the model, as accelerate and TRL do, takes the place of both.
-        # It is bound to the model, and Dynamo does not trace it through another object.
+        # This overrides the call, not `forward`: accelerate and TRL set a forward on the shared attributes, which would
+        # replace the override. Such a forward is bound to the model, and Dynamo cannot trace it from another object.
         def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
             call = model if "forward" in self.__dict__ else super().__call__
             if len(args) <= cache_at:
@@ -316,10 +318,10 @@ def loss_only(model: nn.Module, *, labels: str = "labels", loss: str | int = "lo
             return found
 
         def __reduce__(self) -> tuple[Any, ...]:
-            # This class cannot be found by its name.
+            # Pickle cannot find this class by its name.
             return partial(loss_only, labels=labels, loss=loss), (_same(self, model_class),)
 
-    # Dynamo keeps what it compiles by the code, and would take those of all models for recompilations of one.
+    # Dynamo's cache is keyed by the code object: shared, the models would count as recompilations of one function.
     LossOnly.__call__.__code__ = LossOnly.__call__.__code__.replace()
     # transformers writes a class's name into checkpoints.
     for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):
@@ -328,9 +330,9 @@ def loss_only(model: nn.Module, *, labels: str = "labels", loss: str | int = "lo
 
 
 def takes_no_cache(model: Any) -> bool:
-    """Whether a model computes the same without the cache of transformers, and takes the argument that leaves it out.
+    """Whether a model has the argument use_cache of transformers, and computes the same without a cache.
 
-    Some versions of Gemma 3n and 4 have in it what layers share.
+    In some versions of Gemma 3n and 4, layers share keys and values through the cache.
     """
     inner = without_peft(model)
     config = getattr(inner, "config", None)
@@ -339,23 +341,23 @@ def takes_no_cache(model: Any) -> bool:
 
 
 def without_peft(model: Any) -> Any:
-    """The model that one of peft's is around."""
+    """Returns the model that peft has wrapped, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _same(module: nn.Module, as_class: type[nn.Module]) -> nn.Module:
-    """An object of that class with the attributes of a module; not a copy of them, but the same dictionary."""
+    """Returns an object of class `as_class` that shares the attribute dictionary of a module."""
     same: nn.Module = object.__new__(as_class)
     object.__setattr__(same, "__dict__", vars(module))
     return same
 
 
 def _loss_of(output: Any, loss: str | int) -> Tensor | None:
-    """The loss among what a model returned; None where there is none."""
+    """Returns the loss in a model's output; None if there is none."""
     if isinstance(output, Tensor):
         return output if output.ndim == 0 else None
     if isinstance(output, tuple) and not hasattr(output, str(loss)):
-        # Without labels, the first are the logits.
+        # Without labels, the first item is the logits, so only a scalar counts.
         at = loss if isinstance(loss, int) else 0
         found = output[at] if -len(output) <= at < len(output) else None
         return found if isinstance(found, Tensor) and found.ndim == 0 else None

@@ -1,11 +1,12 @@
 """The operators `torch.ops.thunder_flce.linear_cross_entropy` and `…_backward`, which compilers and exporters see.
 
-Each is opaque: it runs the engine. It takes a call's tensors in their order, and everything else as one string, a
-Python literal (`Settings`). This holds a plan or, where a program is compiled for any number of tokens, options from
-which the operator makes the plan when it runs. Such options name the strategy, since that decides what is returned.
+Each is opaque: it runs the engine. An operator takes a call's tensors in their order, and everything else as one
+string, a Python literal (`Settings`). This holds a plan or, for programs that are compiled for any number of tokens,
+the options from which the operator makes the plan when it runs. Such options name the strategy, since that decides
+which results are returned.
 
-They return fresh, contiguous tensors and change none of their arguments, but for `…_backward_`, by which Inductor
-replaces `…_backward`: see `inductor`. `autograd` differentiates them.
+The operators return fresh, contiguous tensors and change none of their arguments. The exception is `…_backward_`, with
+which Inductor replaces `…_backward` (see `inductor`). `autograd` differentiates them.
 """
 
 import ast
@@ -33,8 +34,8 @@ from thunder_flce.options import Options, PlainValues
 from thunder_flce.vocab_parallel import VocabParallel, agreed_call
 
 _SCHEMA = 6
-"""Of the settings. PyTorch keeps compiled graphs on disk, and finds them by their arguments, not by what an operator
-takes."""
+"""Version of the settings' format. PyTorch caches compiled graphs on disk, keyed by their arguments, not by the code of
+operators."""
 
 
 _MOST_REGIONS = 1024
@@ -42,21 +43,21 @@ _MOST_REGIONS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(PlainValues):
-    """Everything about a call that is no tensor: plain values that the operators take as one string."""
+    """Everything about a call except its tensors: plain values that the operators take as one string."""
 
     names: tuple[str, ...]
-    """Of the tensors, in order; see `operation.call`"""
+    """Names of the tensors, in order; see `operation.call`"""
     loss: Loss
     needs_grad: tuple[str, ...]
     plan: Plan
-    """Where `options` are given, only what is known for any number of tokens: the strategy and the logits' dtype"""
+    """The plan. If `options` are given, it has only the strategy and the logits' dtype, which hold for all sizes"""
     options: Options | None = None
-    """What the plan is made from when the operator runs; None where it is made"""
+    """Options from which the operator makes the plan when it runs; None if the plan is complete"""
     shard: Shard | None = None
     vocab_parallel: str | None = None
-    """The ranks that divide the vocabulary, by `as_literal`, which agree when the operator runs"""
+    """The ranks that divide the vocabulary, from `as_literal`; they agree when the operator runs"""
     regions: dict[tuple[int, torch.Size], Region] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """What is known of such calls, by the tokens they are planned for (0: any) and the shape of the weight"""
+    """Cached regions of calls with these settings, by planned number of tokens (0: any) and shape of the weight"""
 
     def __str__(self) -> str:
         return self._text
@@ -68,7 +69,7 @@ class Settings(PlainValues):
     @staticmethod
     @lru_cache(maxsize=1024)
     def parse(text: str) -> "Settings":
-        """The settings that were `written` as `text`."""
+        """Returns the settings of a text from `written`."""
         kinds = {"loss": Loss, "divergence": Divergence, "plan": Plan, "options": Options, "shard": Shard}
 
         def made(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,7 +81,7 @@ class Settings(PlainValues):
         return Settings(**made(values))
 
     def call(self, tensors: Sequence[Any]) -> Call:
-        """The call of these tensors."""
+        """Returns the call of these tensors."""
         return Call(
             tensors=dict(zip(self.names, tensors, strict=True)), loss=self.loss, needs_grad=self.needs_grad,
             shard=self.shard,
@@ -88,48 +89,48 @@ class Settings(PlainValues):
 
     @cached_property
     def finishes_in_forward(self) -> bool:
-        """Whether the backward has nothing left to do but to multiply the gradients by one number."""
+        """Whether the backward only multiplies the gradients by one number."""
         return self.plan.finishes_in_forward and not self.loss.has_row_gradients
 
     @cached_property
     def grad_positions(self) -> tuple[int, ...]:
-        """Where, among the tensors, those are whose gradient is needed."""
+        """Positions of the tensors whose gradient is needed."""
         return tuple(map(self.names.index, self.needs_grad))
 
     @cached_property
     def result_names(self) -> tuple[str, ...]:
-        """What the forward returns, in order."""
+        """Names of the forward's results, in order."""
         return result_names(self.call([None] * len(self.names)), self.plan)
 
     @cached_property
     def upstream_names(self) -> tuple[str, ...]:
-        """The results with a gradient."""
+        """Names of the results that have an upstream gradient."""
         return ("loss", *self.loss.differentiable_outputs)
 
     @cached_property
     def saved_names(self) -> tuple[str, ...]:
-        """The results that the backward reads."""
+        """Names of the results that the backward reads."""
         names = self.result_names[1 + len(self.loss.outputs) :]
         return (*names, "entropy") if "entropy" in self.loss.differentiable_outputs else names
 
     @property
     def logits_position(self) -> int | None:
-        """Where the logits are among what the backward reads."""
+        """Position of the logits among the results that the backward reads; None if they are not saved."""
         return self.saved_names.index("logits") if "logits" in self.saved_names else None
 
 
 def written(values: Mapping[str, Any]) -> str:
-    """What an operator takes as its settings, from their values."""
+    """Returns the operators' argument `settings`, from values of fields by name."""
     return repr({"schema": _SCHEMA, **values})
 
 
 def forward(settings: Settings, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Runs the forward: what `Settings.result_names` names, in the shapes of the call."""
+    """Runs the forward; returns the results of `Settings.result_names`, in the shapes of the call."""
     results = engine.forward(_primitives(settings, tensors))
     if tensors[0].ndim != 2:
         for name in ("loss", *settings.loss.outputs):
             if results[name].ndim:
-                # What the user may change in place must not be a view.
+                # The user may change the result in place, so it must not be a view.
                 results[name] = torch.ops.aten._unsafe_view(results[name], tensors[0].shape[:-1])
         for operand, at in zip(settings.needs_grad, settings.grad_positions, strict=True):
             if (name := gradient_name(operand)) in results:
@@ -138,7 +139,7 @@ def forward(settings: Settings, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _primitives(settings: Settings, tensors: Sequence[Tensor]) -> Primitives:
-    """The primitives of a call. What follows from the sizes but the number of tokens is found out once for a plan."""
+    """Returns the primitives of a call; a cached region has everything that does not depend on the number of tokens."""
     has_ranks = settings.shard is not None or settings.vocab_parallel is not None
     tokens = 0 if settings.options is None else planned_tokens(tensors[0].shape[:-1].numel())
     key = tokens, tensors[1].shape
@@ -161,14 +162,14 @@ def backward(
     settings: Settings, upstream: Sequence[Tensor | None], saved: Sequence[Tensor], tensors: Sequence[Tensor], *,
     may_overwrite: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """Runs the backward, unless the forward has finished it: the needed gradients, in their order and shapes.
+    """Runs the backward of a call whose forward has not finished it; returns the needed gradients in order and shape.
 
     Args:
-        settings: those of the forward.
-        upstream: the gradients of `Settings.upstream_names`.
-        saved: what `Settings.saved_names` names.
-        tensors: those of the forward.
-        may_overwrite: whether what is saved may be used up.
+        settings: settings of the forward.
+        upstream: upstream gradients of the results in `Settings.upstream_names`, or None.
+        saved: the results in `Settings.saved_names`.
+        tensors: tensors of the forward.
+        may_overwrite: whether saved tensors may be overwritten.
     """
     known = dict(zip(settings.saved_names, saved, strict=True))
     ops = _primitives(settings, tensors)
@@ -184,26 +185,26 @@ def backward(
 
 
 def _planned(settings: Settings, tensors: Sequence[Tensor]) -> tuple[Call, Plan]:
-    """The call, with the numbers of all ranks' tokens, and its plan."""
+    """Returns the call and its plan; numbers per token (targets, weights) are gathered from all ranks."""
     call, options = settings.call(tensors), settings.options
     if settings.vocab_parallel is not None:
         call = agreed_call(call, settings.vocab_parallel, options or Options())
     return gathered(call), settings.plan if options is None else plan_for(call, options)
 
 
-# More tokens than these are planned for in whole tiles: lengths that change have few plans.
+# Larger numbers of tokens are rounded up to whole tiles, so that few plans cover sequences of varying length.
 _FEW_TOKENS = 512
 
 
 def planned_tokens(tokens: int) -> int:
-    """The number of tokens that a call of so many is planned for."""
+    """Returns the number of tokens for which a call of `tokens` tokens is planned."""
     return tokens if tokens <= _FEW_TOKENS else -(-tokens // TILE_ROWS) * TILE_ROWS
 
 
 def plan_for(call: Call, options: Options) -> Plan:
-    """The plan for a call, or for one of up to 127 more tokens; for a divided vocabulary, on the device agreed on.
+    """Returns the plan for a call, which may serve up to 127 more tokens; it does not depend on earlier calls.
 
-    The same whichever calls came before.
+    If ranks divide the vocabulary, it is the plan for the device on which they agreed.
     """
     device = None if call.shard is None else call.shard.device
     call = call.specs(tokens=planned_tokens(call.own_tokens))
@@ -217,16 +218,16 @@ _plan = lru_cache(maxsize=4096)(choose)
 
 
 def run_forward(tensors: list[Tensor], settings: str) -> list[Tensor]:
-    """What `torch.ops.thunder_flce.linear_cross_entropy` does with tensors that have values."""
+    """Implements `torch.ops.thunder_flce.linear_cross_entropy` for tensors with values."""
     known = Settings.parse(settings)
     results = dict(zip(known.result_names, forward(known, tensors), strict=True))
     if "computed_rows" in results:
-        # Programs expect all results on one device; a copy to it would wait, and cannot be captured.
+        # Programs expect all results on one device. Copying the number there would wait, which a CUDA graph prohibits.
         count = int(results["computed_rows"])
         results["computed_rows"] = tensors[0].new_full((), count, dtype=torch.int64)
         remember(results["computed_rows"], count)
     if "row_log_sum" in results:
-        # A kernel's statistics are one piece of memory, which an operator's results may not share.
+        # The kernels' statistics share one allocation, but results of an operator must not alias.
         results["row_log_sum"] = results["row_log_sum"].clone()
     return [*results.values()]
 
@@ -249,14 +250,14 @@ def _backward(upstream: list[Tensor | None], saved: list[Tensor], tensors: list[
 def _backward_in_place(
     upstream: list[Tensor | None], logits: Tensor, saved: list[Tensor], tensors: list[Tensor], settings: str
 ) -> tuple[Tensor, ...]:
-    """Overwrites the logits, which stand apart from what else is saved."""
+    """Runs the backward, overwriting the saved logits, which are an argument of their own."""
     known = Settings.parse(settings)
     at = known.logits_position
     return _padded(backward(known, upstream, [*saved[:at], logits, *saved[at:]], tensors, may_overwrite=True))
 
 
 MOST_IN_PLACE = 3
-"""Gradients: Inductor takes no operator that changes an argument and returns a list."""
+"""Most gradients that `…_backward_` returns: Inductor takes no operator that changes an argument and returns a list."""
 
 
 def _padded(gradients: list[Tensor]) -> tuple[Tensor, ...]:
@@ -275,7 +276,7 @@ library = torch.library.Library("thunder_flce", "FRAGMENT")
 
 
 def define(name: str, schema: str, run: Any, fake: Any) -> None:
-    """Defines an operator, with what runs it and what gives the shapes of its results."""
+    """Defines an operator by its schema, its implementation and its fake implementation."""
     library.define(f"{name}{schema}")
     library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{library.ns}::{name}", fake, lib=library)
@@ -298,7 +299,7 @@ define(
 
 
 def _flops(*given: Any, is_forward: bool, **_: Any) -> int:
-    """What FlopCounterMode counts: two operations a product, for the tokens that are ignored, too."""
+    """Returns the operations for FlopCounterMode: two per product, for ignored tokens, too."""
     tensors, known = given[-2], Settings.parse(given[-1])
     call, plan = known.call(tensors), known.plan
     logits = is_forward or plan.strategy == RECOMPUTE_LOGITS
@@ -320,12 +321,12 @@ def _register_flops() -> None:
     register_flop_formula(backwards, get_raw=True)(partial(_flops, is_forward=False))
 
 
-# It imports Triton, from torch 2.15 on.
+# Registered lazily: importing it imports Triton from torch 2.15 on.
 when_imported("torch.utils.flop_counter", _register_flops)
 
 
 def is_watched() -> bool:
-    """Whether a mode, a profiler or a transform of torch.func has to see the operator."""
+    """Whether a mode, a profiler or a transform of torch.func is active, which has to see the operator."""
     return (
         torch._C._len_torch_dispatch_stack() > 0
         or torch._C._len_torch_function_stack() > 0
@@ -335,6 +336,6 @@ def is_watched() -> bool:
 
 
 def is_traced(tensor: Any) -> bool:
-    """Whether a tensor is of a program that is compiled, traced or exported, or has no values. False for no tensor."""
+    """Whether a value is a tensor in a program that is compiled, traced or exported, or a tensor without values."""
     is_of_program = torch.compiler.is_compiling() or torch._C._is_tracing()
     return isinstance(tensor, Tensor) and (is_of_program or tensor.is_meta or is_fake(tensor))

@@ -1,4 +1,4 @@
-"""What a user can choose about how the loss is computed; the defaults suit training on one device."""
+"""Options that a user can set for how the loss is computed; the defaults suit training on one device."""
 
 import math
 from dataclasses import dataclass, fields
@@ -15,7 +15,7 @@ ROW_KERNELS = ("auto", "triton", "nvfuser", "torch")
 
 
 def as_options(options: "Options | tuple[Any, ...] | None") -> "Options":
-    """The defaults in place of None; and the values of the fields, as `functional.one_call` gives them to Dynamo.
+    """Returns an `Options`: the defaults for None, and the fields' values for a tuple that `functional.one_call` made.
 
     Raises:
         TypeError: for anything but `Options`.
@@ -30,7 +30,7 @@ def as_options(options: "Options | tuple[Any, ...] | None") -> "Options":
 
 
 def plain(number: Any) -> Any:
-    """A number as Python's own, where it may be NumPy's, or a compiler's symbol, of which another one compiles anew."""
+    """Returns a NumPy number, or a compiler's symbol, which it specialises, as a Python number; others as they are."""
     if number is None or type(number) in (int, float, bool):
         return number
     if isinstance(number, Integral | torch.SymInt):
@@ -39,13 +39,13 @@ def plain(number: Any) -> Any:
 
 
 class PlainValues:
-    """A dataclass of what a graph carries as plain values, such as `Options`, `Loss` and `Plan`."""
+    """Base of the dataclasses that a graph carries as plain values, such as `Options`, `Loss` and `Plan`."""
 
     written_always: ClassVar[tuple[str, ...]] = ()
-    """Fields that a trace shows even where they are as by default."""
+    """Fields that a trace shows even if they have their default value."""
 
     def non_defaults(self) -> dict[str, Any]:
-        """The fields that differ from their defaults, by name, which is what a trace carries; none without a `repr`."""
+        """Returns the fields that a trace shows, by name: those that differ from their default and have a `repr`."""
         found = {f.name: (getattr(self, f.name), f.default) for f in fields(cast(Any, self)) if f.repr}
         return {
             name: value.non_defaults() if isinstance(value, PlainValues) else value
@@ -56,17 +56,17 @@ class PlainValues:
 
 @dataclass(frozen=True, kw_only=True)
 class Options(PlainValues):
-    """Choices that change time and memory, never the result beyond rounding.
+    """Choices that change time and memory, but never the result beyond rounding.
 
     Raises:
-        ValueError: when a field is out of range; the message names the field and what it accepts.
+        ValueError: if a field is out of range; the message names the field and the values that it accepts.
     """
 
     memory_budget: int | float | None = None
-    """Temporary memory of the loss above its gradients: bytes (int), or a fraction of the device's memory (float
-    in (0, 1)). None: chunks as small as they can be without costing more than 3% of the time, which take at most a
-    twentieth of the device's memory, down to 512 rows; and logits are saved for a backward that would compute them
-    again while they take at most 4 GiB and such a twentieth, whatever of it is free (never on a CPU)."""
+    """Memory that the loss may take in addition to its gradients: bytes (int), or a fraction of the device's memory
+    (float in (0, 1)). None: chunks are as small as they can be without costing more than 3% of the time, and take at
+    most a twentieth of the device's memory, unless they have only 512 rows. Logits that the backward would compute
+    again are saved while they take at most 4 GiB and at most such a twentieth, free or not (never on a CPU)."""
 
     strategy: str | None = None
     """One of `STRATEGIES`, or None to let the plan choose."""
@@ -75,48 +75,49 @@ class Options(PlainValues):
     """Tokens in a chunk, or None to let the plan choose. Tokens whose logits are saved are one chunk, of any size."""
 
     accumulate: str = "auto"
-    """Where the weight's gradient is summed over chunks: "parameter" (the weight's own dtype), "float32", or "auto":
-    the parameter's dtype while that is as good (`engine.choose.EXACT_CHUNKS`), else float32."""
+    """Dtype in which the weight's gradient is summed over chunks: "parameter" (the weight's own), "float32", or "auto":
+    the parameter's dtype as long as that is as accurate (`engine.choose.EXACT_CHUNKS`), otherwise float32."""
 
     ignored_rows: str = "auto"
-    """"skip": rows whose target is ignore_index are dropped before the first matmul, at the price of one device
-    synchronisation on CUDA. "compute": no synchronisation (but once, to tune matmuls) and static shapes, as CUDA graphs
-    need; this is also what happens by itself while a CUDA graph is captured. "auto": "skip" on a CPU and where the
-    matmuls take long enough (8 ms or more) for the wait to be worth it, "compute" elsewhere."""
+    """"skip": rows whose target is ignore_index are dropped before the first matmul, at the price of one host/device
+    synchronisation on CUDA. "compute": all rows are computed, with static shapes and without a synchronisation (except
+    once, to tune matmuls), as CUDA graphs need; a call always does this while a CUDA graph is captured. "auto": "skip"
+    on a CPU and if the matmuls take long enough (8 ms or more) to be worth the wait, otherwise "compute"."""
 
     logits_dtype: str = "input"
-    """What the logits of 16-bit operands are rounded to, in forward and backward alike: "input", the operands' dtype,
-    as an unfused model does, or "float32", as the matmul has summed them, for three times the memory a chunk."""
+    """Dtype to which the logits of 16-bit operands are rounded, in forward and backward alike: "input", the operands'
+    dtype, as in an unfused model, or "float32", in which the matmul sums them, for three times the memory per chunk."""
 
     row_kernels: str = "auto"
-    """Which softmax kernels run, which are everything but the matmuls: "triton", "nvfuser" or "torch" (PyTorch's
-    operations), or "auto": the fastest that is installed and runs on the device. Neither Triton nor nvFuser runs
-    float64, or on a CPU; to ask for them there is an error."""
+    """The softmax kernels, which do everything but the matmuls: "triton", "nvfuser", "torch" (PyTorch's operations), or
+    "auto": the fastest ones that are installed and run on the device. Neither Triton's nor nvFuser's kernels run on a
+    CPU or in float64; choosing them there raises an error."""
 
     expected_gradient: float | None = None
-    """The upstream gradient that gradients in the forward are finished for, where it is not 1: such as the reciprocal
-    of the number of accumulation steps by which a training loop divides the loss. Another one is also right, but then
-    16-bit gradients are rounded once more. In a program that is compiled, that of its results: factors that follow a
-    loss which is fused are found by themselves; those behind a call of `linear_cross_entropy` are not."""
+    """The upstream gradient for which the forward finishes gradients, if it is not 1: such as the reciprocal of the
+    number of accumulation steps, if a training loop divides the loss by that number. Any other upstream gradient gives
+    right gradients, too, but rounds 16-bit ones once more. In a compiled program, it is the upstream gradient of the
+    program's results: factors that the program applies to a fused loss are found automatically, but those that it
+    applies to the result of `linear_cross_entropy` are not."""
 
     tune_products: bool | None = None
-    """Whether, on an NVIDIA GPU, large matmuls of 16-bit operands try the algorithms that cuBLAS proposes, and then run
-    with the fastest of those that give the same bits: the logits' with hidden sizes up to 2048, and what chunks of up
-    to 2048 tokens add to dW. That waits for the device, and takes up to a third of a second for each, once a process:
-    for the first two numbers of tokens in a chunk at once, for others when they come the thousandth time. None: on
-    Hopper, where it was measured what that gains. Without it, and while `torch.use_deterministic_algorithms` is on,
-    PyTorch's run."""
+    """Whether large matmuls of 16-bit operands on an NVIDIA GPU try the algorithms that cuBLAS proposes, and then use
+    the fastest of those that give the same bits. These are the matmuls of logits with hidden sizes up to 2048, and of
+    dW in chunks of up to 2048 tokens. A trial waits for the device and takes up to a third of a second, once per
+    process and number of tokens in a chunk: at once for the first two numbers, for others when they occur the
+    thousandth time. None: on Hopper GPUs only, where the gain was measured. Without it, and while
+    `torch.use_deterministic_algorithms` is on, PyTorch's choice of algorithm is used."""
 
     batch_invariant: bool = False
-    """Whether a token's log-probability and loss have the same bits in any batch, alone, in any chunk, with gradients
-    or without: as a policy's and its trainer's should. The logits' matmul then sums in an order that only V, H and the
-    dtype decide, and statistics are made apart from gradients. On a CPU for all operands; on CUDA for those in 16 bits,
-    with Triton's kernels, whose matmul of the logits takes about a seventh longer than cuBLAS's (H100). Devices,
-    numbers of threads and versions of libraries may differ."""
+    """Whether a token's log-probability and loss have the same bits alone, in any batch and in any chunk, with or
+    without gradients, as they should in a policy and its trainer. The order in which the logits' matmul sums then
+    depends only on V, H and the dtype, and statistics are computed separately from gradients. Available on a CPU for
+    all dtypes, and on CUDA for 16-bit operands with Triton's kernels, whose matmul of the logits takes about a seventh
+    longer than cuBLAS's (H100). Bits may differ between devices, numbers of threads and versions of libraries."""
 
     def __post_init__(self):
         for name in ("memory_budget", "chunk_rows", "expected_gradient"):
-            # NumPy's are no ints; one is a float, but Dynamo takes it for a tensor.
+            # NumPy's integers are no ints. Its float64 is a float, but Dynamo takes it for a tensor.
             object.__setattr__(self, name, plain(getattr(self, name)))
         budget, rows, factor = self.memory_budget, self.chunk_rows, self.expected_gradient
         if isinstance(factor, int) and not -(2**63) <= factor < 2**63:
@@ -143,7 +144,7 @@ class Options(PlainValues):
                 raise ValueError(f"{name} must be {expected}, but got {getattr(self, name)!r}")
 
     def has_float32_logits(self, dtype: torch.dtype) -> bool:
-        """Whether the logits of operands of `dtype` are wanted in a wider dtype than theirs."""
+        """Whether the logits of operands of `dtype` are kept in float32, which is wider."""
         return self.logits_dtype == "float32" and dtype.itemsize < 4
 
 
@@ -153,7 +154,7 @@ def _is_int(value: Any) -> TypeGuard[int]:
 
 _DEFAULTS = Options()
 FIELDS = "fields of thunder_flce.Options"
-"""What comes before their values where a tuple stands for an object."""
+"""First item of a tuple of field values that stands for an `Options` in a graph."""
 
 OPTIONS = tuple(field.name for field in fields(Options))
-"""The names of the fields."""
+"""Names of the fields of `Options`."""

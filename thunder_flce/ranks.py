@@ -1,4 +1,4 @@
-"""Calls of several ranks: who has which part of them, before the part of this rank runs."""
+"""Calls of several ranks: the agreement of the ranks and the part of this rank, before that part runs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -27,10 +27,10 @@ from thunder_flce.vocab_parallel import (
 def on_ranks(
     tensors: Mapping[str, Any], loss: Loss, options: Options, *, parallel: VocabParallel | None
 ) -> Callable[[], Sequence[Tensor]]:
-    """What runs a call, from tensors by name, not checked yet, and gives the loss and its outputs.
+    """Returns a function that runs a call of several ranks, and returns the loss and its outputs.
 
-    Errors that are raised here are of this rank alone, and `tell` tells the others; what is returned begins with the
-    agreement of the ranks.
+    The tensors are not checked yet. The returned function begins with the agreement of the ranks; errors that are
+    raised before it is called are errors of this rank alone, so the caller has to `tell` the other ranks.
     """
     if parallel is None:
         from thunder_flce.dtensor import on_mesh
@@ -39,7 +39,7 @@ def on_ranks(
     if is_traced(tensors.get("input")) and all(is_traced(it) for it in tensors.values() if isinstance(it, Tensor)):
         if has_dtensor([*tensors.values()]):
             raise NotImplementedError(ONLY_EAGER)
-        # They agree, and the arguments are checked, when the operator runs.
+        # The ranks agree, and the arguments are checked, when the operator runs.
         return partial(run, tensors, loss, options, ranks=as_literal(parallel))
     own = dict(tensors)
     for name, value in tensors.items():
@@ -61,42 +61,42 @@ def on_ranks(
 
 
 def _run_averaged(call: Call, options: Options) -> tuple[Tensor, ...]:
-    """The loss and its outputs with `VocabParallel.data_parallel`, of a call that the ranks have agreed on.
+    """Runs a call with `VocabParallel.data_parallel` that the ranks have agreed on; returns the loss and its outputs.
 
-    What comes before averages a rank's gradients over the ranks, as FSDP and DDP do, so what is differentiated is the
-    mean over ranks of their losses. That is a call with `sequence_parallel`, once all ranks have as many tokens: to
-    those with fewer, ignored ones are added.
+    FSDP and DDP average gradients over the ranks, so the loss to differentiate is the mean over ranks of their losses.
+    A call with `sequence_parallel` computes it if all ranks have equally many tokens, so ranks with fewer tokens are
+    padded with ignored ones.
     """
     check_call(call)
     assert call.shard is not None
     loss, shape, count = call.loss, call.shape, call.own_tokens
     ranks, most = call.shard.ranks, call.shard.most_tokens
-    # What is known of one number of tokens holds for others.
+    # Without the number of tokens, calls that differ only in it share their settings.
     shard = replace(call.shard, most_tokens=0)
 
     def padded(name: str, tensor: Any) -> Any:
-        """(most, ...) where the tensor has this rank's tokens."""
+        """Pads a tensor of this rank's tokens to (most, ...); returns others as they are."""
         if argument(name).role not in OF_TOKENS:
             return tensor
-        # A narrow dtype may not hold ignore_index.
+        # A narrow dtype might not hold ignore_index.
         given, fill = (tensor.long(), loss.ignore_index) if name == "target" else (tensor, 0)
         flat = given.reshape(count, *given.shape[len(shape) :])
         return torch.cat([flat, flat.new_full((most - count, *flat.shape[1:]), fill)]) if count < most else flat
 
     changed = {name: padded(name, tensor) for name, tensor in call.tensors.items()}
-    # The mean over the ranks divides by their number, too.
+    # The mean over ranks also divides by their number, so num_items includes it.
     if loss.reduction == "sum":
         loss, changed["num_items"] = loss_of(**asdict(loss) | {"reduction": "mean"}), float(ranks)
     elif (number := changed.get("num_items")) is not None:
         changed["num_items"] = (number.double() if isinstance(number, Tensor) else number) * ranks
 
     def own(result: Tensor) -> Tensor:
-        """Of a result with one number a token, those of this rank's tokens."""
+        """Drops the padding of a result with one number per token."""
         if not result.ndim:
             return result
-        # What the user may change in place must not be a view.
+        # The user may change the result in place, so it must not be a view.
         mine = result[:count].reshape(shape).clone()
-        # Of `result`, it would be called without a gradient, too, where another result has one.
+        # A hook on `result` would be called even without a gradient of it, if another result has one.
         if mine.requires_grad:
             mine.register_hook(lambda grad: grad / ranks)
         return mine

@@ -1,11 +1,11 @@
-"""Has thunder know of this package whichever of the two is imported first, without importing thunder.
+"""Registers this package with thunder, whichever of the two is imported first, without importing thunder.
 
-What thunder must know is the plugin "flce", the executor `flce`, and what a `linear_cross_entropy` in a traced program
-is. thunder asks nobody for these, so they have to be registered before it compiles anything.
+The plugin "flce", the executor `flce` and the symbol for `linear_cross_entropy` in traced programs are registered.
+thunder does not look for such packages, so this has to happen before it compiles anything.
 
 The import of lightning-thunder 0.2.6 and 0.2.7.dev20260201 looks up names that torch 2.13 to 2.15 no longer have, and
-registers what it finds; nothing that it traces later reads them from PyTorch. So they are there while thunder is
-imported, and gone afterwards: another library may ask PyTorch what it has.
+registers what it finds. Nothing that it traces later reads these names from PyTorch. So they exist only while thunder
+is imported: afterwards, other libraries may check which names PyTorch has.
 """
 
 import sys
@@ -24,7 +24,7 @@ THUNDER_VERSIONS = ">=0.2.6,<0.3"
 
 
 def register_with_thunder() -> None:
-    """Registers everything now, where thunder is imported already, or else right after its import."""
+    """Registers everything: now if thunder is imported already, otherwise right after its import."""
     when_imported("thunder", _register, within=_importable)
 
 
@@ -32,22 +32,22 @@ def _register() -> None:
     try:
         import thunder_flce.graph.plugin  # noqa: F401
     except Exception as error:
-        # thunder itself is fine, so its import, or ours, must not fail.
+        # This must fail neither the import of thunder, which is intact, nor that of this package.
         this = getattr(sys.modules["thunder"], "__version__", "this one")
         problem = f"{this} fails with {type(error).__name__}: {error}"
         message = f"thunder_flce works with lightning-thunder {THUNDER_VERSIONS}; {problem}"
         warnings.warn(message, stacklevel=2)
 
 
-# torch 2.13 has no named tensors; thunder lists their methods among the operations that it hands on to PyTorch.
+# torch 2.13 has no named tensors; thunder lists their methods among the operations that it passes on to PyTorch.
 _REMOVED_METHODS = ("align_as", "align_to", "has_names", "refine_names", "rename")
 
 
 @contextmanager
 def _importable() -> Iterator[None]:
-    """PyTorch has the names that the import of thunder looks up."""
+    """Gives PyTorch the names that the import of thunder looks up, for the duration of the context."""
     if "thunder.core" in sys.modules:
-        # What it registered is still there, so that it would fail for another reason now.
+        # The registrations of the failed import remain, so a second import would fail for a misleading reason.
         raise ImportError(
             "an earlier import of thunder has failed in this process. If its error names an attribute that "
             f"torch {torch.__version__} lacks, import thunder_flce before thunder"
@@ -55,7 +55,7 @@ def _importable() -> Iterator[None]:
     with ExitStack() as names:
         for name in _REMOVED_METHODS:
             if not hasattr(torch.Tensor, name):
-                # One for each name, since thunder tells operations apart by their functions.
+                # A separate object for each name, since thunder identifies operations by their functions.
                 method = mock.Mock(__name__=name)
                 names.enter_context(mock.patch.object(torch.Tensor, name, method, create=True))
         # Since torch 2.14, `Function.apply` is a builtin; thunder registers a rule for the function behind the method.

@@ -1,8 +1,8 @@
-"""From a Python function of one token's numbers to the text that the engine runs: `operation.pointwise`.
+"""Turns a token loss, a Python function of one token's numbers, into the text that the engine runs.
 
-In a program that Dynamo traces, the function is called with stand-ins, which note down what is done with them: Dynamo
-looks into that call as into any other, so that what the function reads, such as a global number, is guarded. The calls
-are repeated with tensors then.
+`operation.pointwise` writes the text. In a program that Dynamo traces, the function is called with stand-ins that
+record its operations. Dynamo traces into that call as into any other, so it adds guards for everything that the
+function reads, such as a global number. The recorded operations are then repeated with tensors.
 """
 
 import operator
@@ -21,18 +21,18 @@ from thunder_flce.operation.pointwise import VARIABLES, Handle, NotOfTokens, Rec
 
 
 def check_function(token_loss: Any) -> None:
-    """Raises a TypeError for what is neither a function nor the text that one has become."""
+    """Raises a TypeError if a token loss is neither a function nor the text of one."""
     is_text = isinstance(token_loss, str) and "; loss = " in token_loss
     if not callable(token_loss) and not is_text:
         raise TypeError(f"token_loss must be a function, but got {type(token_loss).__name__}")
 
 
 def token_loss_of(token_loss: Any, inputs: Sequence[Any]) -> TokenLoss:
-    """The loss that a function computes: `pointwise.written`, with its errors; the text of one stays as it is."""
+    """Returns the text of a token loss, as `pointwise.written` with its errors; returns a text as it is."""
     if torch.compiler.is_dynamo_compiling():
         _have_dynamo_trace_functions()
     if not hasattr(token_loss, "__self__"):
-        # Of what torch.compile has made of a function, that function.
+        # If torch.compile has wrapped the function, take the function itself.
         token_loss = getattr(token_loss, "_torchdynamo_inline", token_loss)
     check_function(token_loss)
     if not callable(token_loss):
@@ -57,7 +57,7 @@ def token_loss_of(token_loss: Any, inputs: Sequence[Any]) -> TokenLoss:
 
 @without_dynamo
 def _recorded(steps: tuple[Any, ...], result: str, dtypes: tuple[torch.dtype, ...]) -> tuple[TokenLoss, str]:
-    """The loss, or an error's text: Dynamo would take an error raised in here for one of its own."""
+    """Returns the text of the loss, or that of an error: Dynamo would take an error raised here for one of its own."""
 
     def value(argument: Any) -> Any:
         return handles.get(argument[1], Handle(argument[1])) if isinstance(argument, tuple) else argument
@@ -74,16 +74,16 @@ def _recorded(steps: tuple[Any, ...], result: str, dtypes: tuple[torch.dtype, ..
 
 
 class _Numbers:
-    """Stands for a tensor of one number a token. Plain Python, which Dynamo traces.
+    """Stand-in for a tensor of one number per token, in plain Python that Dynamo can trace.
 
-    Calls are noted down in `steps`; the result of each is named by its number.
+    It appends each call to `steps`; a call's result is named by the index of the step.
     """
 
     def __init__(self, steps: list[tuple[Any, ...]], name: str):
         self._steps, self._name = steps, name
 
     def _then(self, name: str, *args: Any, **kwargs: Any) -> "_Numbers":
-        """Notes down a call, of which this is an argument."""
+        """Records a call that has this stand-in among its arguments; returns a stand-in for the result."""
         by_name = tuple([(key, _noted(value)) for key, value in kwargs.items()])
         self._steps.append((name, tuple(map(_noted, args)), by_name, torch.is_grad_enabled()))
         return _Numbers(self._steps, str(len(self._steps) - 1))
@@ -109,7 +109,7 @@ class _Numbers:
         raise NotOfTokens("control flow that depends on a tensor, or a function of numbers, as those of math")
 
     def __getitem__(self, key: Any) -> Any:
-        raise NotOfTokens("indexing, item assignment, or a number of tokens, but there is one number a token")
+        raise NotOfTokens("indexing, item assignment, iteration or len(), but its tensors are one number per token")
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self[key]
@@ -141,23 +141,23 @@ def _noted(argument: Any) -> Any:
     if isinstance(argument, _Numbers):
         return ("", argument._name)
     if isinstance(argument, Tensor):
-        # In a program that is compiled, nobody would notice that it changes.
+        # A compiled program has no guard on the values of such a tensor.
         raise NotOfTokens("a tensor that is not among its arguments; give it to token_inputs")
-    # Symbolic numbers of Dynamo's become those that they are, and NumPy's Python's.
+    # Specialises Dynamo's symbolic numbers, and converts NumPy's to Python's.
     if isinstance(argument, int):
         return argument if isinstance(argument, bool) else operator.index(argument)
     return argument.__float__() if isinstance(argument, float | Real) else argument
 
 
 def _have_dynamo_trace_functions() -> None:
-    """Has Dynamo, of torch 2.10 and others, trace `~mask` of stand-ins, and find what torch.compile has compiled."""
+    """Adds to Dynamo, if its version lacks them as in torch 2.10: `~` of stand-ins, hasattr of compiled functions."""
     from torch._dynamo.variables import ConstantVariable, VariableTracker, WrapperUserFunctionVariable
     from torch._dynamo.variables.builtin import BuiltinVariable
     from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
     def call_invert(self: Any, tx: Any, operand: Any) -> Any:
         is_ours = isinstance(operand, UserDefinedObjectVariable) and operand.python_type() is _Numbers
-        # None leaves it to what else there is.
+        # For None, Dynamo tries its other handlers.
         return operand.call_method(tx, "__invert__", [], {}) if is_ours else None
 
     def has_attribute(self: Any, tx: Any, name: str) -> Any:

@@ -1,18 +1,19 @@
-"""The vocabulary divided among ranks: who has which part, and that all ranks mean the same call.
+"""The vocabulary divided among ranks: which rank has which part, and the check that all ranks make the same call.
 
-Ranks that disagree about a call would run another number of collectives, or with other sizes, and hang. So each call
-begins with a collective of fixed size, before any whose size depends on the call: every rank gives a hash of what it
-was given, and the few numbers in which ranks may differ, such as its rows of the weight. All ranks then have the same
-numbers of all ranks, and only these decide what comes next:
+Ranks that disagree about a call would run different collectives, or collectives of different sizes, and hang. So each
+call begins with an all-gather of fixed size, before any collective whose size depends on the call. Every rank
+contributes a hash of its arguments and the few numbers in which ranks may differ, such as its rows of the weight. Every
+rank then has the numbers of all ranks, and only these decide what comes next:
 
-- where all hashes are equal, what the ranks agree on is computed from the numbers alone; where the hashes of
-  devices differ, ranks tell each other their devices, too,
-- where hashes differ, or a rank has refused its arguments, all ranks tell each other the words, and all raise.
+- If all hashes are equal, the agreement is computed from the numbers alone. If hashes of devices differ, ranks also
+  exchange descriptions of their devices.
+- If hashes of arguments differ, or a rank has refused its arguments, all ranks exchange descriptions in words, and all
+  raise an error.
 
-No rank remembers earlier calls, so none can be wrong about what another one knows. The host waits for the numbers: for
-the other ranks where the group communicates on the CPU (gloo, also beside NCCL), and for the device where it is NCCL
-alone. While a CUDA graph is captured it cannot wait for a device. Such a call has to be one that the ranks agreed on
-before; that hashes are equal is then an assertion on the device, at each replay.
+No rank remembers earlier calls, so none can be wrong about what another rank knows. The host waits for the numbers: for
+the other ranks if the group communicates on the CPU (gloo, also beside NCCL), or for the device with NCCL alone. While
+a CUDA graph is captured, it cannot wait for the device. The ranks must then have agreed on such a call before, and an
+assertion on the device checks at each replay that the hashes are equal.
 """
 
 import ast
@@ -43,12 +44,12 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 ONLY_EAGER = (
-    "DTensors and VocabParallel.data_parallel work in eager calls only: torch.compile breaks the graph there, unless "
-    "with fullgraph=True; torch.export and thunder cannot trace them. Call linear_cross_entropy outside of such a "
-    "program, or with to_local() and another vocab_parallel"
+    "DTensors and VocabParallel.data_parallel work in eager calls only: torch.compile breaks the graph there, or fails "
+    "with fullgraph=True; torch.export and thunder cannot trace them. Call linear_cross_entropy outside of the traced "
+    "program, or pass to_local() of DTensors and a vocab_parallel without data_parallel"
 )
 
-# Any value but "" and "0" makes ranks compare the values of targets and of a tensor num_items, too.
+# Environment variable: any value but "" and "0" makes ranks also compare the values of target and of num_items.
 CHECK_EVERY_CALL = "THUNDER_FLCE_CHECK_RANKS"
 
 
@@ -57,53 +58,54 @@ class VocabParallel(PlainValues):
     """How the ranks of a group divide the vocabulary of `linear_cross_entropy`.
 
     Raises:
-        TypeError, ValueError: for a field that has no meaning; the message names it.
+        TypeError, ValueError: if a field has a wrong type or value; the message names it.
     """
 
     group: "ProcessGroup | DeviceMesh"
     """The ranks: a process group, or a device mesh of one dimension."""
 
     start: int | None = None
-    """The first row of the whole weight that this rank has. None, on all ranks: the parts follow each other in the
-    order of ranks. Parts may differ in size, and may be empty."""
+    """Index, in the whole weight, of the first row that this rank has. None, on all ranks: the parts follow each other
+    in the order of ranks. Parts may differ in size, and may be empty."""
 
     sequence_parallel: bool = False
-    """Whether input, target, token_weights and token_inputs are this rank's part of the tokens, in the order of ranks
-    and of equal size. Their loss is that of all tokens; with reduction "none", loss and outputs are those of this
-    rank's tokens. The input's gradient is that of this rank's part."""
+    """Whether input, target, token_weights and token_inputs are this rank's part of the tokens. Parts are in the order
+    of ranks and of equal size. The loss is that of all tokens; with reduction "none", the loss and the outputs are
+    those of this rank's tokens. The input's gradient is that of this rank's tokens."""
 
     data_parallel: bool = False
-    """Whether each rank has other tokens, as many as it likes, and the gradients of what comes before are averaged
-    over the ranks, as FSDP and DDP do. The loss is the mean over ranks of their losses, so that averaged gradients are
-    its own: input's gradient is that of this rank's loss, and linear_weight's is already averaged. "mean" is the mean
-    over the tokens of all ranks; with num_items, the same on all ranks, as `count_items` has it."""
+    """Whether each rank has tokens of its own, any number of them, and the gradients of the layers before are averaged
+    over the ranks, as by FSDP and DDP. The loss is the mean over ranks of their losses, so that averaged gradients are
+    its gradients: input's gradient is that of this rank's loss, and linear_weight's is averaged already. "mean" is the
+    mean over the tokens of all ranks; num_items, if given, is the same on all ranks, as `count_items` computes it."""
 
     input_grad: str = "reduced"
-    """"reduced": the gradient of input, and of the inputs of terms, is summed over the ranks. "partial": each rank gets
-    what its columns contribute, to be summed by whoever asked for it."""
+    """"reduced": the gradients of input and of the inputs of terms are summed over the ranks. "partial": each rank gets
+    the contribution of its columns, and the caller has to sum them."""
 
     input_grad_dtype: torch.dtype | None = None
-    """What it is summed in: None for float32 (float64 for float64), or input's dtype, which moves half as much."""
+    """Dtype in which the ranks sum the gradient of input: None for float32 (float64 for float64), or input's dtype,
+    which moves half as many bytes."""
 
     def __post_init__(self) -> None:
         group_of("group", self.group)
         if self.start is not None and (isinstance(self.start, bool) or not isinstance(self.start, int)):
             raise TypeError(f"start must be None or an int, but got {type(self.start).__name__}")
         if self.start is not None and not 0 <= self.start < 2**63:
-            raise ValueError(f"start must be a row of the whole weight, but got {self.start}")
+            raise ValueError(f"start must be the index of a row of the whole weight, but got {self.start}")
         flags = ("sequence_parallel", "data_parallel")
         for name, choices in (*((flag, (False, True)) for flag in flags), ("input_grad", ("reduced", "partial"))):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {choices}, but got {getattr(self, name)!r}")
         if self.sequence_parallel and self.data_parallel:
-            raise ValueError("sequence_parallel must be False with data_parallel: each says who has which tokens")
+            raise ValueError("sequence_parallel must be False with data_parallel: set only one of them")
         if self.divides_tokens and self.input_grad == "partial":
             name = flags[self.data_parallel]
             raise ValueError(f'input_grad must be "reduced" with {name}: each rank has tokens of its own')
 
     @property
     def process_group(self) -> "ProcessGroup":
-        """The ranks."""
+        """The process group of the ranks."""
         return group_of("group", self.group)
 
     @property
@@ -113,7 +115,7 @@ class VocabParallel(PlainValues):
 
     @classmethod
     def of(cls, vocab_parallel: Any) -> "VocabParallel":
-        """What `linear_cross_entropy` takes, or has put into a graph (`as_literal`)."""
+        """Returns the `VocabParallel` of an argument of `linear_cross_entropy`, or of a literal from `as_literal`."""
         if isinstance(vocab_parallel, str) and vocab_parallel.startswith("{"):
             return _from_literal(vocab_parallel)
         if isinstance(vocab_parallel, VocabParallel):
@@ -126,42 +128,43 @@ _FIELDS = tuple(field.name for field in fields(VocabParallel))
 
 
 class _Told(NamedTuple):
-    """What a rank tells the others in the first collective of a call, numbers of 64 bits."""
+    """A rank's contribution to the first collective of a call: 64-bit numbers."""
 
     digest: int = 0
-    """A hash of what has to be equal, or of the error of a rank that has refused its arguments"""
+    """Hash of everything that must be equal on all ranks, or of the error if the rank has refused its arguments"""
     rows: int = 0
-    """Of its part of the weight"""
+    """Rows of its part of the weight"""
     start: int = 0
     tokens: int = 0
-    """With `data_parallel`"""
+    """Number of its tokens, with `data_parallel`"""
     device: int = 0
-    """A hash of its device"""
+    """Hash of its device"""
 
 
-# Among numbers, what stands for None.
+# Stands for None in a `_Told`.
 _NONE = -1
 
-# By what this rank told, for captured CUDA graphs; None where it has not been the same each time.
+# Agreements of earlier calls, by this rank's contribution, for captured CUDA graphs. None if the same contribution has
+# led to different agreements.
 _agreed: "WeakKeyDictionary[ProcessGroup, dict[_Told, Shard | None]]" = WeakKeyDictionary()
 _REMEMBERED = 256
 
 
 def is_dtensor(value: Any) -> TypeGuard["DTensor"]:
-    """Whether it is a DTensor; where there is one, its module has been imported."""
+    """Whether a value is a DTensor. This imports nothing: if there is a DTensor, its module has been imported."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def has_dtensor(values: Sequence[Any]) -> bool:
-    """Whether there is a DTensor among them, or in lists and tuples, such as terms, among them."""
+    """Whether there is a DTensor among some values, or in lists and tuples, such as terms, among them."""
     if sys.modules.get("torch.distributed.tensor") is None:
         return False
     return any([has_dtensor(each) if isinstance(each, (list, tuple)) else is_dtensor(each) for each in values])
 
 
 def agreed_call(call: Call, vocab_parallel: str, options: Options) -> Call:
-    """A call in a graph with this rank's columns, once all ranks agree."""
+    """Has the ranks agree on a call in a graph; returns it with this rank's shard, checked."""
     parallel = VocabParallel.of(vocab_parallel)
     call = replace(call, shard=agreement_on(parallel, call, options)())
     check_call(call)
@@ -169,19 +172,18 @@ def agreed_call(call: Call, vocab_parallel: str, options: Options) -> Call:
 
 
 def agreement_on(parallel: VocabParallel, call: Call, options: Options) -> Callable[[], Shard]:
-    """What has all ranks agree on a call, each with its own description of it.
+    """Returns a function that has the ranks agree on a call; it compares their calls and returns this rank's `Shard`.
 
-    It gives this rank's `Shard`, with what all ranks know of the call, once it is clear that all mean the same one.
-    Until it is called, an error is of this rank alone, which `tell` tells the others.
+    Errors before that function is called are errors of this rank alone, so `tell` must tell the other ranks.
 
     Args:
         parallel: the ranks.
-        call: of tensors or specs, not checked yet. Of weights that are DTensors, ranks have parts. `needs_grad` is of a
-            program; in an eager call, operands require a gradient here and now.
-        options: the options.
+        call: a call of tensors or specs, not checked yet; a weight that is a DTensor has its rows divided among the
+            ranks. `needs_grad` is set for the call of a program; in an eager call, the operands' `requires_grad` holds.
+        options: the options of the call.
 
     Raises:
-        ValueError: for what differs between ranks, on all of them.
+        ValueError: on all ranks, by the returned function, if their calls differ; the message names the difference.
     """
     group, weight, input = parallel.process_group, call.tensors.get("linear_weight"), call.tensors.get("input")
     device = Device.of(weight.device) if is_tensor(weight) else None
@@ -219,7 +221,7 @@ def agreement_on(parallel: VocabParallel, call: Call, options: Options) -> Calla
 
 
 def tell(error: Exception, parallel: VocabParallel | None, weight: Any) -> None:
-    """Tells the ranks that are about to agree of an error of this rank's arguments, which they raise then."""
+    """Tells the other ranks, which wait for an agreement, of an error in this rank's arguments; they raise it, too."""
     group = None if parallel is None else parallel.process_group
     if group is None and is_dtensor(weight):
         at = next((at for at, placement in enumerate(weight.placements) if placement.is_shard(0)), None)
@@ -229,26 +231,26 @@ def tell(error: Exception, parallel: VocabParallel | None, weight: Any) -> None:
         _words_of_all(group, str(error))
 
 
-# What ranks exchange.
+# Exchange among ranks.
 
 
 def _digest(value: Any) -> int:
-    """A hash of 64 bits, the same in all processes."""
+    """Returns a 64-bit hash that is the same in all processes."""
     return int.from_bytes(blake2b(repr(value).encode(), digest_size=8).digest(), "big", signed=True)
 
 
 def _exchange_device(group: "ProcessGroup") -> torch.device:
-    """Where they do: the same on all ranks, whatever these were given."""
+    """Returns the device of exchanged numbers, which depends on the group alone, not on a rank's arguments."""
     return torch.device(dist.distributed_c10d._get_object_coll_device(group))
 
 
 def _is_capturing(group: "ProcessGroup") -> bool:
-    """Whether the host cannot wait for what ranks exchange, because a CUDA graph is being captured."""
+    """Whether the host cannot read the exchanged numbers, because a CUDA graph is being captured."""
     return _exchange_device(group).type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _gathered(group: "ProcessGroup", mine: Tensor) -> Tensor:
-    """(R, numbers) of all ranks."""
+    """Returns the numbers of all R ranks, (R, numbers)."""
     found = mine.new_empty(dist.get_world_size(group) * mine.numel())
     dist.all_gather_into_tensor(found, mine, group=group)
     return found.view(-1, mine.numel())
@@ -256,20 +258,20 @@ def _gathered(group: "ProcessGroup", mine: Tensor) -> Tensor:
 
 def _told_by_all(group: "ProcessGroup", told: _Told, device: torch.device | None = None) -> list[_Told]:
     where = _exchange_device(group)
-    # From pinned memory, so that the host waits only once.
+    # The copy from pinned memory is asynchronous, so that the host waits only once, for the result.
     mine = torch.tensor(told, device="cpu", pin_memory=where.type == "cuda")
     mine = mine.to(device if device is not None and device.type == where.type else where, non_blocking=True)
     return [_Told(*numbers) for numbers in _gathered(group, mine).tolist()]
 
 
 def _agreed_before(group: "ProcessGroup", told: _Told) -> Shard:
-    """What the ranks agreed on before. Each replay takes part in what other ranks may run eagerly."""
+    """Returns an earlier agreement. Each replay takes part in the collective, which other ranks may run eagerly."""
     shard = _agreed[group].get(told) if group in _agreed else None
     if shard is None:
         raise RuntimeError(
-            "ranks cannot agree on a new call of vocab_parallel while a CUDA graph is captured: make it once before, "
-            "without a graph. Where there are calls with two weights of which this rank has as many rows, and others "
-            'have not, give the process group a backend for CPUs, too, such as "cpu:gloo,cuda:nccl"'
+            "ranks cannot agree on a new call with vocab_parallel while a CUDA graph is captured: make the call once "
+            "before the capture. If this rank has equally many rows of two weights, but other ranks have not, create "
+            'the process group with a backend for the CPU, too, such as "cpu:gloo,cuda:nccl"'
         )
     mine = torch.stack([torch.full((), number, dtype=torch.int64, device=_exchange_device(group)) for number in told])
     is_same = (_gathered(group, mine)[:, 0] == told.digest).all()
@@ -306,11 +308,11 @@ def _raise_difference(words: list[Any]) -> NoReturn:
     raise AssertionError("ranks have described equal calls with different hashes")
 
 
-# A call in words.
+# Descriptions of calls.
 
 
 def _described(parallel: VocabParallel, call: Call, options: Options) -> dict[str, str]:
-    """What must be equal on all ranks, in words, by the name of the argument."""
+    """Describes everything that must be equal on all ranks, in words, by the names of arguments."""
     for name, value in call.tensors.items():
         check_is_dense(name, value)
     input = call.tensors.get("input")
@@ -337,7 +339,7 @@ def _described(parallel: VocabParallel, call: Call, options: Options) -> dict[st
         words[name] = f"{kind}{dtype} ({', '.join(map(str, shape))}) on {where}{gradient}"
         if is_dtensor(value):
             others[f"the placement of {name}"] = f"{value.placements} on {value.device_mesh}"
-    # The backward of a program begins with another agreement, for which eager ranks would not come.
+    # A compiled program agrees again in its backward; ranks that run eagerly would not take part.
     others["whether a program computes gradients"] = str(bool(call.needs_grad))
     settings = {name: getattr(parallel, name) for name in _FIELDS if name not in ("group", "start")}
     of_loss = {field.name: getattr(call.loss, field.name) for field in fields(call.loss)}
@@ -346,10 +348,10 @@ def _described(parallel: VocabParallel, call: Call, options: Options) -> dict[st
 
 
 def _values(parallel: VocabParallel, tensors: Mapping[str, Any]) -> dict[str, str]:
-    """Numbers in tensors that must be equal, too, in words: a NaN is not equal to itself."""
+    """Describes the values of tensors that must be equal on all ranks. In words, since a NaN does not equal itself."""
     target, number = tensors.get("target"), tensors.get("num_items")
     values = {}
-    # Neither of a DTensor nor of what stands for a tensor in a trace.
+    # Not for DTensors, and not for a trace's stand-ins for tensors, which have no values.
     if type(target) is Tensor and not parallel.divides_tokens:
         weights = torch.arange(1, target.numel() + 1, device=target.device)
         values["the values of target"] = str(int((target.reshape(-1).long() * weights).sum()))
@@ -359,16 +361,16 @@ def _values(parallel: VocabParallel, tensors: Mapping[str, Any]) -> dict[str, st
 
 
 def _rows(weight: Any) -> int:
-    """Rows of this rank's part of a weight, whatever it is."""
+    """Returns the number of rows in this rank's part of a weight; 0 if it is no tensor with rows."""
     local = weight.to_local() if is_dtensor(weight) else weight
     return local.shape[0] if is_tensor(local) and len(local.shape) else 0
 
 
-# The parts of the vocabulary.
+# Parts of the vocabulary.
 
 
 def _starts(all_rows: Sequence[int], starts: Sequence[int]) -> Sequence[int]:
-    """The first row of each rank's part."""
+    """Returns the first row of each rank's part, after a check of given ones."""
     if set(starts) == {_NONE}:
         return [sum(all_rows[:rank]) for rank in range(len(all_rows))]
     parts = sorted((start, start + rows) for start, rows in zip(starts, all_rows, strict=True) if rows)
@@ -377,8 +379,8 @@ def _starts(all_rows: Sequence[int], starts: Sequence[int]) -> Sequence[int]:
     given = ["None" if start == _NONE else str(start) for start in starts]
     of_ranks = ", ".join(f"{start} with {rows} rows" for start, rows in zip(given, all_rows, strict=True))
     raise ValueError(
-        f"start must be None on all ranks, or the parts must follow each other from row 0 without gap or overlap, but "
-        f"the ranks have {of_ranks}"
+        f"start must be None on all ranks, or the parts must cover the rows from 0 on without gap or overlap, but the "
+        f"ranks have {of_ranks}"
     )
 
 
@@ -404,11 +406,11 @@ def _shard(parallel: VocabParallel, loss: Loss, given: Sequence[_Told]) -> Shard
     )
 
 
-# A VocabParallel in a graph.
+# `VocabParallel` as a literal in a graph.
 
 
 def as_literal(vocab_parallel: Any) -> str:
-    """What `linear_cross_entropy` takes as a literal, for a graph; the group is given by its name.
+    """Returns the argument vocab_parallel of `linear_cross_entropy` as a literal for a graph, with the group's name.
 
     Raises:
         NotImplementedError: with `data_parallel`.
@@ -418,7 +420,7 @@ def as_literal(vocab_parallel: Any) -> str:
         return _as_literal(group=vocab_parallel)
     given = {name: getattr(vocab_parallel, name) for name in _FIELDS}
     if given["start"] is not None:
-        given["start"] = operator.index(given["start"])  # Dynamo may have a symbol for it.
+        given["start"] = operator.index(given["start"])  # In Dynamo it may be a symbol.
     return _as_literal(**given)
 
 
@@ -432,7 +434,7 @@ def _as_literal(**fields: Any) -> str:
     return repr({**changed, "group": parallel.process_group.group_name})
 
 
-# Dynamo does not look into it, but into its caller.
+# Dynamo calls this function with constants instead of tracing it; it does trace the caller.
 when_imported("torch._dynamo", lambda: torch.compiler.assume_constant_result(_as_literal))
 
 
@@ -444,15 +446,15 @@ def _from_literal(literal: str) -> VocabParallel:
 
 
 def group_of(name: str, group: Any) -> "ProcessGroup":
-    """The group that an argument names: it, or that of a device mesh.
+    """Returns the process group of an argument: the argument itself, or the group of a device mesh.
 
     Raises:
-        TypeError, ValueError: for what is no group of ranks; the message has the argument's name.
+        TypeError, ValueError: if the argument is no group of ranks; the message names it.
     """
     if dist.is_available() and isinstance(group, dist.DeviceMesh) and group.get_coordinate() is not None:
         if group.ndim != 1:
             raise ValueError(
-                f"{name} must be a device mesh of one dimension, but has {group.ndim}, {group.mesh_dim_names}: take "
+                f"{name} must be a device mesh of one dimension, but has {group.ndim}, {group.mesh_dim_names}: pass "
                 'one of them, such as mesh["tp"]'
             )
         group = group.get_group()

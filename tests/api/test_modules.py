@@ -261,19 +261,19 @@ WRONG_TYPES = {
     "linear must have no hooks": lambda: from_linear(
         _changed(nn.Linear(4, 9), lambda linear: linear.register_forward_hook(print))
     ),
-    "linear must have no hooks, which": lambda: _changed(
+    "linear must have no hooks: it is never": lambda: _changed(
         of(), lambda loss: loss.linear.register_full_backward_hook(print)
     )(*INPUTS),
-    "linear must be a torch.nn.Linear with the forward of torch.nn.Linear": lambda: from_linear(
+    "linear must be a torch.nn.Linear with the forward of that class": lambda: from_linear(
         _changed(nn.Linear(4, 9), lambda linear: setattr(linear, "forward", print))
     ),
-    "linear must have a plain weight": lambda: from_linear(nn.utils.parametrizations.weight_norm(nn.Linear(4, 9))),
+    "linear.weight must be a parameter": lambda: from_linear(nn.utils.parametrizations.weight_norm(nn.Linear(4, 9))),
     "linear must be a torch.nn.Linear .* but is Sequential": lambda: _changed(
         of(), lambda loss: setattr(loss, "linear", nn.Sequential())
     )(*INPUTS),
     # What has no loss.
     "model must be a torch.nn.Module, but got method": lambda: loss_only(Model().forward),
-    "the forward of Linear takes no labels, so it computes no loss; give": lambda: loss_only(nn.Linear(H, V)),
+    "the forward of Linear takes no labels, so it computes no loss; pass": lambda: loss_only(nn.Linear(H, V)),
     "the forward of NanoGPT takes no labels.*as labels=…": lambda: loss_only(NanoGPT()),
     "ThunderModule takes no labels.*before it is compiled": lambda: loss_only(thunder_flce.jit(Model())),
     "OptimizedModule takes no labels.*before it is compiled": lambda: loss_only(torch.compile(Model())),
@@ -291,7 +291,7 @@ WRONG_VALUES = {
     r"weight must be \(V,\) = \(9,\), class weights, but got \(9, 4\); to": lambda: of(weight=torch.ones(9, 4)),
     r"out_features must be \(\), but got \(3,\); give input as": lambda: of(out_features=(3,)),
     "reduction must be one of": lambda: of(reduction="avg"),
-    r"linear.weight must be .* = \(9, 4\), but \(10, 4\) was assigned": lambda: _changed(
+    r"linear.weight must be .* = \(9, 4\), but got \(10, 4\)": lambda: _changed(
         of(), lambda loss: setattr(loss.linear, "weight", nn.Embedding(10, 4).weight)
     )(*INPUTS),
     "model is a loss_only model already, with labels='labels', loss='loss'": lambda: loss_only(

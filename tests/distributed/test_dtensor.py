@@ -94,7 +94,7 @@ def test_tensor_parallel_inside_fully_shard():
         for outside, message in (
             (x.detach(), r"linear_weight must be on input's mesh, .*tp=2.*, but is on .*dp=2, tp=2.*fully_shard"),
             (on_both, r"linear_weight must be .*but is _StridedShard\(.* along 'dp'; redistribute .*fully_shard"),
-            (x.detach().to_local(), "input must be a DTensor where others are .*fully_shard"),
+            (x.detach().to_local(), "input must be a DTensor because others are .*fully_shard"),
         ):
             with pytest.raises((TypeError, ValueError), match=message):
                 linear_cross_entropy(outside, part.output.weight, labels[mine], num_items=num_items)
@@ -167,8 +167,8 @@ REFUSED = [
     ((Shard(0),), (R,), {"num_items": 9, "outputs": ("accuracy",)}, "outputs must not have 'accuracy', a mean over"),
     ((Shard(0),), (Shard(0),), {"target": torch.zeros(2, 4)}, r"target .*\(4, 8\), or .* rank's tokens, \(2, 8\), but"),
     ((R,), (Shard(0),), {"token_weights": torch.zeros(4, 5)}, r"token_weights must .*\(4, 8\), but got \(4, 5\)"),
-    ((R,), (Shard(0),), {"input": torch.zeros(4, 8, 8)}, "input must be a DTensor where .*linear_weight"),
-    ((R,), (Shard(0),), {"input": None}, "input must be a DTensor where .*linear_weight.* but got NoneType"),
+    ((R,), (Shard(0),), {"input": torch.zeros(4, 8, 8)}, "input must be a DTensor because .*linear_weight"),
+    ((R,), (Shard(0),), {"input": None}, "input must be a DTensor because .*linear_weight.* but got NoneType"),
     ((R,), (Shard(0),), {"linear_weight": torch.zeros(41, 8)}, r"linear_weight must be a DTensor .*fully_shard"),
     ((R,), (Shard(0),), {"linear_bias": torch.zeros(41)}, "linear_bias must be a DTensor"),
     ((R,), (Shard(0),), {"terms": [(torch.zeros(4, 8, 2),)]}, r"terms\[0\] must be a pair"),

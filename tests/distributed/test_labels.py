@@ -32,7 +32,7 @@ def test_labels_are_shifted_before_tokens_are_divided():
     for function in (shift_labels, count_items):
         with pytest.raises(TypeError, match="ignore_index must be an int, but got NoneType"):
             function(labels, None)
-    with pytest.raises(ValueError, match="labels must be"):
+    with pytest.raises(ValueError, match="labels must have at least one dimension"):
         shift_labels(torch.tensor(1))
     with pytest.raises(ValueError, match="torch.uint8, which cannot hold ignore_index, -100; pass labels.long()"):
         shift_labels(labels.byte())

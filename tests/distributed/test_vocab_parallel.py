@@ -203,7 +203,7 @@ def test_traced_programs():
             assert error(2 * compile_by(partial(linear_cross_entropy, **of_two))(*plain), exact) < 1e-12
         # DTensors among the terms alone have no meaning.
         of_term = tuple(distribute_tensor(torch.zeros(each, 2), mesh, [Replicate()]) for each in (37, 101))
-        with pytest.raises(TypeError, match=r"input must be a DTensor where others are \(terms\), but got Tensor"):
+        with pytest.raises(TypeError, match=r"input must be a DTensor because others are \(terms\), but got Tensor"):
             program = torch.compile(lambda x: linear_cross_entropy(x, case.weight, case.target, terms=[of_term]))
             program(case.x)
 
