@@ -1,1 +1,1 @@
-"""What is computed: the loss, its formulas and the checks of its arguments; no thunder, no Triton."""
+"""The operation: calls and their arguments, checks, and formulas of the losses; imports neither thunder nor Triton."""

@@ -1,7 +1,7 @@
 """A call of `linear_cross_entropy` or `linear_kl_divergence`: its tensors by name, each with a role.
 
-What is done with an argument follows from its role: how it is checked, cast and flattened, what ranks tell each other
-about it, which part of it a rank has, and whether it has a gradient. So a new argument is a line of `ARGUMENTS`.
+An argument's role decides how it is checked, cast and flattened, how ranks compare it, which part of it a rank has, and
+whether it has a gradient. So a new argument is a new line of `ARGUMENTS`.
 Legend: T tokens, H hidden size, V vocabulary, K targets a token.
 """
 
@@ -21,26 +21,26 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8")
 
 HIDDEN = "hidden"
-"""(..., H) a vector of each token, which a linear multiplies"""
+"""(..., H): a vector per token, the input of a linear"""
 COLUMN = "column"
-"""(V, H) or (V,) something of each column of the logits; ranks that divide the vocabulary have a part each"""
+"""(V, H) or (V,): a row or a number per column of the logits; each rank that divides the vocabulary has a part"""
 CLASS = "class"
-"""(V,) something of each column, whole on every rank"""
+"""(V,): a number per column of the logits, whole on every rank"""
 TOKEN = "token"
-"""(...) or (..., K) a number of each token, or of each of its targets"""
+"""(...) or (..., K): a number per token, or per target of a token"""
 SCALAR = "scalar"
-"""() one number"""
+"""(): one number"""
 OF_TOKENS = (HIDDEN, TOKEN)
-"""The roles of what has the tokens in its first dimensions"""
+"""Roles of arguments whose first dimensions are the tokens"""
 
 
 class Argument(NamedTuple):
-    """What is known of an argument before anybody calls."""
+    """Properties of an argument that hold for all calls."""
 
     role: str
     dtypes: tuple[str, ...] = FLOATS
     dtype_of: str | None = None
-    """The argument whose dtype it must have"""
+    """Name of the argument whose dtype this one must have"""
     differentiable: bool = False
 
 
@@ -60,31 +60,31 @@ ARGUMENTS = {
     "teacher_input": Argument(HIDDEN),
     "teacher_weight": Argument(COLUMN, dtype_of="teacher_input"),
 }
-"""By name. Items of the sequences `token_inputs` and `terms` are called token_inputs[0], terms[0].input and so on."""
+"""Arguments by name. Items of the sequences `token_inputs` and `terms` are named token_inputs[0], terms[0].input …"""
 
 
-# What both sequences are by default: most calls need not look into them.
+# Default of both sequences. Comparing by identity spares most calls from checking them.
 _EMPTY = ()
 
 
 @cache
 def argument(name: str) -> Argument:
-    """What is known of a tensor of a call, by its name."""
+    """Returns the properties of a tensor of a call, by its name."""
     base, bracket, rest = name.partition("[")
     return ARGUMENTS[base + rest.partition("]")[2] if bracket else name]
 
 
 @cache
 def are_of_tokens(names: tuple[str, ...]) -> tuple[bool, ...]:
-    """Which of some tensors, by their names, have something of each of the tokens."""
+    """Returns for each name whether that tensor's first dimensions are the tokens."""
     return tuple([argument(name).role in OF_TOKENS for name in names])
 
 
 def named_tensors(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors among the arguments of a function, by name: those that are given, in the order of `ARGUMENTS`.
+    """Returns the tensors among the arguments of a function, by name, in the order of `ARGUMENTS`, without None.
 
     Raises:
-        TypeError: for terms that are no pairs, or token_inputs that are no sequence.
+        TypeError: if terms are not pairs, or token_inputs is not a sequence.
     """
     found = {name: arguments[name] for name in ARGUMENTS if name in arguments and arguments[name] is not None}
     if (inputs := found.pop("token_inputs", _EMPTY)) is not _EMPTY:
@@ -96,7 +96,7 @@ def named_tensors(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked_token_inputs(inputs: Any) -> Sequence[Any]:
-    """token_inputs, if they are a sequence; raises `TypeError` otherwise."""
+    """Returns token_inputs; raises a `TypeError` if they are not a sequence."""
     if not _is_sequence(inputs):
         raise TypeError(f"token_inputs must be a sequence of tensors, but got {type(inputs).__name__}")
     return inputs
@@ -113,17 +113,17 @@ def _checked_pairs(terms: Any) -> Sequence[tuple[Any, Any]]:
 
 
 def _is_sequence(value: Any) -> bool:
-    # A `Spec` is a tuple, too.
+    # A `Spec` is a tuple, but stands for a tensor.
     return isinstance(value, Sequence) and not is_tensor(value)
 
 
 def is_tensor(value: Any) -> TypeGuard[Any]:
-    """Whether it is a tensor, a `Spec` or thunder's proxy."""
+    """Whether a value is a tensor, a `Spec` or thunder's proxy of a tensor."""
     return hasattr(value, "shape") and hasattr(value, "dtype") and hasattr(value, "requires_grad")
 
 
 class Spec(NamedTuple):
-    """What is known of a tensor without its numbers."""
+    """A tensor's properties without its values."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -132,7 +132,7 @@ class Spec(NamedTuple):
 
 
 class Linear(NamedTuple):
-    """One of the linears that the logits are a sum of, x Wᵀ: the names of its operands."""
+    """Names of the operands of x Wᵀ, one of the linears whose sum is the logits."""
 
     x: str
     weight: str
@@ -143,132 +143,132 @@ HEAD, TEACHER = Linear("input", "linear_weight"), Linear("teacher_input", "teach
 
 @dataclass(frozen=True, kw_only=True)
 class Shard(PlainValues):
-    """This rank's columns where ranks divide the vocabulary. They follow each other over the ranks, in any order."""
+    """This rank's columns if ranks divide the vocabulary. The ranks' parts are contiguous, in any order of ranks."""
 
     group: str
-    """The process group, by the name under which torch.distributed registers it."""
+    """Name under which torch.distributed registers the process group."""
     ranks: int
     rank: int
     start: int
-    """The first of this rank's columns."""
+    """First of this rank's columns."""
     columns: int
-    """How many it has; may be 0."""
+    """Number of this rank's columns; may be 0."""
     largest: int
-    """How many the rank with the most has."""
+    """Number of columns of the rank with the most."""
     vocab: int
-    """How many all ranks have together."""
+    """Number of columns of all ranks together."""
     reduces_input_grad: bool = True
-    """Whether dX is summed over the ranks; otherwise each returns what its columns contribute."""
+    """Whether dX is summed over the ranks; otherwise each rank returns the contribution of its columns."""
     float32_input_grad: bool = True
-    """Whether it is summed in float32 (float64 for float64) and rounded once."""
+    """Whether dX is summed in float32 (float64 for float64) and rounded once."""
     sequence_parallel: bool = False
-    """Whether each rank has a part of the tokens, too: equal parts, in the order of ranks."""
+    """Whether the ranks also divide the tokens, into equal parts in the order of ranks."""
     input_grad_factor: int = 1
-    """What the sum of dX over the ranks is multiplied by: their number, where others will average it."""
-    # What else ranks know once they have agreed. A trace does not carry it: its plan is made already.
+    """Factor of the sum of dX over the ranks: their number if data parallel training will average it, otherwise 1."""
+    # Further results of the ranks' agreement. A trace does not carry them, since its plan is made already.
     weight_rows: int = field(default=0, repr=False)
     """Rows of the whole weight."""
     device: Device | None = field(default=None, repr=False)
-    """The one of all ranks' with the least memory, so that all make one plan; None without a weight."""
+    """The rank's device with the least memory, so that all ranks make the same plan; None without a weight."""
     most_tokens: int = field(default=0, repr=False)
-    """Those of the rank with the most, with `data_parallel`."""
+    """Number of tokens of the rank with the most, with `data_parallel`."""
 
     @property
     def token_parts(self) -> int:
-        """Among how many ranks the tokens are divided."""
+        """Number of ranks that divide the tokens."""
         return self.ranks if self.sequence_parallel else 1
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Call:
-    """The tensors of a call, or what stands for them (`Spec`), and everything about it that is a plain value.
+    """The tensors of a call, or their `Spec`s, and everything about the call that is a plain value.
 
-    Calls of specs are equal where all of it is.
+    Calls of specs can be compared and hashed; all of this takes part.
     """
 
     tensors: Mapping[str, Any]
-    """By name, those that are given"""
+    """The given tensors, by name"""
     loss: Loss
     needs_grad: tuple[str, ...] = ()
-    """The names of the tensors whose gradient is needed, in their order"""
+    """Names of the tensors whose gradient is needed, in their order"""
     shard: Shard | None = None
-    """This rank's columns, where ranks divide the vocabulary"""
+    """This rank's columns, if ranks divide the vocabulary"""
 
     @classmethod
     def of_mean(cls, tokens: int, vocab: int, hidden: int, *, dtype: torch.dtype, device: torch.device) -> "Call":
-        """Specs of a plain mean loss with gradients of all."""
+        """Returns a call of specs: a mean loss without further arguments, with gradients of input and weight."""
         x, weight = Spec((tokens, hidden), dtype, device), Spec((vocab, hidden), dtype, device)
         tensors = {"input": x, "linear_weight": weight, "target": Spec((tokens,), torch.int64, device)}
         return cls(tensors=tensors, loss=Loss(), needs_grad=("input", "linear_weight"))
 
     def map(self, function: Callable[[str, Any], Any]) -> "Call":
-        """The same call with other tensors: `function` is given each one's name and the tensor."""
+        """Returns the same call with each tensor replaced by `function(name, tensor)`."""
         return replace(self, tensors={name: function(name, tensor) for name, tensor in self.tensors.items()})
 
     @cached_property
     def linears(self) -> tuple[Linear, ...]:
-        """The head first, then what is added to it, such as a low-rank adapter."""
+        """The head, then the terms that are added to it, such as a low-rank adapter."""
         names = [name for name in self.tensors if name.startswith("terms")]
         return (HEAD, *map(Linear, names[::2], names[1::2]))
 
     @property
     def token_inputs(self) -> tuple[Any, ...]:
-        """What the token loss reads, each (...)."""
+        """The further tensors that the token loss reads, each (...)."""
         return tuple(tensor for name, tensor in self.tensors.items() if name.startswith("token_inputs"))
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """The dtype of the head's operands."""
+        """Dtype of the head's operands."""
         return self.tensors["input"].dtype
 
     @cached_property
     def row_dtype(self) -> torch.dtype:
-        """The dtype of the loss and of everything that is one number a row."""
+        """Dtype of the loss and of all vectors with one number per row."""
         return torch.float64 if self.dtype is torch.float64 else torch.float32
 
     @cached_property
     def device(self) -> torch.device:
-        """The device of all tensors."""
+        """Device of all tensors."""
         return self.tensors["input"].device
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(...) of this rank's tokens."""
+        """Shape (...) of this rank's tokens."""
         return tuple(self.tensors["input"].shape[:-1])
 
     @cached_property
     def own_tokens(self) -> int:
-        """How many tokens this rank's input has."""
+        """Number of tokens in this rank's input."""
         return prod(self.shape)
 
     @cached_property
     def tokens(self) -> int:
-        """T, those of all ranks that divide the tokens."""
+        """T, the number of tokens of all ranks that divide them."""
         return self.own_tokens * (1 if self.shard is None else self.shard.token_parts)
 
     @cached_property
     def targets_per_token(self) -> int | None:
-        """K, with target weights; None for one target without."""
+        """K, with target weights; None without, for one target per token."""
         return self.tensors["target_weights"].shape[-1] if "target_weights" in self.tensors else None
 
     @property
     def weight_rows(self) -> int:
-        """Rows of the weights that are here."""
+        """Rows of this rank's weights."""
         return self.tensors["linear_weight"].shape[0]
 
     @cached_property
     def whole_vocab(self) -> int:
-        """V, the columns of the logits of all ranks."""
+        """V, the number of columns of the logits on all ranks."""
         return (self.loss.vocab_size or self.weight_rows) if self.shard is None else self.shard.vocab
 
     @cached_property
     def vocab(self) -> int:
-        """The columns of the logits that are computed here."""
+        """Number of columns of the logits on this rank."""
         return self.whole_vocab if self.shard is None else self.shard.columns
 
     @property
     def hidden(self) -> int:
-        """The hidden sizes of all linears together: what a logit is a sum of."""
+        """Sum of the hidden sizes of all linears: the number of products in a logit."""
         return sum(self.tensors[linear.x].shape[-1] for linear in self.linears)
 
     @cached_property
@@ -278,17 +278,17 @@ class Call:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of the gradients that are needed: what every method has to write."""
+        """Bytes of the needed gradients, which every method has to write."""
         return sum(prod(self.tensors[name].shape) for name in self.needs_grad) * self.dtype.itemsize
 
     @cached_property
     def ignores_rows(self) -> bool:
-        """Whether rows can be ignored at all."""
+        """Whether the call may have ignored rows."""
         return self.loss.ignores_rows or "token_weights" in self.tensors
 
     @property
     def largest_part(self) -> "Call":
-        """The call of the rank with the largest part of a divided vocabulary; the same on all ranks. Of specs."""
+        """The call, of specs, of a rank with the largest part of a divided vocabulary; the same on all ranks."""
         if self.shard is None:
             return self
         most = self.shard.largest
@@ -300,7 +300,7 @@ class Call:
         return replace(self.specs().map(widened), shard=shard)
 
     def specs(self, *, tokens: int | None = None) -> "Call":
-        """The same call without numbers; with `tokens`, of so many, in one dimension."""
+        """Returns the same call of specs; with `tokens`, of that number of tokens in one dimension."""
         own = len(self.shape)
 
         def spec(name: str, t: Any) -> Spec:
@@ -322,11 +322,14 @@ class Call:
         return hash(self._values)
 
     def flat(self) -> "Call":
-        """Tokens in one dimension, of all ranks where these have been gathered; numbers of tokens in the row dtype."""
+        """Returns the call with all tokens in one dimension, and numbers per token and scalars in the row dtype.
+
+        Numbers per token are those of all ranks, if ranks divide the tokens and these have been gathered.
+        """
         return self.with_tensors({name: self._flat(name, tensor) for name, tensor in self.tensors.items()})
 
     def with_tensors(self, tensors: Mapping[str, Any], **tokens: int) -> "Call":
-        """The same call with tensors of the same sizes, or other `tokens`: what is known already stays."""
+        """Returns the call with tensors of the same sizes, or another number `tokens`; keeps cached properties."""
         found = object.__new__(Call)
         found.__dict__.update(self.__dict__, tensors=tensors, **tokens)
         return found
@@ -334,9 +337,9 @@ class Call:
     def _flat(self, name: str, tensor: Any) -> Any:
         role, dtype = argument(name).role, tensor.dtype
         if role is HIDDEN:
-            # Not -1, which says nothing where there are no elements.
+            # Not -1, which is ambiguous if there are no elements.
             tensor = tensor if tensor.ndim == 2 else tensor.reshape(self.own_tokens, tensor.shape[-1])
-            # Of other rows, libraries would not add the bias before they round.
+            # For rows that are not contiguous, libraries would add the bias only after rounding.
             return tensor if tensor.stride(1) == 1 else tensor.contiguous()
         if role is TOKEN:
             last = 1 if self.targets_per_token is None or name not in ("target", "target_weights") else 2
@@ -348,7 +351,7 @@ class Call:
 
 
 def result_names(call: Call, plan: Any) -> tuple[str, ...]:
-    """What the forward of a call returns, in order: the loss, its outputs, and what the backward reads."""
+    """Returns the names of the forward's results, in order: the loss, its outputs, those that the backward reads."""
     names = ["loss", *call.loss.outputs]
     if plan.strategy == "loss_only":
         return tuple(names)
@@ -362,7 +365,7 @@ def result_names(call: Call, plan: Any) -> tuple[str, ...]:
 
 
 def result_specs(call: Call, plan: Any) -> dict[str, Spec]:
-    """What `result_names` names, of a call of tensors, fake ones or specs."""
+    """Returns the specs of the results in `result_names`; the call may be of tensors, fake tensors or specs."""
     rows, tokens = call.row_dtype, call.tokens
     operands = {gradient_name(name): call.tensors[name] for name in call.needs_grad}
 
@@ -382,7 +385,7 @@ def result_specs(call: Call, plan: Any) -> dict[str, Spec]:
             shape, dtype = plan.saved_logits_shape(call), plan.logits_dtype(call.dtype)
         else:
             operand = operands[name]
-            # dX for an upstream gradient of 1 at each row is rounded after it is multiplied.
+            # dX for upstream gradients of 1 is rounded only after the backward has multiplied its rows.
             shape, dtype = tuple(operand.shape), rows if call.loss.has_row_gradients else operand.dtype
         return Spec(shape, dtype, call.device)
 
@@ -391,7 +394,7 @@ def result_specs(call: Call, plan: Any) -> dict[str, Spec]:
 
 @cache
 def gradient_name(operand: str) -> str:
-    """What the gradient of an operand is called: such as dX, dW, db or dX1."""
+    """Returns the name of an operand's gradient, such as dX, dW, db or dX1."""
     if operand == "linear_bias":
         return "db"
     kind = "dX" if argument(operand).role == HIDDEN else "dW"
@@ -399,5 +402,5 @@ def gradient_name(operand: str) -> str:
 
 
 def operand_names(names: Iterable[str]) -> tuple[str, ...]:
-    """Of some names of tensors, those that may have a gradient: what the linears read of the student."""
+    """Returns those of some names whose tensors may have a gradient: the operands of the (student's) linears."""
     return tuple(name for name in names if argument(name).differentiable)

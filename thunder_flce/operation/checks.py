@@ -1,7 +1,7 @@
 """Checks of the arguments of a call, for tensors, `Spec`s and thunder's proxies alike.
 
-Dtypes, devices, shapes and what goes with what are checked here, when a program is traced and at the first call of each
-signature; the values of the targets are checked when the region runs. Legend as in `call`.
+Dtypes, devices, shapes and combinations of arguments are checked here, when a program is traced and at the first call
+of each signature. The values of the targets are checked when the region runs. Legend as in `call`.
 """
 
 import math
@@ -21,16 +21,16 @@ REDUCTIONS = ("mean", "sum", "none")
 
 
 def dtype_name(tensor: Any) -> str:
-    """A tensor's or proxy's dtype as a plain name, such as "bfloat16"."""
+    """Returns the dtype of a tensor or proxy as a plain name, such as "bfloat16"."""
     return str(tensor.dtype).split(".")[-1].rstrip("_").replace("bool8", "bool")
 
 
 def check_call(call: Call) -> None:
-    """Raises for arguments that have no meaning; of the tensors, num_items and expected_gradient may be numbers.
+    """Raises an error if an argument is wrong. num_items and expected_gradient may be numbers instead of tensors.
 
     Raises:
-        TypeError: for a dtype or a type that does not fit; the message names the argument and what was expected.
-        ValueError: for a shape, a device or a value that does not fit, likewise.
+        TypeError: for a wrong type or dtype; the message names the argument and the expected ones.
+        ValueError: for a wrong shape, device, value or combination of arguments, likewise.
     """
     loss, divergence = call.loss, call.loss.divergence
     others = ("target",) if divergence is None else ("teacher_input", "teacher_weight")
@@ -39,7 +39,7 @@ def check_call(call: Call) -> None:
     tensors = {name: tensor for name, tensor in given.items() if name not in numbers}
     for name in tensors:
         _check_tensor(name, tensors)
-    # V, where ranks have a part of the rows each.
+    # V, if each rank has a part of the rows.
     vocab = None if call.shard is None else call.shard.weight_rows
     _check_shapes({name: tuple(tensor.shape) for name, tensor in tensors.items()}, vocab)
     for name, tensor in tensors.items():
@@ -56,12 +56,12 @@ def check_call(call: Call) -> None:
 
 
 def check_scalar(name: str, number: Any) -> None:
-    """Raises for a number, given in place of a tensor, that an argument can't be."""
+    """Raises an error if an argument that is a number in place of a tensor must not be that number."""
     _check_number(name, number, _SCALAR_RULES[name], what=_NUMBER_OR_TENSOR)
 
 
 def check_is_dense(name: str, tensor: Any) -> None:
-    """Raises a TypeError for a nested tensor, which may have no shape to ask for, and for a sparse one."""
+    """Raises a TypeError for a nested tensor, whose shape may be undefined, and for a sparse tensor."""
     if getattr(tensor, "is_nested", False):
         raise TypeError(f"{name} must be a dense tensor, but is nested; pass torch.cat({name}.unbind())")
     if (layout := getattr(tensor, "layout", torch.strided)) is not torch.strided:
@@ -69,7 +69,7 @@ def check_is_dense(name: str, tensor: Any) -> None:
 
 
 def _check_tensor(name: str, tensors: Mapping[str, Any]) -> None:
-    """Type, dtype and device of one tensor; the input and the teacher's come before what is compared with them."""
+    """Checks type, dtype and device of one tensor; input and teacher_input first, since others are compared to them."""
     tensor, known = tensors[name], argument(name)
     check_is_dense(name, tensor)
     if not is_tensor(tensor):
@@ -82,7 +82,7 @@ def _check_tensor(name: str, tensors: Mapping[str, Any]) -> None:
         advice = "; pass mask.to(input.dtype)" if name.endswith("_weights") and dtype == "bool" else ""
         raise TypeError(f"{name} must have one of the dtypes {', '.join(known.dtypes)}, but got {dtype}{advice}")
     if known.dtype_of is not None and dtype != (expected := dtype_name(tensors[known.dtype_of])):
-        # Class weights are not an operand of a matmul, so they may be float32 where the operands have 16 bits.
+        # Class weights are not an operand of a matmul, so they may be float32 with 16-bit operands.
         if known.role != CLASS or dtype != "float32" or expected == "float64":
             raise TypeError(f"{name} must have {known.dtype_of}'s dtype, {expected}, but got {dtype}")
     device = tensors["input"].device
@@ -105,7 +105,7 @@ def _check_shapes(shapes: Mapping[str, tuple[int, ...]], whole_vocab: int | None
         raise ValueError(f"input's last dimension must be {as_in}, but input is {of_input}")
     has_k = "target_weights" in shapes
     if has_k and (of_target[:-1] != tokens or len(of_target) != len(of_input) or not of_target[-1]):
-        what = f"(..., K), input's shape with another last dimension, and K ≥ 1, but is {of_target}"
+        what = f"(..., K) with input's dimensions but the last, and K ≥ 1, but got {of_target}"
         raise ValueError(f"with target_weights, target must be {what}; input is {of_input}")
     of_role = {TOKEN: tokens, CLASS: (whole_vocab,), SCALAR: ()}
     of_name = {"linear_bias": (vocab,), **({"target": of_target, "target_weights": of_target} if has_k else {})}
@@ -122,7 +122,7 @@ def _check_shapes(shapes: Mapping[str, tuple[int, ...]], whole_vocab: int | None
         if len(of_weight) != 2 or of_weight[0] != vocab:
             size, advice = "h", ""
             if weight == "teacher_weight":
-                size, advice = "H'", "; where one of both is padded, slice it to the columns that both have"
+                size, advice = "H'", "; if one of both is padded, slice it to the rows that both have"
             raise ValueError(f"{weight} must be (V, {size}) with V = {vocab}, but got {of_weight}{advice}")
         if of_x != (expected := (*tokens, of_weight[1])):
             what = f"{expected}: input's shape with the last dimension of {weight}"
@@ -130,7 +130,7 @@ def _check_shapes(shapes: Mapping[str, tuple[int, ...]], whole_vocab: int | None
 
 
 def _check_needs_no_gradient(name: str, tensor: Any) -> None:
-    # The teacher's weight is a constant, whatever it requires; and so is its input where nothing is recorded.
+    # The teacher's weight is a constant, whatever its requires_grad; its input is one if nothing is recorded.
     if argument(name).differentiable or name == "teacher_weight" or not tensor.requires_grad:
         return
     advice = ""
@@ -138,11 +138,11 @@ def _check_needs_no_gradient(name: str, tensor: Any) -> None:
         if not torch.is_grad_enabled():
             return
         advice = "; compute it under torch.no_grad(), or pass teacher_input.detach()"
-    raise ValueError(f"{name} must not require a gradient: there is none with respect to it{advice}")
+    raise ValueError(f"{name} must not require a gradient: it gets none{advice}")
 
 
 def check_loss(loss: Loss, vocab: int) -> None:
-    """Raises for a loss that has no meaning where linear_weight has `vocab` rows; see `check_call`."""
+    """Raises an error if a field of a loss is wrong for a linear_weight with `vocab` rows, as `check_call` does."""
     if loss.reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {REDUCTIONS}, but got {loss.reduction!r}")
     up_to_vocab = f"be between 1 and the rows of linear_weight, {vocab}"
@@ -163,12 +163,12 @@ def check_loss(loss: Loss, vocab: int) -> None:
         raise ValueError(f"outputs must name each output once, but got {loss.outputs!r}")
     could_have_grad = [name for name in loss.outputs if name in DIFFERENTIABLE_OUTPUTS]
     if not isinstance(loss.detached, tuple) or any(name not in could_have_grad for name in loss.detached):
-        what = f"a tuple of outputs that could have a gradient, here {could_have_grad}"
+        what = f"a tuple of outputs that are differentiable, here {could_have_grad}"
         raise ValueError(f"detached must be {what}, but got {loss.detached!r}")
 
 
 def _check_what_goes_together(given: Collection[str], loss: Loss) -> None:
-    """Raises for what has no meaning with something else, or without it; `given` are the names of arguments."""
+    """Raises an error for arguments that do not go together, or need others; `given` are the names of arguments."""
     has_targets, has_weight, has_each_row = "target_weights" in given, "weight" in given, loss.reduction == "none"
     inputs = sum(name.startswith("token_inputs") for name in given)
     of_target = " and ".join(repr(name) for name in loss.outputs if name in ("log_prob", "accuracy"))
@@ -177,26 +177,26 @@ def _check_what_goes_together(given: Collection[str], loss: Loss) -> None:
         pointwise.check(loss.token_loss, inputs)
     wrong = (
         (needs_detached, 'outputs has "mean_logit", which gets no gradient with both weight and label_smoothing; pass '
-         'detached=("mean_logit",) where none is needed'),
-        ("num_items" in given and loss.reduction != "mean", 'num_items is what reduction "mean" divides by, in place '
-         f"of the number of valid targets; with reduction {loss.reduction!r} it has no meaning"),
-        (loss.target_rest and not has_targets, "target_rest is the rest of target_weights; without these it has no "
-         "meaning"),
-        (has_targets and has_weight, "weight has no meaning with target_weights: multiply these by the class weights "
-         "of the targets"),
-        (has_targets and loss.token_loss, "token_loss takes the place of the cross-entropy that target_weights belong "
-         "to"),
+         'detached=("mean_logit",) if none is needed'),
+        ("num_items" in given and loss.reduction != "mean", 'num_items must be None unless reduction is "mean", whose '
+         f"divisor it is, but reduction is {loss.reduction!r}"),
+        (loss.target_rest and not has_targets, "target_rest must be False without target_weights, whose rest it is"),
+        (has_targets and has_weight, "weight must be None with target_weights: multiply these by the class weights of "
+         "the targets"),
+        (has_targets and loss.token_loss, "token_loss must be None with target_weights, which belong to the "
+         "cross-entropy that it replaces"),
         (loss.target_rest and has_each_row, 'target_rest needs reduction "mean" or "sum"'),
         (has_targets and loss.label_smoothing, "label_smoothing must be 0 with target_weights, which are soft targets "
          "already"),
-        (has_targets and of_target, f"outputs must not have {of_target} with target_weights: a token has no target of "
-         "its own then"),
-        (inputs and not loss.token_loss, "token_inputs are what token_loss reads; without it they have no meaning"),
+        (has_targets and of_target, f"outputs must not have {of_target} with target_weights: a token has no single "
+         "target then"),
+        (inputs and not loss.token_loss, "token_inputs must be empty without token_loss, which reads them"),
         (loss.token_loss and has_each_row, 'token_loss needs reduction "mean" or "sum"; for a loss of each token, '
          f"apply it to the results of outputs={VARIABLES}"),
-        (loss.token_loss and has_weight, "weight belongs to the cross-entropy, in whose place token_loss is"),
-        (loss.token_loss and loss.label_smoothing, "label_smoothing belongs to the cross-entropy, in whose place "
-         "token_loss is"),
+        (loss.token_loss and has_weight, "weight must be None with token_loss, which replaces the cross-entropy that "
+         "it belongs to"),
+        (loss.token_loss and loss.label_smoothing, "label_smoothing must be 0 with token_loss, which replaces the "
+         "cross-entropy that it belongs to"),
     )  # fmt: skip
     for is_wrong, text in wrong:
         if is_wrong:
@@ -208,7 +208,7 @@ def _fits_64_bits(value: int) -> bool:
 
 
 _Rule = tuple[str, Callable[[Any], bool]]
-"""What a number must do, and whether it does"""
+"""A requirement of a number in words, which follow "must", and the predicate for it"""
 _FINITE: _Rule = ("be finite", math.isfinite)
 _NUMBER_OR_TENSOR = "a number or a tensor without dimensions"
 _SCALAR_RULES: dict[str, _Rule] = {
@@ -218,16 +218,16 @@ _SCALAR_RULES: dict[str, _Rule] = {
 
 
 def _check_number(name: str, value: Any, *rules: _Rule, kind: type = Real, what: str = "a number") -> None:
-    # A number, or what stands for one while a program is traced, but no bool.
+    # A number, or a tracer's symbol or proxy of one, but not a bool.
     is_symbol = isinstance(value, torch.SymInt | torch.SymFloat)
     of_value = value.node.pytype if is_symbol else getattr(value, "python_type", type(value))
     if not issubclass(of_value, kind) or of_value is bool:
         raise TypeError(f"{name} must be {'an int' if kind is Integral else what}, but got {type(value).__name__}")
-    # No tensor takes such an int, and perhaps no float.
+    # An int of more than 64 bits fits no tensor, and perhaps no float.
     if kind is Real and isinstance(value, int) and not _fits_64_bits(value):
         raise ValueError(f"{name} must be a float or fit 64 bits, but is an int of {value.bit_length()} bits")
     for expected, is_right in rules:
-        # The value of a proxy is not known, nor that of a symbol which stands for what a tensor holds.
+        # The value of a proxy is unknown, and so is that of a symbol for a tensor's value.
         is_known = value.node.has_hint() if is_symbol else isinstance(value, Real)
         if is_known and not is_right(value):
             raise ValueError(f"{name} must {expected}, but got {value}")

@@ -1,4 +1,4 @@
-"""Divergences of a student's distribution from a teacher's, row by row, as formulas.
+"""Formulas of the divergences of a student's distribution from a teacher's, for each row.
 
 For logits z of the student and z′ of the teacher, temperature τ and the rows' distributions
 
@@ -9,7 +9,7 @@ For logits z of the student and z′ of the teacher, temperature τ and the rows
     "jensen_shannon"   β KL(q‖m) + (1 − β) D, D = KL(p‖m)       dz = (1 − β) p (log(p / m) − D) / τ
 
 The last is the generalized Jensen-Shannon divergence of GKD (arXiv:2306.13649), with β as in TRL's `GKDTrainer` and in
-Liger's fused linear JSD: it weighs the teacher. Nothing is multiplied by τ².
+Liger's fused linear JSD: it weighs the teacher. The loss is not multiplied by τ².
 """
 
 import math
@@ -22,26 +22,26 @@ KINDS = ("forward", "reverse", "jensen_shannon")
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence(PlainValues):
-    """Which divergence."""
+    """Choice of a divergence, and its parameters."""
 
     kind: str = "forward"
     """One of `KINDS`"""
     beta: float = 0.5
-    """β, of "jensen_shannon" """
+    """β, for "jensen_shannon" only"""
     temperature: float = 1.0
     """τ"""
 
     @property
     def of_student(self) -> float:
-        """The weight of KL(p‖q), or of KL(p‖m), in the divergence."""
+        """Weight of KL(p‖q), or of KL(p‖m), in the divergence."""
         return {"forward": 0.0, "reverse": 1.0}.get(self.kind, 1 - self.beta)
 
     @property
     def of_teacher(self) -> float:
-        """The weight of KL(q‖p), or of KL(q‖m), in the divergence."""
+        """Weight of KL(q‖p), or of KL(q‖m), in the divergence."""
         return {"forward": 1.0, "reverse": 0.0}.get(self.kind, self.beta)
 
     @property
     def log_shares(self) -> tuple[float, float] | None:
-        """The logarithms of the weights of p and q in the mixture m; None where there is no mixture."""
+        """Logarithms of the weights of p and q in the mixture m; None if the divergence has no mixture."""
         return (math.log1p(-self.beta), math.log(self.beta)) if self.kind == "jensen_shannon" else None

@@ -1,6 +1,6 @@
-"""The operation: cross-entropy of a linear layer's output. What it computes, as formulas.
+"""Formulas of the operation, the cross-entropy of a linear layer's output.
 
-As PyTorch operations, for the mean over targets that are not ignored:
+In PyTorch's operations, the mean over targets that are not ignored is:
 
     def linear_cross_entropy(x, W, b, y, *, ignore_index, label_smoothing, scale, softcap, z_loss):
         u = F.linear(x, W, b).float() * scale
@@ -8,7 +8,7 @@ As PyTorch operations, for the mean over targets that are not ignored:
         loss = F.cross_entropy(u, y, ignore_index=ignore_index, label_smoothing=label_smoothing)
         return loss + z_loss * u.logsumexp(1)[y != ignore_index].square().mean()
 
-For the linear's output z (N, V), the logits u (N, V), the targets y (N,), class weights w (V,) (1 where there are
+For the linear's output z (N, V), the logits u (N, V), the targets y (N,), class weights w (V,) (1 if there are
 none), label smoothing ε and z-loss ζ:
 
     u = softcap · tanh(scale · z / softcap)                           scale · z without a softcap
@@ -17,33 +17,34 @@ none), label smoothing ε and z-loss ζ:
     z_term = ζ (m + l)²
     loss = (Σ cross_entropy) / D + (Σ z_term) / N     for "mean": D = Σ w_y, without class weights N; or both num_items
 
-A token loss f(log p_y, entropy, m + l, ū), with ū = Σ_v u_v / V, takes the place of the cross-entropy, whose g is then
-g f' in g_p, g_e, g_l and g_u.
+A token loss f(log p_y, entropy, m + l, ū), with ū = Σ_v u_v / V, replaces the cross-entropy. The upstream gradient g of
+the cross-entropy then contributes g times the derivatives of f to g_p, g_e, g_l and g_u.
 
-Token weights multiply each row's cross_entropy and z_term; then D is the sum of their products with w_y, N their sum.
-The first is `torch.nn.functional.cross_entropy`'s own definition. With g, g_z, g_p, g_e, g_l and g_u the upstream
-gradients of a row's cross-entropy, z term, log-probability, entropy, log-sum-exp and mean logit, the gradient of z is
+Token weights multiply each row's cross_entropy and z_term. D is then the sum of their products with w_y, and N is their
+sum. cross_entropy, and D without token weights, are as `torch.nn.functional.cross_entropy` defines them. Let g, g_z,
+g_p, g_e, g_l and g_u be the upstream gradients of a row's cross-entropy, z term, log-probability, entropy, log-sum-exp
+and mean logit. The gradient of z is
 
     dz_v = (p_v (A − g_e (u_v − m)) − C w_v − B [v = y]) · scale · (1 − (u_v / softcap)²)
     A = g ((1 − ε) w_y + ε/V Σ w) + 2 ζ g_z (m + l) − g_p + g_e E + g_l,   B = g (1 − ε) w_y − g_p,   C = g ε/V
     E = Σ_v p_v (u_v − m)
 
-and g_u / V is taken from C; w_v is 1 there without smoothing, and g_u 0 with both smoothing and class weights. So a
-kernel needs at most four numbers a row. With target weights q, a row has targets y_1 … y_K, and neither class
-weights nor smoothing:
+where g_u / V is subtracted from C; w_v is 1 in C w_v without smoothing, and g_u is 0 with both smoothing and class
+weights. So a kernel needs at most four numbers per row. With target weights q, a row has targets y_1 … y_K, and neither
+class weights nor smoothing:
 
     cross_entropy = Σ_k q_k (l − (u_{y_k} − m))
     A = g Σ_k q_k + 2 ζ g_z (m + l) + g_e E + g_l,   B [v = y] becomes Σ_k g q_k [v = y_k]
 
-With `target_rest`, what the weights leave of 1 is the weight of all other columns together, as of one class, whose
-probability is r. P sums over the columns that are targets, each once:
+With `target_rest`, all columns that are not targets form one more class. Its probability is r, and its weight q_r is
+what the weights q leave of 1. P is the set of the columns that are targets, each once:
 
     r = 1 − Σ_P p_v,  q_r = max(1 − Σ_k q_k, 0),   cross_entropy = Σ_k q_k (l − (u_{y_k} − m)) − q_r log r
     A = g (Σ_k q_k + q_r − q_r / r) + …,   B [v = y] becomes Σ_k g q_k [v = y_k] − g p_v q_r / r for v in P
 
-Everything is relative to m, so that the loss keeps its digits when all logits share a large offset. Kernels compute l
-as log1p of the sum without m's own 1, and p_y A − B as (p_y − 1) A + (A − B) with expm1, so that loss and gradient keep
-them where one column dominates.
+All terms are relative to m, so that the loss keeps its digits when all logits share a large offset. So that loss and
+gradient keep their digits if one column dominates, kernels compute l as log1p of the sum without m's own term, 1, and
+p_y A − B as (p_y − 1) A + (A − B) with expm1.
 
 The functions below are these formulas. Legend: N rows, V vocabulary.
 """
@@ -62,28 +63,28 @@ from thunder_flce.options import PlainValues
 
 @dataclass(frozen=True)
 class LogitMap:
-    """From the linear's output z to the logits u = softcap · tanh(scale · z / softcap)."""
+    """Maps the linear's output z to the logits u = softcap · tanh(scale · z / softcap)."""
 
     scale: float = 1.0
     softcap: float | None = None
     """None: u = scale · z"""
 
     def __call__(self, z: torch.Tensor) -> torch.Tensor:
-        """u; z itself where nothing changes it."""
+        """Returns u; z itself if there is neither a softcap nor a scale."""
         if self.softcap is not None:
             return torch.tanh(z * (self.scale / self.softcap)) * self.softcap
         return z if self.scale == 1 else z * self.scale
 
     def slope(self, z: torch.Tensor) -> torch.Tensor | None:
-        """1 − (u / softcap)², the factor of a softcap in the gradient; None without a softcap. `Loss` has the scale.
+        """Returns 1 − (u / softcap)², the softcap's factor of the gradient, without the scale; None without a softcap.
 
-        From z, as 1 / cosh², which keeps its digits where u is near the softcap.
+        It is computed from z as 1 / cosh², which keeps its digits for u near the softcap.
         """
         return None if self.softcap is None else (z * (self.scale / self.softcap)).cosh().square().reciprocal()
 
 
 class Row(NamedTuple):
-    """Numbers of each row of logits, (N,) each; None where the loss does not need them."""
+    """Statistics of rows of logits, (N,) each; None if the loss does not need them."""
 
     max: Any
     """m"""
@@ -92,25 +93,25 @@ class Row(NamedTuple):
     target_logit: Any
     """u_y; (N, K) with target weights"""
     moments: dict[str, Any]
-    """By their names in `moments.MOMENTS`"""
+    """Sums over the row, by their names in `moments.MOMENTS`"""
     argmax: Any | None = None
-    """The column of the largest logit"""
+    """Column of the largest logit"""
 
 
 @dataclass(frozen=True)
 class Output:
-    """Something of each row that can be returned beside the loss; 0 in ignored rows unless it says otherwise."""
+    """A result that can be returned with the loss, computed from each row's statistics."""
 
     of: Callable[[Row, int], Any]
-    """From the row and the number of columns."""
+    """Computes it from the row's statistics and the number of columns."""
     moments: tuple[str, ...] = ()
-    """Which sums over the row it needs, by their names in `moments.MOMENTS`."""
+    """Sums over the row that it needs, by their names in `moments.MOMENTS`."""
     is_index: bool = False
     """Whether it is a column of the vocabulary, int64."""
     is_mean: bool = False
-    """Whether it is the mean over the valid rows, of True and False, in place of something of each row."""
+    """Whether it is one number, the mean over the valid rows of whether the target is the argmax."""
     ignored: int | None = 0
-    """Its value in ignored rows; None where these are computed, too."""
+    """Value in ignored rows; None if ignored rows are computed, too."""
 
 
 OUTPUTS = {
@@ -124,14 +125,14 @@ OUTPUTS = {
     "log_sum_sq_probs": Output(lambda row, columns: torch.log(row.moments["sum_sq"]), ("sum_sq",)),
 }
 DIFFERENTIABLE_OUTPUTS = VARIABLES
-"""What a token loss may read: its gradient comes through these."""
+"""Outputs with a gradient. They are the variables of a token loss, whose gradient is computed through them."""
 NOTHING_IGNORED = -(2**62) - 1
-"""The `ignore_index` of losses that ignore nothing: a number of 64 bits that no program has for its own."""
+"""The `ignore_index` of losses that ignore nothing: a 64-bit number that no program uses as a target."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loss(PlainValues):
-    """Which loss: everything that is a plain value, as `functional.linear_cross_entropy` describes it."""
+    """All arguments of the loss that are plain values, as `functional.linear_cross_entropy` describes them."""
 
     written_always: ClassVar = ("reduction", "ignore_index")
 
@@ -144,27 +145,27 @@ class Loss(PlainValues):
     vocab_size: int | None = None
     outputs: tuple[str, ...] = ()
     detached: tuple[str, ...] = ()
-    """Outputs through which no gradient flows though it could, as of what is only logged."""
+    """Differentiable outputs through which no gradient flows, for example because they are only logged."""
     token_loss: TokenLoss = ""
-    """What each row adds to the loss in place of its cross-entropy; "" for that."""
+    """Function of a row that replaces its cross-entropy; "" for the cross-entropy."""
     target_rest: bool = False
-    """Whether what target weights leave of 1 is the weight of all other columns together."""
+    """Whether all other columns together have the weight that the target weights leave of 1."""
     divergence: Divergence | None = None
-    """Of a student from a teacher, in place of the cross-entropy."""
+    """Divergence of a student from a teacher that replaces the cross-entropy; None for the cross-entropy."""
 
     @cached_property
     def logit_map(self) -> LogitMap:
-        """From the linear's output to the logits."""
+        """The map from the linear's output to the logits."""
         return LogitMap(scale=self.logit_scale, softcap=self.softcap)
 
     @cached_property
     def maps_logits(self) -> bool:
-        """Whether the logits are others than the linear's output."""
+        """Whether the logits differ from the linear's output."""
         return self.softcap is not None or self.logit_scale != 1
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether there is nothing that asks more of a row than its statistics: smoothing, a z-loss, outputs.
+        """Whether the loss needs only a row's maximum, log-sum-exp and target logit: no smoothing and no other term.
 
         Then C is 0, and A and B are known before the statistics.
         """
@@ -173,35 +174,35 @@ class Loss(PlainValues):
 
     @cached_property
     def needs_gradients_in_forward(self) -> str | None:
-        """The field for which gradients can only be computed in the forward; None where they need not."""
+        """Name of the field that requires gradients to be computed in the forward; None if there is none."""
         return "token_loss" if self.token_loss else "target_rest" if self.target_rest else None
 
     @cached_property
     def differentiable_outputs(self) -> tuple[str, ...]:
-        """The outputs through which a gradient may flow."""
+        """Names of the outputs through which a gradient may flow."""
         if self.needs_gradients_in_forward:
             return ()
         return tuple(name for name in DIFFERENTIABLE_OUTPUTS if name in self.outputs and name not in self.detached)
 
     @cached_property
     def has_parallel_row_gradients(self) -> bool:
-        """Whether a row's gradients of all results are one vector times a number each: A = B, and C and g_e are 0."""
+        """Whether a row's gradients of all results are multiples of one vector: A = B, and C and g_e are 0."""
         others = set(self.differentiable_outputs) - {"log_prob"}
         return not (self.label_smoothing or self.z_loss or others or self.divergence)
 
     @cached_property
     def ignores_rows(self) -> bool:
-        """Whether there is a target that means that a row is ignored."""
+        """Whether there is a value of the target for which a row is ignored."""
         return self.ignore_index != NOTHING_IGNORED
 
     @cached_property
     def has_row_gradients(self) -> bool:
-        """Whether upstream gradients are one number a row, to be known before anything is summed over rows."""
+        """Whether upstream gradients are one number per row, which must be known before sums over rows."""
         return self.reduction == "none" or bool(self.differentiable_outputs)
 
     @cached_property
     def moments(self) -> tuple[str, ...]:
-        """The sums over each row that the loss and its outputs need, by their names in `moments.MOMENTS`."""
+        """Names in `moments.MOMENTS` of the sums over each row that the loss and its outputs need."""
         needed = [moment for name in self.outputs for moment in OUTPUTS[name].moments]
         needed += ["weighted_sum"] if self.label_smoothing else []
         needed += [moment for name in VARIABLES if uses(self.token_loss, name) for moment in OUTPUTS[name].moments]
@@ -209,29 +210,34 @@ class Loss(PlainValues):
 
     @cached_property
     def needs_argmax(self) -> bool:
-        """Whether each row's largest logit must be found by its column."""
+        """Whether the column of each row's largest logit is needed."""
         return any(OUTPUTS[name].is_index or OUTPUTS[name].is_mean for name in self.outputs)
 
     @cached_property
     def needs_every_row(self) -> bool:
-        """Whether something is asked for of ignored rows, too, so that they have to be computed."""
+        """Whether ignored rows have to be computed, because an output has their values, too."""
         return any(OUTPUTS[name].ignored is None for name in self.outputs)
 
     def cross_entropy(
         self, row: Row, columns: int, *, at_target: Any = None, total: Any = None, target_weights: Any = None,
         rest: "Rest | None" = None,
     ) -> Any:  # fmt: skip
-        """(N,) each row's cross-entropy over so many columns.
+        """Returns each row's cross-entropy, (N,).
 
-        With class weights, `at_target` is (N,) w_y; for smoothing, `total` is Σ w, without them `columns`. The weights
-        of K targets are (N, K), 0 for ignored ones.
+        Args:
+            row: statistics of the rows.
+            columns: number of columns.
+            at_target: (N,) w_y; None without class weights.
+            total: Σ w, or `columns` without class weights; needed for smoothing only.
+            target_weights: (N, K) weights of K targets, 0 for ignored ones.
+            rest: the columns that are not targets, with `target_rest`.
         """
         if target_weights is not None:
             of_targets = Row(row.max.unsqueeze(-1), row.log_sum.unsqueeze(-1), row.target_logit, {})
             value = (target_weights * self.cross_entropy(of_targets, columns)).sum(-1)
             return value if rest is None else value - rest.weight * torch.log(rest.probability)
-        # In this order the loss keeps its digits when all logits share a large offset. A kernel's softcap may differ
-        # from PyTorch's in its last digit, which must not make a loss negative.
+        # In this order, the loss keeps its digits when all logits share a large offset. It is clamped because a
+        # kernel's softcap may differ from PyTorch's in the last digit, which must not make a loss negative.
         value = row.log_sum - (row.target_logit - row.max).clamp(max=0)
         if at_target is not None:
             value = at_target * value
@@ -241,27 +247,27 @@ class Loss(PlainValues):
         return value
 
     def z_term(self, row: Row) -> Any | None:
-        """(N,) what the z-loss adds to each row; None without one."""
+        """Returns the z-loss of each row, (N,); None without a z-loss."""
         return self.z_loss * (row.max + row.log_sum).square() if self.z_loss else None
 
 
-# The largest float32 below 1: the probability of all columns but a row's targets is no less than what is left of it.
+# Upper bound of the sum of the targets' probabilities, the largest float32 below 1, so that the rest is not 0.
 _LARGEST_SUM = 1 - 2.0**-24
 
 
 class Rest(NamedTuple):
-    """All columns of a row but its targets, with `Loss.target_rest`."""
+    """The class of all columns of a row that are not targets, with `Loss.target_rest`."""
 
     probability: Any
     """(N,) r"""
     weight: Any
     """(N,) q_r"""
     of_targets: Any
-    """(N, K) p at each target, 0 for ignored ones and for further ones in the same column"""
+    """(N, K) p at each target, 0 for ignored targets and for repetitions of a column"""
 
     @classmethod
     def of(cls, row: Row, weights: Any, first: Any) -> "Rest":
-        """From the row, with u at its targets, their weights, and 1 for the first target in each column, (N, K)."""
+        """Returns the class of a row; `weights` and `first`, 1 for the first target in each column, are (N, K)."""
         log_probability = row.target_logit - row.max.unsqueeze(-1) - row.log_sum.unsqueeze(-1)
         of_targets = first * torch.exp(log_probability)
         total, weight = of_targets.sum(-1), weights.sum(-1)
@@ -270,24 +276,24 @@ class Rest(NamedTuple):
 
 
 class RowCoefficients(NamedTuple):
-    """What a row's gradient takes beside its logits and statistics, in the terms of the formula above."""
+    """Coefficients of a row's gradient in the formula above; the other inputs are its logits and statistics."""
 
     probability: Any
     """A"""
     one_hot: Any
-    """B; with target weights (N, K), of each target"""
+    """B; with target weights (N, K), one for each target"""
     uniform: Any | None = None
-    """C; None without label smoothing, and without an upstream gradient of the mean logit"""
+    """C; None without label smoothing and without an upstream gradient of the mean logit"""
     entropy: Any | None = None
-    """g_e; None where the entropy has no upstream gradient"""
+    """g_e; None without an upstream gradient of the entropy"""
 
 
 def row_coefficients(
     loss: Loss, upstream: Any, columns: int, *, at_target: Any, total: Any, target_weights: Any
 ) -> RowCoefficients:
-    """A, B and C as far as they follow from the upstream gradient of each row's cross-entropy, (N,), alone.
+    """Returns the terms of A, B and C that depend only on the upstream gradient of each row's cross-entropy, (N,).
 
-    The others are as for `Loss.cross_entropy`.
+    The other arguments are as for `Loss.cross_entropy`.
     """
     if target_weights is not None:
         return RowCoefficients(upstream * target_weights.sum(-1), upstream.unsqueeze(-1) * target_weights)
@@ -301,7 +307,7 @@ def row_coefficients(
 
 
 def rest_coefficients(upstream: Any, weights: Any, rest: Rest) -> tuple[Any, Any]:
-    """A and B with `Loss.target_rest`, as far as they follow from the upstream gradient of each row's cross-entropy."""
+    """Returns the terms of A and B with `Loss.target_rest` that have the upstream gradient of a row's cross-entropy."""
     ratio = rest.weight / rest.probability
     probability = upstream * (weights.sum(-1) + rest.weight - ratio)
     return probability, upstream.unsqueeze(-1) * (weights - ratio.unsqueeze(-1) * rest.of_targets)

@@ -1,15 +1,15 @@
-"""A loss of single tokens, such as GRPO's clipped ratio, in place of the cross-entropy.
+"""Token losses: pointwise functions, such as GRPO's clipped ratio, that replace the cross-entropy.
 
-    loss_t = f(log_prob_t, entropy_t, log_sum_exp_t, mean_logit_t, i0_t, …)     i: further tensors of one number a token
+    loss_t = f(log_prob_t, entropy_t, log_sum_exp_t, mean_logit_t, i0_t, …)    i: further tensors, one number per token
 
-f is a Python function of such tensors, made of PyTorch's operations that work element by element. It runs once on a few
-numbers; the operations of its value and of autograd's derivatives become a line of text, which operators carry and
-traces print. A ratio of probabilities times an advantage:
+f is a Python function of such tensors, made of PyTorch's pointwise operations. It is traced on tensors of a few tokens.
+The operations of its value and of autograd's derivatives become a line of text, which operators carry and traces print.
+For a ratio of probabilities times an advantage:
 
     f0 = aten.sub(log_prob, i0); f1 = aten.exp(f0); f2 = aten.mul(f1, i1); loss = f2; d_log_prob = f2
 
-So a chunk of rows is differentiated where its logits are, below autograd. All dtypes with fractions are one, that of
-the rows, which the text calls `row`, and for which float64 stands while a function is written down.
+With this text, a chunk of rows is differentiated while its logits exist, below autograd. All floating-point dtypes
+become one, the dtype of the rows. The text calls it `row`; while a function is traced, it is float64.
 """
 
 import copy
@@ -33,35 +33,35 @@ from torch.utils.weak import WeakIdRef
 from thunder_flce.importing import without_dynamo
 
 VARIABLES = ("log_prob", "entropy", "log_sum_exp", "mean_logit")
-"""What is known of a row, and has a gradient: outputs of `loss.OUTPUTS`."""
+"""Variables of a token loss: the outputs in `loss.OUTPUTS` that have a gradient."""
 
 TokenLoss = str
-"""The text; "" for the cross-entropy itself."""
+"""Text of a token loss; "" for the cross-entropy."""
 
 
 class NotOfTokens(Exception):
-    """Raised for what does not work element by element; names it."""
+    """Raised for an operation that is not pointwise; the message names it."""
 
 
 class Handle(str):
-    """The name of a tensor."""
+    """Name of a tensor in the text."""
 
 
 def input_name(number: int) -> str:
-    """What the further tensors are called."""
+    """Returns the name of a further tensor, by its index in token_inputs."""
     return f"i{number}"
 
 
 def not_of_tokens(problem: Exception) -> TypeError:
-    """The error for a function that is not made of operations on single tokens."""
-    needed = "must be made of PyTorch's operations on single tokens, since a chunk of tokens at a time is computed"
+    """Returns the error for a function that is not made of pointwise operations."""
+    needed = "must be made of PyTorch's operations on single tokens, since it runs on one chunk of tokens at a time"
     return TypeError(f"token_loss {needed}, but it has: {problem}")
 
 
 def names_asked_for(function: Callable[..., Any], inputs: int) -> list[str]:
-    """Which of the variables a function of so many inputs gets by name; a TypeError where it does not take these."""
+    """Returns the variables that a function takes by name; raises a TypeError if its signature does not fit."""
     if torch.compiler.is_dynamo_compiling() and isinstance(function, FunctionType):
-        # Of a function that is made in the program, Dynamo knows no signature.
+        # Dynamo has no signature of a function that the program defines.
         while hasattr(function, "__wrapped__"):
             function = function.__wrapped__
         code = function.__code__
@@ -71,13 +71,13 @@ def names_asked_for(function: Callable[..., Any], inputs: int) -> list[str]:
         by_name = [name for name in VARIABLES[2:] if name in signature.parameters]
         signature.bind(*range(2 + inputs), **dict.fromkeys(by_name))
     except (TypeError, ValueError) as error:  # A builtin function may have no signature.
-        of = f"log_prob, entropy and the {inputs} of token_inputs"
+        of = f"log_prob, entropy and the {inputs} tensors of token_inputs"
         raise TypeError(f"token_loss is called with {of}: {error}") from None
     return by_name
 
 
 def called(function: Callable[..., Any], arguments: Mapping[str, Any], by_name: Sequence[str]) -> Any:
-    """What a function returns, of its arguments by their names."""
+    """Calls a function with arguments given by name, of which it takes `by_name` as keywords; returns its result."""
     positional = [value for name, value in arguments.items() if name not in VARIABLES[2:]]
     return function(*positional, **{name: arguments[name] for name in by_name})
 
@@ -89,14 +89,14 @@ _TEXTS: dict[Any, TokenLoss] = {}
 
 @without_dynamo
 def written(function: Callable[..., Any], input_dtypes: Sequence[torch.dtype]) -> TokenLoss:
-    """The text of a function of (log_prob, entropy, *inputs), and of log_sum_exp and mean_logit if these are arguments.
+    """Returns the text of a function of (log_prob, entropy, *inputs), and of log_sum_exp or mean_logit if it has these.
 
-    It is kept while what the function reads is the same: numbers, tensors and functions, in globals, closures and
-    defaults, and PyTorch's default dtype. A function that reads other objects, such as a method's `self`, runs anew at
-    each call.
+    The text is cached by everything that the function reads: numbers, tensors and functions, in globals, closures and
+    defaults, and PyTorch's default dtype. A function that reads other objects, such as a method's `self`, is traced
+    again at each call.
 
     Raises:
-        TypeError: where it takes other arguments, or does what is no operation on single tokens.
+        TypeError: if the function takes other arguments, or has an operation that is not pointwise.
     """
     try:
         key = (*input_dtypes, torch.get_default_dtype(), _state(function, ()))
@@ -129,7 +129,10 @@ def _traced(function: Callable[..., Any], dtypes: Sequence[torch.dtype]) -> Toke
 
 
 def _state(value: Any, names: Sequence[str], depth: int = 8) -> Any:
-    """What a function reads, as something hashable; `names` are those in its code. A ValueError for what may change."""
+    """Returns everything that a function reads, as a hashable key; raises a ValueError for objects that may change.
+
+    `names` are the globals and attributes that its code names.
+    """
     kind = type(value)
     if kind in (bool, int, float, str, type(None), torch.dtype):
         return kind, repr(value)
@@ -156,7 +159,7 @@ def _state(value: Any, names: Sequence[str], depth: int = 8) -> Any:
 
 @lru_cache(1024)
 def _names(code: CodeType) -> tuple[str, ...]:
-    """The globals and attributes that are named in some code and in the functions that it makes."""
+    """Returns the globals and attributes that are named in a code object and in the functions that it defines."""
     inner = (name for each in code.co_consts if isinstance(each, CodeType) for name in _names(each))
     return tuple(dict.fromkeys((*code.co_names, *inner)))
 
@@ -164,72 +167,72 @@ def _names(code: CodeType) -> tuple[str, ...]:
 _NAME = re.compile(r"(?<![\w.'\"])[a-z_]\w*\b(?![\w.('\"=])")
 _COPIES = ("_to_copy", "clone", "detach", "alias", "lift_fresh", "lift_fresh_copy")
 _FREE = ("masked_fill", "where", "rsub", "floor_divide", "_local_scalar_dense")
-"""Of one number a token, too, though PyTorch does not say so."""
+"""Pointwise operations that lack PyTorch's tag `pointwise`"""
 _FACTORY = re.compile(r"(new_)?(full|zeros|ones)(_like)?|scalar_tensor|fill|zero")
-"""What gives the same number for all tokens."""
+"""Operations that return the same number for all tokens"""
 _IGNORED = ("device", "layout", "pin_memory", "memory_format", "non_blocking", "implicit")
 _WITH_NUMBER = ("where", "masked_fill", "add", "sub", "mul", "div", "pow", "eq", "ne", "lt", "le", "gt", "ge")
-"""Take a number in place of their last tensor."""
+"""Operations that take a number in place of their last tensor"""
 _NEUTRAL = {"mul": 1, "div": 1, "pow": 1, "add": 0, "sub": 0}
 
 
 def _in_order(name: Any) -> tuple[str, int, str]:
-    """By which names are sorted, those that end in numbers by these."""
+    """Returns a sort key of names that orders those ending in a number by that number."""
     return str(name).rstrip("0123456789"), len(str(name)), str(name)
 
 
 class Recorder(TorchDispatchMode):
-    """Writes down, as a `TokenLoss`, what is done with tensors of a few tokens, forward and backward.
+    """Records operations on tensors of a few tokens, forward and backward, and writes them as a `TokenLoss`.
 
-    `dtypes` are those of the further tensors.
+    `dtypes` are the dtypes of the further tensors.
     """
 
     def __init__(self, dtypes: Iterable[torch.dtype] = (), *, tokens: int = 2):
         super().__init__()
         self.values: dict[str, Any] = {}
-        """(tokens,) tensors, and what else `write` gave, by handle."""
+        """Tensors (tokens,) and other results of `write`, by handle."""
         self._tokens, self._is_backward = tokens, False
         self._lines: dict[str, Handle] = {}
-        """The name of what each expression gives."""
+        """Names of results, by expression."""
         self._known: dict[int, tuple[Tensor, Any]] = {}
-        """By the id of a tensor, which is kept so that no other has it: its name, or the number of all tokens."""
+        """By id of a tensor: the tensor, kept alive so that no other gets its id, and its name or constant value."""
         self._attached: dict[str, Handle] = {}
-        """By the name of what is detached: that of what it was."""
+        """Names of tensors before `detach`, by their names after it."""
         for name in VARIABLES:
             self._add(name, torch.float64)
         for dtype in dtypes:
             self.add_input(dtype)
 
     def copy(self) -> "Recorder":
-        """Another one that goes on from here."""
+        """Returns a recorder that continues from this state."""
         other = copy.copy(self)
         for name in ("values", "_lines", "_known", "_attached"):
             setattr(other, name, dict(getattr(self, name)))
         return other
 
     def add_input(self, dtype: torch.dtype) -> Handle:
-        """The name of one more tensor."""
+        """Adds a further tensor; returns its name."""
         return self._add(input_name(sum(name[0] == "i" for name in self.values)), dtype)
 
     def _add(self, name: str, dtype: torch.dtype) -> Handle:
         with _as_in_eager():
             tensor = self._tokens * torch.arange(1, self._tokens + 1)
             tensor = tensor.to(torch.float64 if dtype.is_floating_point else dtype)
-            # The clone is no leaf, of which PyTorch has errors of its own.
+            # A clone, since for leaves PyTorch would raise errors of its own.
             self.values[name] = tensor.requires_grad_().clone() if name in VARIABLES else tensor
         self._known[id(self.values[name])] = self.values[name], Handle(name)
         return Handle(name)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """While operations are written down."""
+        """Records operations while the context lasts."""
         with _as_in_eager(), self:
             yield
 
     def write(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, has_gradient: bool = True) -> Handle:
-        """The result of a function, method or attribute by its name, of arguments whose tensors are `Handle`s.
+        """Runs a function, method or attribute on arguments whose tensors are `Handle`s; returns the result's handle.
 
-        `NotOfTokens` for one that does not work element by element; `has_gradient` says whether gradients are on.
+        `has_gradient` says whether gradients are enabled. Raises `NotOfTokens` if the function is not pointwise.
         """
         given = [self.values[each] if isinstance(each, Handle) else each for each in args]
         by_name = {key: self.values[each] if isinstance(each, Handle) else each for key, each in kwargs.items()}
@@ -242,11 +245,11 @@ class Recorder(TorchDispatchMode):
         return handle
 
     def detached(self, handle: Handle) -> Handle:
-        """A tensor through which no gradient flows."""
+        """Detaches a tensor; returns the handle of the result."""
         return self.write("detach", (handle,), {})
 
     def finish(self, result: Any) -> TokenLoss:
-        """The text of the loss whose handle, or tensor, is given; `NotOfTokens` for one that is none of tokens."""
+        """Returns the text of the loss whose handle or tensor is given; raises `NotOfTokens` if it is not pointwise."""
         value = self.values[result] if isinstance(result, Handle) else result
         if not isinstance(value, Tensor):
             raise NotOfTokens(f"{type(value).__name__} as its result")
@@ -264,7 +267,7 @@ class Recorder(TorchDispatchMode):
                 outputs[f"d_{name}"] = each if is_name else self._line(f"aten.full_like({loss}, {each!r})")
         of_value, needed = self._reached([outputs["loss"]]), self._reached(outputs.values())
         lines: list[tuple[str, Any]] = [(name, text) for text, name in self._lines.items() if name in needed]
-        # First what the value alone needs.
+        # The lines that the value needs come first, so that it can be computed without the derivatives.
         lines.sort(key=lambda line: line[0] not in of_value)
         numbers = {name: f"f{number}" for number, (name, _) in enumerate(lines)}
         lines.insert(len(of_value.intersection(numbers)), ("loss", outputs.pop("loss")))
@@ -272,7 +275,7 @@ class Recorder(TorchDispatchMode):
         return _NAME.sub(lambda found: numbers.get(found[0], found[0]), text)
 
     def _derivatives(self, value: Tensor) -> dict[str, Any]:
-        """The names of the derivatives, or the numbers that they are."""
+        """Returns the derivatives by variable: names, or numbers if they are constant."""
         if not value.requires_grad:
             return {}
         variables, ones = [self.values[name] for name in VARIABLES], torch.ones_like(value)
@@ -284,7 +287,7 @@ class Recorder(TorchDispatchMode):
             self._is_backward = False
 
     def _reached(self, names: Iterable[Any]) -> set[str]:
-        """All names that some names depend on, with these."""
+        """Returns all names on which some names depend, including these."""
         needed = set(names)
         for text, name in reversed(self._lines.items()):
             if name in needed:
@@ -295,7 +298,7 @@ class Recorder(TorchDispatchMode):
         return self._lines.setdefault(text, Handle(f"t{len(self._lines)}"))
 
     def _name(self, tensor: Tensor) -> Any:
-        """A tensor's name, or the number that all tokens have."""
+        """Returns a tensor's name, or its value if that is constant."""
         if id(tensor) in self._known:
             name = self._known[id(tensor)][1]
             return self._attached.get(name, name) if self._is_backward else name
@@ -314,7 +317,7 @@ class Recorder(TorchDispatchMode):
         if is_mutable and not self._is_backward:
             raise NotOfTokens(f"{name}, which changes a tensor in place")
         name = name.removesuffix("_") if is_mutable else name
-        # 1 - tensor, in the derivatives of some operations, is empty_like, fill_ and sub_.
+        # The derivatives of some operations compute 1 - tensor by empty_like, fill_ and sub_.
         is_factory = _FACTORY.fullmatch(name) or (name == "empty_like" and self._is_backward)
         is_pointwise = torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
         if func.namespace != "aten" or not (is_pointwise or name in (*_COPIES, *_FREE) or is_factory):
@@ -332,7 +335,7 @@ class Recorder(TorchDispatchMode):
         else:
             is_same = name in _COPIES and out.dtype == given[0].dtype
             found = names[0] if is_same else self._expression(name, given, given | names, out.dtype)
-            if out.is_floating_point() and out.dtype != torch.float64:  # That of integers is PyTorch's default.
+            if out.is_floating_point() and out.dtype != torch.float64:  # Integers give PyTorch's default dtype.
                 found, out = self._line(f"aten._to_copy({found}, dtype=row)"), out.double()
             if not self._is_backward and (name == "detach" or not torch.is_grad_enabled()):
                 detached = self._line(f"aten.detach({found})")
@@ -341,7 +344,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _decomposed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result by other operations: some work element by element, though PyTorch does not say so."""
+        """Runs an operation by its decomposition, which may be pointwise though the operation is not tagged so."""
         from torch._decomp import decomposition_table
 
         try:
@@ -354,9 +357,9 @@ class Recorder(TorchDispatchMode):
         return found
 
     def _expression(self, name: str, given: Any, operands: dict[Any, Any], of: torch.dtype) -> Handle:
-        """The name of what an operation gives."""
+        """Adds a line for an operation, unless there is an equal one; returns the name of the result."""
         if name in ("add", "mul") and list(operands) == [0, 1]:
-            # Numbers last, and a product with exchanged factors is the same product.
+            # Puts operands in a fixed order, numbers last, so that a + b and b + a are the same expression.
             order = sorted((0, 1), key=lambda key: (not isinstance(operands[key], Handle), _in_order(operands[key])))
             operands, given = ({key: each[order[key]] for key in (0, 1)} for each in (operands, given))
         is_neutral = not isinstance(operands.get(1), Handle) and operands.get(1) == _NEUTRAL.get(name, math.nan)
@@ -368,7 +371,7 @@ class Recorder(TorchDispatchMode):
             is_last = key == len(operands) - 1 or (name == "where" and key == 1 and isinstance(operands[2], Handle))
             may_be_number = isinstance(each, Handle) or (name in _WITH_NUMBER and is_last)
             if isinstance(given[key], Tensor) and given[key].is_floating_point() and not has_fractions:
-                may_be_number = isinstance(each, Handle)  # A number makes fractions of PyTorch's default dtype.
+                may_be_number = isinstance(each, Handle)  # With a float, integers become PyTorch's default dtype.
             if isinstance(given[key], Tensor) and not may_be_number:
                 dtype = _literal(given[key].dtype)
                 cast = "" if dtype == _literal(given[like].dtype) else f", dtype={dtype}"
@@ -385,17 +388,17 @@ def _literal(value: Any) -> str:
     return str(value) if isinstance(value, Handle) else repr(value)
 
 
-# Whether there is a dispatch mode is one flag for all threads. Where two had theirs at once, it could stay set, and
-# nothing would be compiled any more.
+# PyTorch has one flag for all threads that says whether a dispatch mode is active. If two threads have a mode at once,
+# the flag may stay set, and nothing is compiled any more.
 _one_thread = threading.RLock()
 
 
 @contextmanager
 def _as_in_eager() -> Iterator[None]:
-    """No mode or hook of the caller's has a say in what is computed here; no other thread computes such a thing."""
+    """Disables the caller's modes and hooks, and excludes other threads, while the context lasts."""
     without_modes, autocast = _disable_current_modes(), torch.autocast("cpu", enabled=False)
     without_hooks = torch._C._autograd._saved_tensors_hooks_set_tracing
-    # Modes that see functions: that of a default device, and that by which torch.export notes what turns gradients on.
+    # Function modes: of a default device, and torch.export's, which records calls that enable or disable gradients.
     without_functions = torch._C.DisableTorchFunction()
     with _one_thread, without_functions, without_modes, torch.inference_mode(False), torch.enable_grad(), autocast:
         before = without_hooks(True)
@@ -431,24 +434,24 @@ _STATEMENT = re.compile(r"(f\d+|loss|d_[a-z_]+) = (aten\.\w+[^\W_]\([\w .,=+'-]*
 
 @lru_cache(256)
 def numbered(token_loss: TokenLoss) -> tuple[TokenLoss, list[int]]:
-    """The same with those further tensors alone that it reads, and which ones these are."""
+    """Renumbers the further tensors that a loss reads from 0 on; returns the text and their previous numbers."""
     read = sorted({int(name[1:]) for name in _NAME.findall(token_loss) if name[0] == "i" and name[1:].isdigit()})
     names = {input_name(number): input_name(at) for at, number in enumerate(read)}
     return _NAME.sub(lambda found: names.get(found[0], found[0]), token_loss), read
 
 
 def check(token_loss: Any, inputs: int) -> None:
-    """Raises a TypeError for what is no text of this module that reads at most so many further tensors."""
+    """Raises a TypeError if a text is not from this module, or reads more than `inputs` further tensors."""
     is_text = isinstance(token_loss, str) and "loss = " in token_loss
     if not is_text or not all(map(_STATEMENT.fullmatch, token_loss.split("; "))):
-        raise TypeError(f"token_loss must be a function, or what one has become, but it is {token_loss!r}")
+        raise TypeError(f"token_loss must be a function, or the text of one in a trace, but got {token_loss!r}")
     for number in numbered(token_loss)[1]:
         if number >= inputs:
-            raise TypeError(f"token_loss reads {input_name(number)}, which is not in token_inputs")
+            raise TypeError(f"token_loss reads token_inputs[{number}], but token_inputs has {inputs} tensors")
 
 
 def _value(token_loss: TokenLoss) -> TokenLoss:
-    """The part that the value is computed by."""
+    """Returns the part of the text that computes the value."""
     before, loss, after = token_loss.partition("loss = ")
     return before + loss + after.partition(";")[0]
 
@@ -460,18 +463,18 @@ def uses(token_loss: TokenLoss, variable: str) -> bool:
 
 
 def evaluate(token_loss: TokenLoss, values: Mapping[str, Tensor]) -> Tensor:
-    """(...) the loss of each token, from the values of all names that it reads."""
+    """Returns the loss of each token, (...), from the values of all names that the text reads."""
     return _compiled(_value(token_loss))(values)[0]
 
 
 def value_and_derivatives(token_loss: TokenLoss, values: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Any]]:
-    """As `evaluate`, and the derivatives with respect to each of `VARIABLES`; None where it has none."""
+    """Returns the loss of each token, as `evaluate`, and its derivatives by variable; None for a derivative of 0."""
     return _compiled(token_loss)(values)
 
 
 @lru_cache(256)
 def _compiled(token_loss: TokenLoss) -> Callable[[Mapping[str, Tensor]], Any]:
-    # Nothing is differentiated here. PyTorch's own bindings choose an overload in less time.
+    # The text is not differentiated, so `detach` is dropped. torch's own bindings choose an overload in less time.
     text = re.sub(r"aten\.detach\((\w+)\)", r"\1", token_loss)
     called = re.findall(r"aten\.(\w+)", text)
     aten = SimpleNamespace(
