@@ -54,7 +54,7 @@ _OPERATIONS_A_CYCLE = {
     (8, 0): 1640, (8, 6): 820, (8, 9): 820, (9, 0): 2600, (10, 0): 5300, (10, 3): 5300, (12, 0): 820, (12, 1): 820,
 }  # fmt: skip
 _GEFORCE_PART = 0.6
-# The same rates of one CPU thread, estimated.
+# Estimated rates of one CPU thread: operations and bytes per second.
 _THREAD_RATES = 50e9, 5e9
 
 

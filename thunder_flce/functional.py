@@ -90,7 +90,7 @@ def linear_cross_entropy(
         linear_weight: (V, H), input's dtype and device: the weight of the linear layer.
         target: (...) integers in [0, V), or ignore_index: each token's class. With target_weights, (..., K).
         linear_bias: (V,), input's dtype and device: the bias of the linear layer.
-        weight: (V,), input's dtype or float32: class weights. They get no gradient.
+        weight: (V,) class weights, of input's dtype, or float32 for 16-bit input. They get no gradient.
         reduction: "mean", which divides the sum by the number of valid tokens, or by the sum of their class weights if
             there are any; "sum"; or "none", one loss per token.
         ignore_index: targets with this value contribute neither to the loss nor to a gradient. It may lie in [0, V).
@@ -112,8 +112,8 @@ def linear_cross_entropy(
             Kullback-Leibler divergence KL(q‖p), which has the same gradients.
         target_rest: whether all columns that are not targets together form one more class, with the weight that
             target_weights leave of 1. This adds -(1 - Σ_k q_k) log(1 - Σ_k p_k) to a token's loss, or nothing if its
-            weights sum to 1 or more. The sum over p takes each target column once, and 1 - Σ_k p_k is at least 6e-8.
-            reduction must be "mean" or "sum". Gradients are computed in the forward, and outputs get none.
+            weights sum to 1 or more. The sum over p takes each target column once; 1 - Σ_k p_k is clamped to at least
+            6e-8. reduction must be "mean" or "sum". Gradients are computed in the forward, and outputs get none.
         token_loss: function whose value replaces a token's cross-entropy (its negative log-probability), such as GRPO's
             clipped ratio. Its arguments are the token's log-probability, its entropy and token_inputs. Parameters named
             log_sum_exp, as for a z-loss, or mean_logit, as for label smoothing, are passed by name. The function is

@@ -66,10 +66,12 @@ class Options(PlainValues):
     """Memory that the loss may take in addition to its gradients: bytes (int), or a fraction of the device's memory
     (float in (0, 1)). None: chunks are as small as they can be without costing more than 3% of the time, and take at
     most a twentieth of the device's memory, unless they have only 512 rows. Logits that the backward would compute
-    again are saved while they take at most 4 GiB and at most such a twentieth, free or not (never on a CPU)."""
+    again are saved while they take at most 4 GiB and at most such a twentieth (never on a CPU). How much memory is
+    free does not matter."""
 
     strategy: str | None = None
-    """One of `STRATEGIES`, or None to let the plan choose."""
+    """When gradients are computed: "gradients_in_forward"; "save_logits", in the backward from saved logits;
+    "recompute_logits", in the backward, which computes the logits again; or None to let the plan choose."""
 
     chunk_rows: int | None = None
     """Tokens in a chunk, or None to let the plan choose. Tokens whose logits are saved are one chunk, of any size."""

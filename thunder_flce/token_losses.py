@@ -28,7 +28,7 @@ def check_function(token_loss: Any) -> None:
 
 
 def token_loss_of(token_loss: Any, inputs: Sequence[Any]) -> TokenLoss:
-    """Returns the text of a token loss, as `pointwise.written` with its errors; returns a text as it is."""
+    """Returns the text of a token loss, by `pointwise.written` and with its errors; a text is returned as it is."""
     if torch.compiler.is_dynamo_compiling():
         _have_dynamo_trace_functions()
     if not hasattr(token_loss, "__self__"):

@@ -10,10 +10,10 @@ rank then has the numbers of all ranks, and only these decide what comes next:
 - If hashes of arguments differ, or a rank has refused its arguments, all ranks exchange descriptions in words, and all
   raise an error.
 
-No rank remembers earlier calls, so none can be wrong about what another rank knows. The host waits for the numbers: for
-the other ranks if the group communicates on the CPU (gloo, also beside NCCL), or for the device with NCCL alone. While
-a CUDA graph is captured, it cannot wait for the device. The ranks must then have agreed on such a call before, and an
-assertion on the device checks at each replay that the hashes are equal.
+An agreement does not depend on earlier calls, so no rank can be wrong about what another rank knows. The host waits for
+the numbers: for the other ranks if the group communicates on the CPU (gloo, also beside NCCL), or for the device with
+NCCL alone. While a CUDA graph is captured, it cannot wait for the device. The ranks must then have agreed on such a
+call before, and an assertion on the device checks at each replay that the hashes are equal.
 """
 
 import ast

@@ -8,8 +8,8 @@ In PyTorch's operations, the mean over targets that are not ignored is:
         loss = F.cross_entropy(u, y, ignore_index=ignore_index, label_smoothing=label_smoothing)
         return loss + z_loss * u.logsumexp(1)[y != ignore_index].square().mean()
 
-For the linear's output z (N, V), the logits u (N, V), the targets y (N,), class weights w (V,) (1 if there are
-none), label smoothing ε and z-loss ζ:
+For the linear's output z (N, V), the logits u (N, V), the targets y (N,), class weights w (V,) (1 if there are none),
+label smoothing ε and z-loss ζ:
 
     u = softcap · tanh(scale · z / softcap)                           scale · z without a softcap
     m = max_v u_v,  l = log Σ_v exp(u_v − m),  p_v = exp(u_v − m − l)

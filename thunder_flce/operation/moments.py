@@ -32,6 +32,6 @@ MOMENTS = {
     # Σ p²
     "sum_sq": _sum_sq,
 }
-"""Functions from (u - m, u - m made finite, p, w) of a column to its summand. Only `+`, `-`, `*` and numbers, so that
-Triton can compile them. For a logit of -inf, the second argument is the lowest finite number, since p = 0 times that is
-0."""
+"""Functions from (u - m, u - m made finite, p, w) of a column to its summand. They use only `+`, `-`, `*` and numbers,
+since Triton compiles them. For a logit of -inf, the second argument is the lowest finite number, and p = 0 makes it 0.
+"""

@@ -40,7 +40,7 @@ TokenLoss = str
 
 
 class NotOfTokens(Exception):
-    """Raised for an operation that is not pointwise; the message names it."""
+    """Raised if a function is not made of pointwise operations; the message names the cause."""
 
 
 class Handle(str):
@@ -82,7 +82,7 @@ def called(function: Callable[..., Any], arguments: Mapping[str, Any], by_name: 
     return function(*positional, **{name: arguments[name] for name in by_name})
 
 
-# From a function to its text.
+# Tracing a function to its text.
 
 _TEXTS: dict[Any, TokenLoss] = {}
 
@@ -427,7 +427,7 @@ def _result_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     raise NotOfTokens(name)
 
 
-# Running.
+# Running a text.
 
 _STATEMENT = re.compile(r"(f\d+|loss|d_[a-z_]+) = (aten\.\w+[^\W_]\([\w .,=+'-]*\)|\w+)")
 
