@@ -286,7 +286,7 @@ def run_by(monkeypatch, plan: Plan) -> None:
     for module in (calls, operators):
         monkeypatch.setattr(module, "plan_for", lambda *_, **__: plan)
     # Where plans of earlier calls are kept.
-    monkeypatch.setattr(calls, "_known", {})
+    monkeypatch.setattr(calls, "_settings_cache", {})
 
 
 def poison_memory(set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:

@@ -21,11 +21,11 @@ from thunder_flce.operation.loss import Loss
 from thunder_flce.operators import Settings, is_traced, is_watched, plan_for, planned_tokens
 from thunder_flce.options import Options, plain
 
-_known: dict[Any, Settings] = {}
-"""Settings of direct calls that were checked and planned before. The key is `_kind` of the tensors, the loss's id and
-the other arguments of `run`. The settings keep the loss alive, so that no other object gets its id."""
-_MOST_KNOWN = 4096
-_PLAIN = (Tensor, torch.nn.Parameter)
+_settings_cache: dict[Any, Settings] = {}
+"""Settings of direct calls that were checked and planned before. The key is `_cache_key` of the tensors, the loss's id
+and the other arguments of `run`. The settings keep the loss alive, so that no other object gets its id."""
+_MOST_CACHED = 4096
+_PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 """Tensor types that the engine may take without the dispatcher; subclasses may have a `__torch_dispatch__`"""
 
 
@@ -44,37 +44,37 @@ def run(
     """
     tensors = with_tensors(arguments)
     # Inside transforms of torch.func, `requires_grad` does not tell whether an outer transform needs the gradient.
-    key = None if torch._C._are_functorch_transforms_active() else _kind(tensors)
+    key = None if torch._C._are_functorch_transforms_active() else _cache_key(tensors)
     if key is not None:
         # By id, since an equal loss may have a number of another type, which has to be checked.
         key = (key, id(loss), options, ranks, torch.is_grad_enabled())
-    settings = _known.get(key)
+    settings = _settings_cache.get(key)
     if settings is None:
         settings = _prepared(tensors, loss, options, ranks=ranks)
         if settings.options is not None:  # The operator makes the plan.
             key = None
         if key is not None:
-            if len(_known) >= _MOST_KNOWN:
-                _known.clear()
-            _known[key] = settings
+            if len(_settings_cache) >= _MOST_CACHED:
+                _settings_cache.clear()
+            _settings_cache[key] = settings
     is_direct = key is not None and not is_watched()
     return differentiable_forward(settings, [*tensors.values()], is_direct=is_direct)[: 1 + len(loss.outputs)]
 
 
-def _kind(tensors: Mapping[str, Any]) -> tuple[Any, ...] | None:
+def _cache_key(tensors: Mapping[str, Any]) -> tuple[Any, ...] | None:
     """Returns a key of a call's tensors: their names, dtypes, devices and sizes, with the planned number of tokens.
 
     None if the engine cannot run without the dispatcher: if a value is not a tensor, or is a meta, a nested or a
     negated tensor, or a subclass; and None if a tensor does not have the input's tokens.
     """
     input = tensors.get("input")
-    if input is None or type(input) not in _PLAIN or input.is_nested:
+    if input is None or type(input) not in _PLAIN_TENSORS or input.is_nested:
         return None
     names, dimensions = tuple(tensors), input.ndim - 1
     tokens = input.shape[:dimensions]
     found = [names, dimensions, planned_tokens(tokens.numel())]
     for value, is_of_tokens in zip(tensors.values(), are_of_tokens(names), strict=True):
-        if type(value) not in _PLAIN or value.is_nested or value.is_meta or value.is_neg():
+        if type(value) not in _PLAIN_TENSORS or value.is_nested or value.is_meta or value.is_neg():
             return None
         shape = value.shape
         if is_of_tokens:
@@ -150,13 +150,13 @@ def with_tensors(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
     return found
 
 
-_loss = lru_cache(maxsize=_MOST_KNOWN, typed=True)(Loss)
-_AS_THEY_ARE = frozenset((int, float, bool, str, tuple, type(None)))
+_loss = lru_cache(maxsize=_MOST_CACHED, typed=True)(Loss)
+_PLAIN_TYPES = frozenset((int, float, bool, str, tuple, type(None)))
 
 
 def loss_of(**fields: Any) -> Loss:
     """Returns the loss with these fields: the same object for equal fields of the same types."""
-    if not _AS_THEY_ARE.issuperset(map(type, fields.values())):
+    if not _PLAIN_TYPES.issuperset(map(type, fields.values())):
         fields = {name: plain(value) for name, value in fields.items()}
     try:
         return _loss(**fields)

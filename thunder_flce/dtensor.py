@@ -59,7 +59,7 @@ def local_weight(name: str, value: DTensor, parallel: VocabParallel) -> Tensor:
             f"{name} must be Shard(0) over the ranks of vocab_parallel and no others, but is {value.placements} on "
             f"{mesh}"
         )
-    return _arrived(value.to_local())
+    return _waited(value.to_local())
 
 
 def on_mesh(tensors: Mapping[str, Any], loss: Loss, options: Options) -> Callable[[], tuple[Tensor, ...]]:
@@ -146,7 +146,7 @@ def _tokens_part(name: str, tensor: Tensor, input: DTensor, own: torch.Size, las
     return _local(tensor, input.placements)
 
 
-class _Arrival(torch.autograd.Function):
+class _Wait(torch.autograd.Function):
     """Waits for the result of an asynchronous collective."""
 
     @staticmethod
@@ -220,9 +220,9 @@ def _check_even(input: DTensor, at: int) -> None:
 
 def _local(tensor: DTensor, placements: Placements, grads: Placements | None = None) -> Tensor:
     """Returns this rank's part of a tensor in `placements`; `grads` are the placements of the part's gradient."""
-    return _arrived(tensor.redistribute(placements=placements).to_local(grad_placements=grads))
+    return _waited(tensor.redistribute(placements=placements).to_local(grad_placements=grads))
 
 
-def _arrived(tensor: Tensor) -> Tensor:
+def _waited(tensor: Tensor) -> Tensor:
     """Returns a plain tensor; waits for an asynchronous collective."""
-    return _Arrival.apply(tensor) if isinstance(tensor, AsyncCollectiveTensor) else tensor
+    return _Wait.apply(tensor) if isinstance(tensor, AsyncCollectiveTensor) else tensor

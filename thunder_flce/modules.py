@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
 
 # Dynamo cannot trace `fields`. token_loss is a function here, but a text in `Loss`.
-_OF_LOSS = tuple(field.name for field in fields(Loss) if field.name not in ("token_loss", "divergence"))
+_LOSS_FIELDS = tuple(field.name for field in fields(Loss) if field.name not in ("token_loss", "divergence"))
 
 
 class LinearCrossEntropyLoss(nn.Module):
@@ -225,7 +225,7 @@ class LinearCrossEntropyLoss(nn.Module):
         return ", ".join(f"{name}={value!r}" for name, value in settings.items())
 
     def _settings(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _OF_LOSS}
+        return {name: getattr(self, name) for name in _LOSS_FIELDS}
 
 
 def _check_linear(linear: nn.Module) -> None:
@@ -319,14 +319,14 @@ def loss_only(model: nn.Module, *, labels: str = "labels", loss: str | int = "lo
 
         def __reduce__(self) -> tuple[Any, ...]:
             # Pickle cannot find this class by its name.
-            return partial(loss_only, labels=labels, loss=loss), (_same(self, model_class),)
+            return partial(loss_only, labels=labels, loss=loss), (_sharing_attributes(self, model_class),)
 
     # Dynamo's cache is keyed by the code object: shared, the models would count as recompilations of one function.
     LossOnly.__call__.__code__ = LossOnly.__call__.__code__.replace()
     # transformers writes a class's name into checkpoints.
     for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):
         setattr(LossOnly, attribute, getattr(model_class, attribute))
-    return _same(model, LossOnly)
+    return _sharing_attributes(model, LossOnly)
 
 
 def takes_no_cache(model: Any) -> bool:
@@ -345,7 +345,7 @@ def without_peft(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def _same(module: nn.Module, as_class: type[nn.Module]) -> nn.Module:
+def _sharing_attributes(module: nn.Module, as_class: type[nn.Module]) -> nn.Module:
     """Returns an object of class `as_class` that shares the attribute dictionary of a module."""
     same: nn.Module = object.__new__(as_class)
     object.__setattr__(same, "__dict__", vars(module))

@@ -44,8 +44,8 @@ def token_loss_of(token_loss: Any, inputs: Sequence[Any]) -> TokenLoss:
     names = [*VARIABLES[:2], *by_name, *map(input_name, range(len(inputs)))]
     steps: list[tuple[Any, ...]] = []
     try:
-        result = pointwise.called(token_loss, {name: _Numbers(steps, name) for name in names}, by_name)
-        if not isinstance(result, _Numbers):
+        result = pointwise.called(token_loss, {name: _StandIn(steps, name) for name in names}, by_name)
+        if not isinstance(result, _StandIn):
             raise NotOfTokens(f"{type(result).__name__} as its result")
         text, problem = _recorded(tuple(steps), result._name, tuple([each.dtype for each in inputs]))
         if problem:
@@ -73,7 +73,7 @@ def _recorded(steps: tuple[Any, ...], result: str, dtypes: tuple[torch.dtype, ..
         return "", str(problem)
 
 
-class _Numbers:
+class _StandIn:
     """Stand-in for a tensor of one number per token, in plain Python that Dynamo can trace.
 
     It appends each call to `steps`; a call's result is named by the index of the step.
@@ -82,28 +82,28 @@ class _Numbers:
     def __init__(self, steps: list[tuple[Any, ...]], name: str):
         self._steps, self._name = steps, name
 
-    def _then(self, name: str, *args: Any, **kwargs: Any) -> "_Numbers":
+    def _record(self, name: str, *args: Any, **kwargs: Any) -> "_StandIn":
         """Records a call that has this stand-in among its arguments; returns a stand-in for the result."""
-        by_name = tuple([(key, _noted(value)) for key, value in kwargs.items()])
-        self._steps.append((name, tuple(map(_noted, args)), by_name, torch.is_grad_enabled()))
-        return _Numbers(self._steps, str(len(self._steps) - 1))
+        by_name = tuple([(key, _encoded(value)) for key, value in kwargs.items()])
+        self._steps.append((name, tuple(map(_encoded, args)), by_name, torch.is_grad_enabled()))
+        return _StandIn(self._steps, str(len(self._steps) - 1))
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> "_Numbers":
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> "_StandIn":
         kwargs = kwargs or {}
-        found = [each for each in (*args, *kwargs.values()) if isinstance(each, _Numbers)]
+        found = [each for each in (*args, *kwargs.values()) if isinstance(each, _StandIn)]
         if not found:
             raise NotOfTokens(f"{func.__name__} of several tensors")
-        return found[0]._then(func.__name__, *args, **kwargs)
+        return found[0]._record(func.__name__, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("dtype", "device"):
-            return self._then(name, self)
+            return self._record(name, self)
         if name.startswith("__"):
             raise AttributeError(name)
         if name == "where":
-            return lambda condition, other: self._then(name, condition, self, other)
-        return lambda *args, **kwargs: self._then(name, self, *args, **kwargs)
+            return lambda condition, other: self._record(name, condition, self, other)
+        return lambda *args, **kwargs: self._record(name, self, *args, **kwargs)
 
     def __bool__(self) -> bool:
         raise NotOfTokens("control flow that depends on a tensor, or a function of numbers, as those of math")
@@ -122,23 +122,23 @@ class _Numbers:
     __hash__ = object.__hash__
 
 
-def _operator(name: str, *, is_reflected: bool = False) -> Callable[..., _Numbers]:
+def _operator(name: str, *, is_reflected: bool = False) -> Callable[..., _StandIn]:
     if is_reflected:
-        return lambda self, other: self._then(name, other, self)
-    return lambda self, *others: self._then(name, self, *others)
+        return lambda self, other: self._record(name, other, self)
+    return lambda self, *others: self._record(name, self, *others)
 
 
 for _called in ("add", "sub", "mul", "truediv", "pow", "floordiv", "mod", "and", "or", "xor"):
     _name = f"bitwise_{_called}" if _called in ("and", "or", "xor") else _called
-    setattr(_Numbers, f"__{_called}__", _operator(_name))
-    setattr(_Numbers, f"__r{_called}__", _operator(_name, is_reflected=True))
-    setattr(_Numbers, f"__i{_called}__", _operator(f"{_name}_"))
+    setattr(_StandIn, f"__{_called}__", _operator(_name))
+    setattr(_StandIn, f"__r{_called}__", _operator(_name, is_reflected=True))
+    setattr(_StandIn, f"__i{_called}__", _operator(f"{_name}_"))
 for _called in ("lt", "le", "gt", "ge", "eq", "ne", "neg", "abs", "invert"):
-    setattr(_Numbers, f"__{_called}__", _operator(_called))
+    setattr(_StandIn, f"__{_called}__", _operator(_called))
 
 
-def _noted(argument: Any) -> Any:
-    if isinstance(argument, _Numbers):
+def _encoded(argument: Any) -> Any:
+    if isinstance(argument, _StandIn):
         return ("", argument._name)
     if isinstance(argument, Tensor):
         # A compiled program has no guard on the values of such a tensor.
@@ -156,7 +156,7 @@ def _have_dynamo_trace_functions() -> None:
     from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
     def call_invert(self: Any, tx: Any, operand: Any) -> Any:
-        is_ours = isinstance(operand, UserDefinedObjectVariable) and operand.python_type() is _Numbers
+        is_ours = isinstance(operand, UserDefinedObjectVariable) and operand.python_type() is _StandIn
         # For None, Dynamo tries its other handlers.
         return operand.call_method(tx, "__invert__", [], {}) if is_ours else None
 

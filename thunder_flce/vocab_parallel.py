@@ -127,7 +127,7 @@ class VocabParallel(PlainValues):
 _FIELDS = tuple(field.name for field in fields(VocabParallel))
 
 
-class _Told(NamedTuple):
+class _Contribution(NamedTuple):
     """A rank's contribution to the first collective of a call: 64-bit numbers."""
 
     digest: int = 0
@@ -141,12 +141,12 @@ class _Told(NamedTuple):
     """Hash of its device"""
 
 
-# Stands for None in a `_Told`.
+# Stands for None in a `_Contribution`.
 _NONE = -1
 
 # Agreements of earlier calls, by this rank's contribution, for captured CUDA graphs. None if the same contribution has
 # led to different agreements.
-_agreed: "WeakKeyDictionary[ProcessGroup, dict[_Told, Shard | None]]" = WeakKeyDictionary()
+_agreements: "WeakKeyDictionary[ProcessGroup, dict[_Contribution, Shard | None]]" = WeakKeyDictionary()
 _REMEMBERED = 256
 
 
@@ -190,7 +190,7 @@ def agreement_on(parallel: VocabParallel, call: Call, options: Options) -> Calla
     words = _described(parallel, call, options)
     if os.environ.get(CHECK_EVERY_CALL, "") not in ("", "0"):
         words |= _values(parallel, call.tensors)
-    told = _Told(
+    told = _Contribution(
         digest=_digest(sorted(words.items())),
         rows=_rows(weight),
         start=_NONE if parallel.start is None else parallel.start,
@@ -201,11 +201,11 @@ def agreement_on(parallel: VocabParallel, call: Call, options: Options) -> Calla
     def agree() -> Shard:
         if _is_capturing(group):
             return _agreed_before(group, told)
-        given = _told_by_all(group, told, weight.device if is_tensor(weight) else None)
+        given = _gathered_contributions(group, told, weight.device if is_tensor(weight) else None)
         if any(each.digest != told.digest for each in given):
-            _raise_difference(_words_of_all(group, words))
+            _raise_difference(_gathered_objects(group, words))
         is_one = all(each.device == told.device for each in given)
-        devices = [device] if is_one else _words_of_all(group, device)
+        devices = [device] if is_one else _gathered_objects(group, device)
         of_input = getattr(input, "dtype", None)
         if parallel.input_grad_dtype not in (None, torch.float32, of_input):
             raise ValueError(
@@ -227,8 +227,8 @@ def tell(error: Exception, parallel: VocabParallel | None, weight: Any) -> None:
         at = next((at for at, placement in enumerate(weight.placements) if placement.is_shard(0)), None)
         group = None if at is None else weight.device_mesh.get_group(at)
     if group is not None and torch._guards.detect_fake_mode() is None and not _is_capturing(group):
-        _told_by_all(group, _Told(digest=_digest(str(error))))
-        _words_of_all(group, str(error))
+        _gathered_contributions(group, _Contribution(digest=_digest(str(error))))
+        _gathered_objects(group, str(error))
 
 
 # Exchange among ranks.
@@ -256,17 +256,19 @@ def _gathered(group: "ProcessGroup", mine: Tensor) -> Tensor:
     return found.view(-1, mine.numel())
 
 
-def _told_by_all(group: "ProcessGroup", told: _Told, device: torch.device | None = None) -> list[_Told]:
+def _gathered_contributions(
+    group: "ProcessGroup", told: _Contribution, device: torch.device | None = None
+) -> list[_Contribution]:
     where = _exchange_device(group)
     # The copy from pinned memory is asynchronous, so that the host waits only once, for the result.
     mine = torch.tensor(told, device="cpu", pin_memory=where.type == "cuda")
     mine = mine.to(device if device is not None and device.type == where.type else where, non_blocking=True)
-    return [_Told(*numbers) for numbers in _gathered(group, mine).tolist()]
+    return [_Contribution(*numbers) for numbers in _gathered(group, mine).tolist()]
 
 
-def _agreed_before(group: "ProcessGroup", told: _Told) -> Shard:
+def _agreed_before(group: "ProcessGroup", told: _Contribution) -> Shard:
     """Returns an earlier agreement. Each replay takes part in the collective, which other ranks may run eagerly."""
-    shard = _agreed[group].get(told) if group in _agreed else None
+    shard = _agreements[group].get(told) if group in _agreements else None
     if shard is None:
         raise RuntimeError(
             "ranks cannot agree on a new call with vocab_parallel while a CUDA graph is captured: make the call once "
@@ -279,15 +281,15 @@ def _agreed_before(group: "ProcessGroup", told: _Told) -> Shard:
     return shard
 
 
-def _remember(group: "ProcessGroup", told: _Told, shard: Shard) -> None:
+def _remember(group: "ProcessGroup", told: _Contribution, shard: Shard) -> None:
     if _exchange_device(group).type == "cuda":
-        known = _agreed.setdefault(group, {})
+        known = _agreements.setdefault(group, {})
         known[told] = shard if known.pop(told, shard) == shard else None
         if len(known) > _REMEMBERED:
             known.pop(next(iter(known)))
 
 
-def _words_of_all(group: "ProcessGroup", words: Any) -> list[Any]:
+def _gathered_objects(group: "ProcessGroup", words: Any) -> list[Any]:
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, words, group=group)
     return found
@@ -384,7 +386,7 @@ def _starts(all_rows: Sequence[int], starts: Sequence[int]) -> Sequence[int]:
     )
 
 
-def _shard(parallel: VocabParallel, loss: Loss, given: Sequence[_Told]) -> Shard:
+def _shard(parallel: VocabParallel, loss: Loss, given: Sequence[_Contribution]) -> Shard:
     rank, size, all_rows = dist.get_rank(parallel.process_group), loss.vocab_size, [each.rows for each in given]
     vocab = size if isinstance(size, int) else sum(all_rows)
     starts = _starts(all_rows, [each.start for each in given])

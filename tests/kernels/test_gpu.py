@@ -89,7 +89,7 @@ def test_peak_memory_is_what_the_program_predicts(needs, way, shape, monkeypatch
 
     planned = calls.plan_for
     monkeypatch.setattr(calls, "plan_for", plan_for)
-    monkeypatch.setattr(calls, "_known", {})
+    monkeypatch.setattr(calls, "_settings_cache", {})
     upstream = torch.ones((shape.tokens,) if reduction == "none" else (), device="cuda")
 
     def run():

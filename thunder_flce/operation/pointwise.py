@@ -99,7 +99,7 @@ def written(function: Callable[..., Any], input_dtypes: Sequence[torch.dtype]) -
         TypeError: if the function takes other arguments, or has an operation that is not pointwise.
     """
     try:
-        key = (*input_dtypes, torch.get_default_dtype(), _state(function, ()))
+        key = (*input_dtypes, torch.get_default_dtype(), _cache_key(function, ()))
     except (ValueError, RuntimeError):
         key = None
     if key in _TEXTS:
@@ -128,7 +128,7 @@ def _traced(function: Callable[..., Any], dtypes: Sequence[torch.dtype]) -> Toke
     return texts[0]
 
 
-def _state(value: Any, names: Sequence[str], depth: int = 8) -> Any:
+def _cache_key(value: Any, names: Sequence[str], depth: int = 8) -> Any:
     """Returns everything that a function reads, as a hashable key; raises a ValueError for objects that may change.
 
     `names` are the globals and attributes that its code names.
@@ -139,21 +139,21 @@ def _state(value: Any, names: Sequence[str], depth: int = 8) -> Any:
     if isinstance(value, Tensor):
         if value.device.type != "cpu" or value.numel() != 1:
             return WeakIdRef(value), value._version
-        with _as_in_eager():
+        with _isolated():
             return value.dtype, value.shape, value.requires_grad, repr(value.item())
     library = value.__name__ if kind is ModuleType else getattr(value, "__module__", None) or ""
     is_known = kind in (FunctionType, ModuleType, type) and library.partition(".")[0] in ("torch", "math", "numpy")
     if is_known or (kind is BuiltinFunctionType and isinstance(value.__self__, ModuleType | type)):
         return value
     if kind in (tuple, list, dict) and depth:
-        return kind, *(_state(each, names, depth - 1) for each in (value.items() if kind is dict else value))
+        return kind, *(_cache_key(each, names, depth - 1) for each in (value.items() if kind is dict else value))
     if kind is ModuleType and depth:
-        return value, *(_state(vars(value)[name], names, depth - 1) for name in names if name in vars(value))
+        return value, *(_cache_key(vars(value)[name], names, depth - 1) for name in names if name in vars(value))
     if kind is FunctionType and depth and not vars(value):
         names, known = _names(value.__code__), value.__globals__
         read = [*(known[name] for name in names if name in known), value.__defaults__, value.__kwdefaults__]
         read += [cell.cell_contents for cell in value.__closure__ or ()]
-        return value.__code__, *(_state(each, names, depth - 1) for each in read)
+        return value.__code__, *(_cache_key(each, names, depth - 1) for each in read)
     raise ValueError(value)
 
 
@@ -215,7 +215,7 @@ class Recorder(TorchDispatchMode):
         return self._add(input_name(sum(name[0] == "i" for name in self.values)), dtype)
 
     def _add(self, name: str, dtype: torch.dtype) -> Handle:
-        with _as_in_eager():
+        with _isolated():
             tensor = self._tokens * torch.arange(1, self._tokens + 1)
             tensor = tensor.to(torch.float64 if dtype.is_floating_point else dtype)
             # A clone, since for leaves PyTorch would raise errors of its own.
@@ -226,7 +226,7 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Records operations while the context lasts."""
-        with _as_in_eager(), self:
+        with _isolated(), self:
             yield
 
     def write(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, has_gradient: bool = True) -> Handle:
@@ -394,7 +394,7 @@ _one_thread = threading.RLock()
 
 
 @contextmanager
-def _as_in_eager() -> Iterator[None]:
+def _isolated() -> Iterator[None]:
     """Disables the caller's modes and hooks, and excludes other threads, while the context lasts."""
     without_modes, autocast = _disable_current_modes(), torch.autocast("cpu", enabled=False)
     without_hooks = torch._C._autograd._saved_tensors_hooks_set_tracing
