@@ -108,7 +108,7 @@ def on_mesh(tensors: Mapping[str, Any], loss: Loss, options: Options) -> Callabl
         return _tokens_part(name, value, input, own.shape[:-1], value.shape[-1:] if has_several else ())
 
     def result_of_all(result: Tensor) -> Tensor:
-        """Returns a result of this rank as one of all ranks: a DTensor of its tokens, or the sum of scalars."""
+        """Turns this rank's result into that of all ranks: a DTensor for numbers per token, the sum for a scalar."""
         if result.ndim and any(has_part):
             # The backward may read the result, and autograd does not notice in-place changes of a DTensor's local part.
             return DTensor.from_local(result.clone(), mesh, of_input, run_check=False, shape=shape, stride=strides)

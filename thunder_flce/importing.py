@@ -22,7 +22,7 @@ def when_imported(
 
 
 def without_dynamo(function: Callable[..., Any], reason: str | None = None) -> Callable[..., Any]:
-    """Returns a function that Dynamo does not trace: `torch.compiler.disable`, but it does not import Dynamo itself."""
+    """Applies `torch.compiler.disable` to a function once Dynamo is imported: applied now, it would import Dynamo."""
     called = function
 
     def disable() -> None:

@@ -257,7 +257,8 @@ def _backward_in_place(
 
 
 MOST_IN_PLACE = 3
-"""Most gradients that `…_backward_` returns: Inductor takes no operator that changes an argument and returns a list."""
+"""Number of tensors that `…_backward_` returns: Inductor takes no operator that changes an argument and returns a list,
+so calls with more gradients do not use it, and fewer are padded."""
 
 
 def _padded(gradients: list[Tensor]) -> tuple[Tensor, ...]:
