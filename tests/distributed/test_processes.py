@@ -170,7 +170,7 @@ def _captured_anew(rank: int) -> list[str]:
 def test_calls_that_a_graph_cannot_capture():
     results = as_processes(2, _captured_anew, device="cuda")
     for found in results:
-        assert "cannot agree on a new call of vocab_parallel while a CUDA graph is captured" in found[0], found
+        assert "cannot agree on a new call with vocab_parallel while a CUDA graph is captured" in found[0], found
     assert "cannot agree" in results[0][1] and "cannot agree" not in results[1][1], results
 
 
