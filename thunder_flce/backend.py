@@ -23,24 +23,24 @@ def compile_graph(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """Inductor, with each linear + cross-entropy of the graph fused into one operator before.
+    """Compiles a graph with Inductor, after fusing each linear + cross-entropy in it into one operator.
 
-    The same for log-probabilities and entropies that are spelled out. Where nothing could be gained, as the sizes are
-    small, the loss is left to Inductor, unless options of ours or CUDA graphs are asked for; with lengths that change,
-    PyTorch compiles the program once more for those with which it is not small. Where gradients wait for the backward,
-    logits are saved while they fit, and again longer batches are compiled once more. A `linear_cross_entropy` that the
-    model calls itself stays as it is, with the options of that call. Called by torch.compile, once for each graph.
+    Log-probabilities and entropies that the program spells out are fused, too. If the sizes are so small that fusion
+    would gain nothing, the loss is left to Inductor, unless options of ours or CUDA graphs are chosen; if lengths
+    change, PyTorch compiles the program once more for those that are not small. If gradients wait for the backward,
+    logits are saved while they fit, and the program is again compiled once more for longer batches. If the model calls
+    `linear_cross_entropy` itself, that call stays as it is, with its options. torch.compile calls this once per graph.
 
     Args:
         gm: the graph.
         example_inputs: its arguments, as Inductor takes them.
-        mode: Inductor's.
-        options: `strict` (raise a `NotFusedError`, with the reason, where a cross-entropy, a log-probability or an
-            entropy is not fused with its linear), the fields of `thunder_flce.Options`, and those of Inductor.
+        mode: Inductor's mode.
+        options: `strict` (raise a `NotFusedError`, with the reason, if a cross-entropy, a log-probability or an
+            entropy is not fused with its linear), the fields of `thunder_flce.Options`, and the options of Inductor.
 
     Raises:
-        TypeError, ValueError: for an option of ours with a value that it cannot have.
-        RuntimeError: for an option that neither we nor Inductor have.
+        TypeError, ValueError: if an option of ours has a value that is not allowed.
+        RuntimeError: if an option is neither ours nor Inductor's.
     """
     flce_options, strict, inductor_options = _split(options or {})
     inductor = Inductor(mode, inductor_options, None)
@@ -49,19 +49,19 @@ def compile_graph(
     from thunder_flce.dynamo.fusion import fuse
 
     try:
-        # A graph that is replayed takes the host no time.
+        # The replay of a CUDA graph takes the host no time: then small losses are fused, too.
         is_replayed = inductor.config.get("triton.cudagraphs", config.triton.cudagraphs)
         decisions = fuse(gm, flce_options, strict=strict, leaves_small=not is_replayed)
     except NotFusedError as error:
         return raising(error)
     compiled = inductor(gm, example_inputs)
-    # Dynamo may have to trace the program again, and then drops this graph: only now is it known that it stays.
+    # Only now: Dynamo may have had to trace the program again, and then drops the graph.
     _graphs_of(_caller()).append(decisions)
     return compiled
 
 
 class Inductor(torch._TorchCompileInductorWrapper):
-    """What torch.compile calls by default, but for the frames of its programs."""
+    """The default backend of torch.compile, with larger frames for its programs."""
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compiles a graph."""
@@ -75,7 +75,7 @@ class Inductor(torch._TorchCompileInductorWrapper):
 
 
 def raising(error: Exception) -> Callable[..., Any]:
-    """A compiled graph that raises: Dynamo would hide what its backend raises in an error of its own."""
+    """Returns a compiled graph that raises an error: Dynamo would hide one that its backend raises in its own."""
 
     def call(*args: Any) -> Any:
         raise error
@@ -84,7 +84,7 @@ def raising(error: Exception) -> Callable[..., Any]:
 
 
 def _split(options: Mapping[str, Any]) -> tuple[Options, bool, dict[str, Any]]:
-    """Our options, `strict`, and Inductor's options."""
+    """Returns our options, `strict`, and Inductor's options."""
     if not isinstance(options, Mapping):
         raise TypeError(f'options must be a dict, such as {{"chunk_rows": 512}}, but got {type(options).__name__}')
     if wrong := [name for name in options if not isinstance(name, str)]:
@@ -109,12 +109,12 @@ def _split(options: Mapping[str, Any]) -> tuple[Options, bool, dict[str, Any]]:
     return Options(**ours), strict, others
 
 
-# torch.compile makes one of these for each of its calls, and calls the backend through it.
+# torch.compile makes a wrapper in each of its calls, and calls the backend through it.
 _callers: "WeakValueDictionary[int, Any]" = WeakValueDictionary()
 
 
 def _caller() -> Any:
-    """The torch.compile that `compile_graph` was called for: it is told to a backend by nothing else."""
+    """Returns torch.compile's wrapper that called `compile_graph`, from its frame, since a backend is not told it."""
     return sys._getframe(2).f_locals.get("self")
 
 
@@ -126,12 +126,12 @@ def _graphs_of(caller: Any) -> list[list[Decision]]:
 
 
 def compiled_graphs(compiled: Any) -> list[list[Decision]] | None:
-    """The decisions about each graph of what torch.compile returned, or of a module after `module.compile()`.
+    """Returns the decisions about each graph of a function from torch.compile, or of a module after `module.compile()`.
 
-    None for another backend.
+    Returns None for another backend.
 
-    torch.compile shares code between calls with the same options, such as for two instances of a class. Where nothing
-    was compiled for this one, these are the graphs of all calls that it may share code with.
+    torch.compile shares code between calls with the same options, such as for two instances of a class. If nothing was
+    compiled for this function, the decisions are those of all calls that it may share code with.
     """
     compiled = getattr(compiled, "_compiled_call_impl", None) or compiled
     cells = getattr(getattr(compiled, "get_compiler_config", None), "__closure__", None) or ()

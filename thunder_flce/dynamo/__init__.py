@@ -1,1 +1,1 @@
-"""Fusion in Dynamo's graphs, for torch.compile: a graph is read as a program, matched, and written to. No thunder."""
+"""Fusion in Dynamo's graphs, for torch.compile: reads a graph as a program, matches it, and writes regions into it."""

@@ -1,4 +1,4 @@
-"""Fuses linear + cross-entropy in a graph of Dynamo's, before AOTAutograd and Inductor see it."""
+"""Fuses linear + cross-entropy in Dynamo's graph, before AOTAutograd and Inductor see it."""
 
 from operator import attrgetter
 from typing import Any
@@ -17,21 +17,21 @@ from thunder_flce.matching.regions import Region, match, ordered
 from thunder_flce.options import Options
 
 
-@_disable_saved_tensors_hooks_during_tracing()  # Those of a checkpoint around the program would count our stand-ins.
+@_disable_saved_tensors_hooks_during_tracing()  # A checkpoint around the program would count our fake tensors.
 def fuse(gm: GraphModule, options: Options, *, strict: bool, leaves_small: bool = False) -> list[Decision]:
-    """Puts the operator `linear_cross_entropy` into a graph, and into those within it, for each loss that it can be.
+    """Replaces each loss that can be fused by the operator `linear_cross_entropy`, in a graph and in those within it.
 
     Args:
         gm: the graph, which is changed.
         options: choices about time and memory.
-        strict: raise where a loss, or what one may be made of, is not fused with its linear.
-        leaves_small: leave those as they are that would gain nothing.
+        strict: raise if a loss, or a result that it may be computed from, is not fused with its linear.
+        leaves_small: leave losses as they are if fusion would gain nothing.
 
     Returns:
-        What was decided about each loss, log-probability and entropy.
+        The decision about each loss, log-probability and entropy.
 
     Raises:
-        NotFusedError: where `strict`, with the source and the reason of each one that is not fused.
+        NotFusedError: if `strict`, with the source and the reason of each result that is not fused.
     """
     decisions: list[Decision] = []
     bodies = {id(body_of(each, node)) for each in _graphs(gm) for node in each.graph.nodes if is_checkpoint(node)}
@@ -64,7 +64,7 @@ def _fuse(gm: GraphModule, options: Options, *, leaves_small: bool) -> list[Deci
 
 
 def _checkpoints_of(regions: list[Region], interpreter: Interpreter, gm: GraphModule) -> set[Any]:
-    """Those with operations that regions replace or differentiate, or with tensors inside that regions read."""
+    """Returns the checkpoints with operations that regions replace or differentiate, or with tensors that they read."""
     order = ordered(regions, interpreter)
     read = {tensor for region in regions for tensor in region.read_at}
     inside = {tensor.op for tensor in read if tensor.op is not None and tensor.handle.graph is not gm.graph}
@@ -73,21 +73,21 @@ def _checkpoints_of(regions: list[Region], interpreter: Interpreter, gm: GraphMo
 
 
 def _open(gm: GraphModule, checkpoint: Any) -> None:
-    """Puts the operations of a checkpointed function in its place, tagged as what the backward computes again.
+    """Inlines the operations of a checkpointed function, tagged as recomputed in the backward.
 
-    PyTorch tags them just so, when AOTAutograd traces the function. Not with a policy of its own (`context_fn`), for
-    which PyTorch has to run it.
+    AOTAutograd tags them in the same way when it traces the function. A function with a policy of its own
+    (`context_fn`) is not inlined, since PyTorch has to run the policy.
     """
     body, (_, *operands) = body_of(gm, checkpoint), checkpoint.args
     graph_id = next(wrap.uid)
     for node in body.graph.nodes:
         if node.op.startswith("call_"):
             node.meta |= {"ac_graph_id": graph_id, "recompute": CheckpointPolicy.PREFER_RECOMPUTE}
-            # PyTorch finds graphs on the disk by their code, in which names are, and not by this.
+            # PyTorch's disk cache has the code of a graph in its key, with names, but not these tags.
             node._rename(f"recomputed_{node.name}")
     inner: dict[Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
     for node in body.graph.find_nodes(op="get_attr"):
-        # In the body's own names, these would be those of the outer graph.
+        # Under the body's names, the outer graph may have other attributes.
         name = f"{checkpoint.name}_{node.name}"
         setattr(gm, name, attrgetter(str(node.target))(body))
         node.target = name

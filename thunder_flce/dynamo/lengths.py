@@ -1,4 +1,4 @@
-"""What is decided by the number of tokens, in a graph that may be for any: where it is a symbol, guards keep it so."""
+"""Decisions by the number of tokens: if it is a symbol, a guard ensures that a decision holds in each call."""
 
 import math
 from bisect import bisect
@@ -16,18 +16,18 @@ from thunder_flce.matching.regions import Region
 from thunder_flce.operation.call import Call
 from thunder_flce.options import Options
 
-# Up to which a step waits for the host: the time of matmuls, by the formula. With four layers, on an H100: those of
-# pythia-160m's head take 0.7 ms for 2048 tokens, and a step took 10.2 ms with ours where it took 9.1 with Inductor's,
-# with 1536 to 2560 tokens 6.5 and 5.3; those of SmolLM2-135M 1.0 ms for 4096, and a step 8.2 and 7.5 ms; those of Qwen
-# 2.5 0.5B 2.5 ms for 2048, and a step 8.1 ms where it took 8.5.
+# Time of a head's matmuls, by the formula, up to which a step waits for the host. With four layers, on an H100: the
+# matmuls of pythia-160m's head take 0.7 ms for 2048 tokens, and a step took 10.2 ms with our operator and 9.1 with
+# Inductor alone, with 1536 to 2560 tokens 6.5 and 5.3; those of SmolLM2-135M take 1.0 ms for 4096 tokens, and a step
+# 8.2 and 7.5 ms; those of Qwen 2.5 0.5B take 2.5 ms for 2048 tokens, and a step 8.1 and 8.5 ms.
 _SMALL_SECONDS = 1.5e-3
 _MOST_TOKENS = 2**31
 
 
 def are_small(regions: Sequence[Region]) -> bool:
-    """Whether, on a GPU, no time and no memory could be gained: logits are one chunk, and the host's time counts.
+    """Whether fusion on a GPU would gain neither time nor memory: the logits are one chunk, and the host's time counts.
 
-    By what a mean of the same sizes would take. All regions of one head count together.
+    Estimated by the time of a mean loss of the same sizes. All regions of one head count together.
     """
     terms = [region.parts[0].logits.terms[0] for region in regions]
     rows = {(term.weight, term.input): math.prod(term.rows_shape) for term in terms}
@@ -52,9 +52,9 @@ def _is_small(region: Region, tokens: Any) -> bool:
 
 
 def may_save_logits(call: Call, tokens: "int | torch.SymInt", options: Options) -> bool:
-    """Whether a call, of specs but for so many tokens, saves the logits of all of them, as it would outside of a graph.
+    """Whether a call, with these specs and this number of tokens, saves all logits, as it would outside of a graph.
 
-    Not where it would save those of some: how many there are has to follow from the number of tokens alone.
+    False if it would save the logits of some tokens: how many are saved has to follow from the number of tokens alone.
     """
     return _is_at_most(tokens, _most_saved_tokens(call.specs(tokens=1), options, Device.of(call.device)))
 
@@ -66,14 +66,14 @@ def _is_at_most(tokens: "int | torch.SymInt", most: int) -> bool:
         return tokens <= most
     environment, expression = tokens.node.shape_env, tokens.node.expr
     if any(environment.var_to_range[symbol].upper.is_Integer for symbol in expression.free_symbols):
-        # The caller has said which lengths there are, and may not be given a guard that excludes some.
+        # The caller has declared a range of lengths: no guard may exclude some of them.
         return bool(environment.bound_sympy(expression).upper <= most)
     return bool(tokens <= most)
 
 
 @lru_cache(maxsize=1024)
 def _most_saved_tokens(call: Call, options: Options, device: Device) -> int:
-    """The largest number of tokens with which a call saves the logits of all."""
+    """Returns the largest number of tokens with which a call saves all logits."""
 
     def does_not(tokens: int) -> bool:
         plan = choose(call.specs(tokens=tokens), options, device)

@@ -1,4 +1,4 @@
-"""A graph of Dynamo's as a `Program`."""
+"""Reads Dynamo's graph as a `Program`."""
 
 import inspect
 import operator
@@ -26,18 +26,18 @@ from thunder_flce.matching.rules import LINEARS
 
 _OF_NUMPY = {"axis": "dim", "keepdims": "keepdim", "x": "input", "x1": "input", "x2": "other"}
 _OF_ATEN = {"cross_entropy_loss": "cross_entropy", "nll_loss_nd": "nll_loss", "nll_loss": "nll_loss"}
-"""ATen's losses, as in the graph of an exported module: they have a number as reduction."""
+"""ATen's losses, as in the graph of an exported module; their reduction is a number."""
 _CAST_BY_AUTOCAST = (*LINEARS, *LOSSES, *NORMALISERS, "softmax")
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OF_TORCH = ("torch", "_operator", "builtins", "aten", "prims", "")
-"""Where the operations are that have PyTorch's names"""
+"""Libraries whose operations have PyTorch's names"""
 _FILLED = ("zeros", "ones", "empty", "full")
 _LIKE_OTHERS = {"expand_as": "expand", "view_as": "view", "reshape_as": "reshape", "type_as": "to", "to": "to"}
 _RANDOM = re.compile(r"(alpha_|feature_)*dropout|rand|bernoulli|multinomial|normal(?!ize)|rrelu")
 
 
 def name_of(node: Node) -> str:
-    """An operation's own name, such as "view" or "div_"."""
+    """Returns the name of a node's operation without its library, such as "view" or "div_"."""
     if isinstance(node.target, str):
         return node.target.rpartition(".")[2]
     name = str(getattr(node.target, "_opname", None) or getattr(node.target, "__name__", node.target))
@@ -45,19 +45,19 @@ def name_of(node: Node) -> str:
 
 
 def value_of(node: Node) -> Any:
-    """What Dynamo has found a node to be: a fake tensor, a symbolic size, a tuple; None where it says nothing."""
+    """Returns Dynamo's example value of a node: a fake tensor, a symbolic size, a tuple; None if there is none."""
     return node.meta.get("example_value")
 
 
 def source_of(node: Node) -> Source:
-    """The user's line that a node comes from, and none of PyTorch's own."""
+    """Returns the line of the user's code that a node comes from, rather than a line of PyTorch."""
     frames = re.findall(r'File "(.+)", line (\d+)', node.meta.get("stack_trace") or "")
     frames = [each for each in frames if not each[0].startswith(_TORCH)] or frames
     return Source(frames[-1][0], int(frames[-1][1])) if frames else Source()
 
 
 def read(gm: GraphModule) -> Program:
-    """The program of a graph. What is checkpointed is read, too; see `Op.inside`."""
+    """Returns the program of a graph, with the operations of checkpointed functions; see `Op.inside`."""
     reader = _Reader()
     reader.read(gm, {}, inside=None)
     return Program(reader.ops, reader.results)
@@ -69,10 +69,10 @@ class _Reader:
         self.results: list[Tensor] = []
         self._values: dict[Node, Any] = {}
         self._grad_mode = torch.is_grad_enabled()
-        """Whether gradients are recorded; at first, as where the graph is entered"""
+        """Whether autograd records the next node; at first, as at the entry of the graph"""
 
     def read(self, gm: GraphModule, arguments: Mapping[Node, Any], inside: Node | None) -> Any:
-        """Reads all nodes of a graph; returns what it returns."""
+        """Reads all nodes of a graph; returns the graph's output."""
         self._values.update(arguments)
         _name_anew(gm)
         for node in gm.graph.nodes:
@@ -97,7 +97,7 @@ class _Reader:
         given = map_arg(tuple(operands), self._values.__getitem__)
         arguments = dict(zip(body.graph.find_nodes(op="placeholder"), given, strict=True))
         self._values[node] = self.read(body, arguments, inside or node)
-        # The results of the node are the tensors of the body, which outside of it have nodes of their own.
+        # The results of the node are tensors of the body; outside of it, they have nodes of their own.
         for user in node.users:
             result = self._values[user] = self._values[node][user.args[1]]
             if isinstance(result, Tensor) and result.handle.graph is body.graph:
@@ -109,7 +109,7 @@ class _Reader:
         outs = [each for each in tree_flatten(value)[0] if isinstance(each, torch.Tensor)]
         is_of_tensors = any(isinstance(value_of(each), torch.Tensor) for each in node.all_input_nodes)
         if not outs and not written and (value is not None or not is_of_tensors):
-            # A size, or a switch such as that of autocast: no tensor depends on it but those that Dynamo knows of.
+            # A size, or a switch such as that of autocast: tensors depend on it only by the values that Dynamo has.
             self._values[node] = value
             if name_of(node) == "item":
                 self._values[node.args[0]].is_number_read = True  # type: ignore[index]
@@ -131,7 +131,7 @@ class _Reader:
                 tensor.needs_grad = out.requires_grad and _has_grad_fn(out)
         writes = tuple(dict.fromkeys(self._values[each] for each in written))
         for tensor in writes if name == "set" else ():
-            tensor.storage = None  # Dynamo says which it has afterwards.
+            tensor.storage = None  # Dynamo only says which storage it has after the change.
         self.ops.append(
             Op(
                 NAMES.get(name, name),
@@ -149,7 +149,7 @@ class _Reader:
         self._values[node] = output
 
     def _value_of(self, node: Node) -> Any:
-        """What Dynamo has found a node to be, and what `tolist` reads, of which Dynamo does not say it."""
+        """Returns a node's example value; computes that of an element that `tolist` reads, which Dynamo does not."""
         of = value_of(node.args[0]) if node.target is operator.getitem else None  # type: ignore[arg-type]
         if value_of(node) is None and isinstance(of, FakeTensor):
             with of.fake_mode, torch.set_grad_enabled(self._grad_mode):
@@ -157,7 +157,7 @@ class _Reader:
         return value_of(node)
 
     def _write_sizes(self, node: Node, inside: Node | None) -> None:
-        """Writes sizes, dtype and device in place of a tensor that is read for these alone: logits may be."""
+        """Replaces an operand that is read only for its sizes, dtype and device by these, since it may be logits."""
         name, args, value = name_of(node), list(node.args), value_of(node)
         filled = name.removesuffix("_like").removeprefix("new_")
         is_filled, like = filled in (*_FILLED, "rand", "randn") and filled != name, _LIKE_OTHERS.get(name)
@@ -167,7 +167,7 @@ class _Reader:
             return
         if name.endswith("_like") or like not in (None, "to"):
             if not value.is_contiguous() and is_filled:
-                return  # It has the strides of the other, too.
+                return  # It takes the strides of the operand, too.
             sizes: list[Any] = list(known.shape)
             for dim, size in enumerate(known.shape):
                 if isinstance(size, torch.SymInt):
@@ -183,14 +183,14 @@ class _Reader:
         node.target, node.args = getattr(torch, filled) if is_filled else str(like), tuple(args)
 
     def _write_casts(self, node: Node, dtype: torch.dtype, inside: Node | None) -> None:
-        """Writes what autocast casts to the dtype of the result: nothing else has one of another dtype."""
+        """Adds the casts that autocast makes, to the result's dtype; without it, operands have that dtype."""
         for operand in node.all_input_nodes:
             given = value_of(operand)
             if isinstance(given, FakeTensor) and given.is_floating_point() and given.dtype != dtype:
                 with node.graph.inserting_before(node):
                     cast = node.graph.call_method("to", (operand, dtype))
                 with given.fake_mode, torch.set_grad_enabled(self._grad_mode):
-                    # Autograd has no view any more whose base was changed in place since.
+                    # Detached first: autograd cannot read a view whose base was changed in place since.
                     value = given.detach().to(dtype).requires_grad_(self._grad_mode and given.requires_grad)
                 cast.meta = {**node.meta, "example_value": value}
                 node.replace_input_with(operand, cast)
@@ -202,30 +202,30 @@ def _library_of(node: Node) -> str:
 
 
 def _full_name(node: Node, *, is_written: bool) -> str:
-    """An operation's name, without the underscore of a change in place; that of another library says whose it is."""
+    """Returns an operation's name without the underscore of an in-place one, and with its library if not PyTorch's."""
     name, library = name_of(node), _library_of(node)
     if is_written and name.endswith("_") and not name.endswith("__"):
         name = name.removesuffix("_")
     if library.partition(".")[0] not in _OF_TORCH:
-        # An operator of another library, or the user's function in a graph, is not PyTorch's of that name.
+        # An operator of another library, or a user's function in the graph, is not PyTorch's operation of that name.
         return f"{name} of {library}"
     is_of_bits = name == "view" and value_of(node).dtype != value_of(node.all_input_nodes[0]).dtype
     return "view of bits" if is_of_bits else name
 
 
 def _is_cast_by_autocast(name: str, node: Node) -> bool:
-    """Whether autocast may cast the operands: not for a product in more than 16 bits, which has an out_dtype."""
+    """Whether autocast may cast the operands: not of a product in more than 16 bits, which has an out_dtype."""
     value = value_of(node)
     if name not in _CAST_BY_AUTOCAST or not isinstance(value, torch.Tensor):
         return False
     labels: Any = node.kwargs.get("target", *node.args[1:2]) if name == "cross_entropy" else None
     if labels and value_of(labels).is_floating_point():
-        return False  # A loss of class probabilities.
+        return False  # The targets are class probabilities.
     return name not in LINEARS or value.dtype.itemsize == 2
 
 
 def _as_function(node: Node, name: str, args: Any, kwargs: Any) -> tuple[str, Any, Any]:
-    """The name and arguments of a method, or of ATen's or NumPy's function, as those of PyTorch's function."""
+    """Returns the name and arguments of PyTorch's function for a method, or for ATen's or NumPy's function."""
     kwargs = {_OF_NUMPY.get(key, key): each for key, each in kwargs.items()}
     if node.target is getattr:
         args = args[:1]
@@ -241,9 +241,9 @@ def _as_function(node: Node, name: str, args: Any, kwargs: Any) -> tuple[str, An
 
 
 def _has_grad_fn(out: torch.Tensor) -> bool:
-    """Whether autograd knows a tensor, or it is a leaf.
+    """Whether autograd has recorded a tensor, or it is a leaf.
 
-    A view made without gradients says that it requires one if what it is a view of does, though none was recorded.
+    A view that was made under `torch.no_grad` says that it requires a gradient if its base does, though none is known.
     """
     try:
         return not out._is_view() or out.grad_fn is not None
@@ -252,7 +252,7 @@ def _has_grad_fn(out: torch.Tensor) -> bool:
 
 
 def _name_anew(gm: GraphModule) -> None:
-    """Has whoever reads a tensor after it was changed in place read what the change returns, which is that tensor."""
+    """Has nodes that read a tensor after an in-place change read the result of the change, which is the same tensor."""
     latest: dict[Node, Node] = {}
     for node in gm.graph.nodes:
         _write_joined(node)
@@ -271,7 +271,7 @@ def _name_anew(gm: GraphModule) -> None:
 
 
 def _write_joined(made: Node) -> None:
-    """Writes a new tensor that is filled part by part, as by a loop over chunks, as what joins these parts."""
+    """Replaces a new tensor that is filled part by part, as by a loop over chunks, by a join of these parts."""
     if name_of(made).removesuffix("_like").removeprefix("new_") not in _FILLED or "out" in made.kwargs:
         return
     whole, graph = value_of(made), made.graph
@@ -308,7 +308,7 @@ def _write_joined(made: Node) -> None:
         values = [each.to(whole.dtype) for each in values]
         like = join(values)
     if not all(map(same, like.stride(), whole.stride())) or like.requires_grad != whole.requires_grad:
-        return  # Such as one in another memory format.
+        return  # It may have another memory format, for example.
     meta = writes[-1].meta
     with graph.inserting_before(writes[-1]):
         for at, value in enumerate(values):
@@ -316,7 +316,7 @@ def _write_joined(made: Node) -> None:
                 parts[at] = graph.call_method("to", (parts[at], whole.dtype))
                 parts[at].meta = {**meta, "example_value": value}
         joined = graph.call_function(join, (parts,))
-    # Its views have the storage that this has.
+    # With the example value of the whole: its views share that storage.
     joined.meta = {**meta, "example_value": whole}
     made.replace_all_uses_with(joined, delete_user_cb=lambda user: user in readers)
     for write in writes:
@@ -324,14 +324,14 @@ def _write_joined(made: Node) -> None:
 
 
 def _write_fill(node: Node) -> None:
-    """Writes `x[mask] = number` as the `masked_fill_` that it is, which returns x."""
+    """Replaces `x[mask] = number` by the equivalent `masked_fill_`, which returns x."""
     if node.target is not operator.setitem:
         return
     number: Any
     written, mask, number = (value_of(each) if isinstance(each, Node) else each for each in node.args)
     if not (isinstance(written, torch.Tensor) and isinstance(mask, torch.Tensor) and is_number(number)):
         return
-    # Integers take fractions in this way alone, and float16 takes what overflows.
+    # Only an assignment accepts fractions for integers, and numbers that overflow in float16.
     if mask.dtype is not torch.bool or not written.is_floating_point() or mask.ndim != written.ndim:
         return
     fits = abs(number) <= torch.finfo(written.dtype).max
@@ -340,10 +340,10 @@ def _write_fill(node: Node) -> None:
 
 
 def _tensor(value: Any, node: Node) -> Any:
-    """What stands for a value; symbolic sizes and other values stay as they are."""
+    """Returns the program's tensor for a fake tensor; symbolic sizes and other values stay as they are."""
     if not isinstance(value, torch.Tensor):
         return value
-    # Those inside of a vmap have no storage that could be asked for.
+    # A tensor inside of a vmap has no storage to ask for.
     is_wrapped = is_traceable_wrapper_subclass(value) or torch._C._functorch.is_functorch_wrapped_tensor(value)
     is_plain = value.layout is torch.strided and not is_wrapped
     shape = tuple(size if isinstance(size, int) else _plain_size(size) for size in value.shape)
@@ -357,29 +357,29 @@ def _plain_size(size: Any) -> Any:
 
 
 def is_checkpoint(node: Node) -> bool:
-    """Whether it is a checkpointed function without a policy of its own, for which PyTorch has to run it."""
+    """Whether a node is a checkpointed function without a policy of its own: with one, PyTorch has to run it."""
     return node.op == "call_function" and name_of(node) == "tag_activation_checkpoint"
 
 
 def body_of(gm: GraphModule, checkpoint: Any) -> GraphModule:
-    """The graph of a checkpointed function."""
+    """Returns the graph of a checkpointed function."""
     return attrgetter(checkpoint.args[0].target)(gm)
 
 
-# Such as operator.iadd, whose name without the i is that of an operator, too.
+# In-place operators, such as operator.iadd: without the i, the name is that of another operator.
 _WRITING_OPERATORS = {operator.setitem, eager_transforms._set_tensor_requires_grad} | {
     each for name, each in vars(operator).items() if name[0] == "i" and f"__{name[1:]}__" in vars(operator)
 }
 
 
 def written_by(node: Node) -> Iterator[Node]:
-    """The tensors that an operation changes in place."""
+    """Yields the tensors that an operation changes in place."""
     target, out = node.target, node.kwargs.get("out")
     yield from (each for each in tree_flatten(out)[0] if isinstance(each, Node))
     if isinstance(target, torch._ops.OpOverloadPacket) and len(target.overloads()) == 1:
         target = getattr(target, *target.overloads())
     if name_of(node) == "triton_kernel_wrapper_mutation" or _is_of_numpy(node):
-        yield from node.all_input_nodes  # The user's kernel may write to any of its arguments, and so may NumPy.
+        yield from node.all_input_nodes  # The user's kernel, or NumPy's function, may write to any argument.
     elif isinstance(target, torch._ops.OpOverload):
         schema = target._schema.arguments
         given = {**dict(zip([each.name for each in schema], node.args, strict=False)), **node.kwargs}
@@ -387,24 +387,24 @@ def written_by(node: Node) -> Iterator[Node]:
         yield from (each for each in tree_flatten(written)[0] if isinstance(each, Node))
     elif isinstance(first := node.args[0] if node.args else node.kwargs.get("input"), Node | list | tuple):
         name = name_of(node)
-        # Python's operators with such a name, such as and_, only avoid a keyword.
+        # The names of some of Python's operators, such as and_, have an underscore only to avoid a keyword.
         is_by_name = name.endswith("_") and not name.endswith("__") and target not in vars(operator).values()
-        # With underscores, they are methods, such as __iadd__.
+        # Methods such as __iadd__ have underscores on both sides.
         is_operator = not _WRITING_OPERATORS.isdisjoint((target, vars(operator).get(name.strip("_"))))
         if is_by_name or is_operator:
-            # Of lists, as torch._fused_adamw_ has them, more than the first may be.
+            # If the first argument is a list, as for torch._fused_adamw_, further arguments may change, too.
             yield from [first] if isinstance(first, Node) else node.all_input_nodes
         elif getattr(target, "__module__", "") == F.__name__:
             yield from (each for each in _written_by_functional(node) if isinstance(each, Node))
 
 
 def _is_of_numpy(node: Node) -> bool:
-    """Whether it is what Dynamo has for a function of NumPy's."""
+    """Whether a node is Dynamo's call of a NumPy function."""
     return getattr(node.target, "__module__", "") == "torch._dynamo.utils"
 
 
 def _written_by_functional(node: Node) -> Iterator[Any]:
-    """What a function of torch.nn.functional changes: its input, statistics of batches, or an embedding's vectors."""
+    """Yields what a function of torch.nn.functional changes: input, running statistics, or an embedding's weight."""
     bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]
     bound.apply_defaults()
     given = bound.arguments

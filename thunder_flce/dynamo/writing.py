@@ -1,6 +1,6 @@
-"""Writes regions into a graph of Dynamo's, as calls of the operator, in place of what they compute.
+"""Writes regions into Dynamo's graph, as calls of the operator.
 
-All other nodes stay as they are, but where they use a result before the region that gives it: these move behind it.
+Other nodes stay where they are, unless they use a result of a region that comes later: these move behind the region.
 """
 
 import itertools
@@ -41,14 +41,14 @@ from thunder_flce.options import Options
 
 _SOURCE_META = ("stack_trace", "nn_module_stack", "source_fn_stack")
 _SYMBOLIC = (torch.SymInt, torch.SymFloat)
-# A number of tokens to report a plan of, where the call's own depends on values.
+# Number of tokens for which a plan is reported if the call's own number depends on values.
 _EXAMPLE_TOKENS = 2048
 
 
 def write_regions(
     gm: GraphModule, regions: Sequence[Region], interpreter: Interpreter, options: Options
 ) -> list[Decision]:
-    """Puts regions into a graph; returns what was decided about each."""
+    """Writes regions into a graph; returns the decision about each."""
     order = ordered(regions, interpreter)
     graph, has_grad = _Graph(gm.graph, options), any(region.has_grad for region in regions)
     decisions = []
@@ -67,7 +67,7 @@ def write_regions(
 
 
 class _Graph:
-    """The `Writer` of a graph."""
+    """The `Writer` of Dynamo's graph."""
 
     def __init__(self, graph: Graph, options: Options):
         self._graph, self._options = graph, options
@@ -75,18 +75,18 @@ class _Graph:
         self._positions = {node: position for position, node in enumerate(nodes)}
         self._modes_after = _modes_after_each(nodes)
         self._last: Node | None = None
-        """The last of the nodes that are done"""
+        """The last node that is at its final place"""
         self._at = -1
-        """Its position, or that of the node that it was put behind"""
+        """Position of that node or, if it was added, of the node that it was added behind"""
         self._replaced: dict[Tensor, Tensor] = {}
         values = [value_of(node) for node in nodes]
-        # Not that of the tracing context, which is another one, for AOTAutograd.
+        # The fake mode of the graph's own values: that of the tracing context is another one, for AOTAutograd.
         self._fake_mode = next(each.fake_mode for each in tree_flatten(values)[0] if isinstance(each, FakeTensor))
 
     # Order.
 
     def keep(self, op: Op) -> None:
-        """Leaves the node of an operation where it is, or moves it behind what it reads."""
+        """Leaves the node of an operation where it is, or moves it behind the nodes that it reads."""
         node = _node_of(op)
         if self._positions[node] < self._at:
             self._read_sizes_elsewhere(node)
@@ -97,23 +97,23 @@ class _Graph:
                     self._last = each
         else:
             self._at, self._last = self._positions[node], node
-            # What is put behind it may read one of several results.
+            # Nodes that are put behind it may read one of its several results.
             for each in _readers_of_parts(node) if not isinstance(value_of(node), torch.Tensor) else ():
                 self._last.append(each)
                 self._last = each
 
     @contextmanager
     def behind(self, op: Op, *, has_grad: bool) -> Iterator[None]:
-        """Nodes that are added meanwhile stand behind an operation, and behind all that are done.
+        """Context in which nodes are added behind an operation, and behind all nodes at their final place.
 
-        Gradients are on if any region has them, since regions share what is added: what has none is detached.
+        Gradients are on if any region has them, since regions share nodes; tensors without a gradient are detached.
         """
         if self._positions[op.handle] > self._at:
             self._at, self._last = self._positions[op.handle], op.handle
         assert self._last is not None
         node = self._last
         is_on, autocast = self._modes_after[self._nodes[self._at]]
-        # Dtypes are as they are written.
+        # Without autocast: the nodes that are added cast explicitly.
         with self._modes(has_grad or is_on, dict.fromkeys(autocast, _NO_AUTOCAST)):
             self._end = self._last.next
             yield
@@ -124,7 +124,7 @@ class _Graph:
 
     @contextmanager
     def _modes(self, has_grad: bool, autocast: "_Autocast") -> Iterator[None]:
-        """The modes that hold for what is put behind the last node meanwhile."""
+        """Context in which nodes that are put behind the last one run in these modes."""
         has_grad_here, autocast_here = self._modes_after[self._nodes[self._at]]
         is_other = has_grad_here != has_grad
         if is_other:
@@ -144,14 +144,14 @@ class _Graph:
         return self._last
 
     def replace(self, results: dict[Tensor, Tensor]) -> None:
-        """Has everything that uses the program's tensors use new ones, but for sizes, which may be read before."""
+        """Replaces the program's tensors by new ones in all users, except for sizes, which may be read before."""
         for tensor, new in results.items():
             self._replaced[tensor] = new
             sizes = [each for each in _readers_of_parts(tensor.handle) if name_of(each) != "item"]
             tensor.handle.replace_all_uses_with(self._node(new), lambda user, sizes=sizes: user not in sizes)
 
     def _read_sizes_elsewhere(self, node: Node) -> None:
-        """Has sizes that are read of a node read of others, since the node is not there any more, or not yet."""
+        """Replaces sizes that are read from a node by sizes of others, as it is erased or moves behind its readers."""
         others: dict[Node, Any] = {}
         for user in _readers_of_parts(node)[::-1]:
             size: Any = value_of(user)
@@ -159,13 +159,13 @@ class _Graph:
                 if isinstance(size, tuple):
                     others[user] = tuple(map(self._argument, size))
                 elif isinstance(size, torch.SymInt) and user.users:
-                    others[user] = self._size(size)  # It may be the one that says the size.
+                    others[user] = self._size(size)  # Not if unused: no other node may have this size.
         for reader in {reader for user in others for reader in user.users}:
             given: Any = map_arg((reader.args, reader.kwargs), lambda each: others.get(each, each))
             reader.args, reader.kwargs = given
 
     def erase(self, nodes: Sequence[Node]) -> None:
-        """Erases what nothing needs any more."""
+        """Erases the nodes that have no users left."""
         for node in reversed(nodes):
             self._read_sizes_elsewhere(node)
             for user in _readers_of_parts(node)[::-1]:
@@ -182,7 +182,7 @@ class _Graph:
             given = tree_map(self._argument, (args, kwargs))
             node = self._graph.call_function(function, *given)
         values: Any = map_arg(given, value_of)
-        # Without Python's dispatcher, torch 2.8 has no views of symbolic sizes.
+        # Without the Python dispatcher, torch 2.8 cannot view tensors in symbolic sizes.
         with self._fake_mode, enable_python_dispatcher(), torch.enable_grad(), torch.autocast("cpu", enabled=False):
             value = node.target(*values[0], **values[1])  # type: ignore[operator]
         return self._made(node, value)
@@ -204,7 +204,7 @@ class _Graph:
         return self._replaced.get(tensor, tensor).handle
 
     def _size(self, size: torch.SymInt | torch.SymFloat) -> Any:
-        """A symbolic number as a node, which is added where the graph's cursor is; a number where it is one."""
+        """Returns a node for a symbolic number, added at the graph's cursor; a number if the expression is one."""
         expression = size.node.expr
         if expression.is_number:
             return (int if isinstance(size, torch.SymInt) else float)(expression)
@@ -214,7 +214,7 @@ class _Graph:
             if isinstance(number, _SYMBOLIC) and given and all(isinstance(each, _SYMBOLIC) for each in given):
                 made.setdefault(number.node.expr, node)
         known: dict[sympy.Expr, Proxy] = {}
-        # Made as the program makes them: a proxy has no operation that rounds, as for `int(0.5 * length)`.
+        # Copies the program's nodes: a proxy has no operation that rounds, as in `int(0.5 * length)`.
         for each, node in [*made.items()][::-1]:
             if not each.is_Atom and expression.has(each):
                 symbol = sympy.Dummy(integer=each.is_integer)
@@ -228,7 +228,7 @@ class _Graph:
         return value.node
 
     def _node_of_symbol(self, symbol: sympy.Expr) -> Node:
-        """A node for an argument, or for a size of a tensor, such as of `hidden[mask]`."""
+        """Returns a node for a symbol: that of an argument, or a size of a tensor, such as of `hidden[mask]`."""
         for node in self._graph.nodes:
             value = value_of(node)
             if isinstance(value, _SYMBOLIC) and value.node.expr == symbol:
@@ -243,7 +243,7 @@ class _Graph:
     def weights(
         self, ops: Sequence[Op], operands: Sequence[Tensor], result: Tensor, *, values: Sequence[Tensor | None] | None
     ) -> list[Tensor]:
-        """See `Writer`: autograd's derivative of the nodes, as operations of ATen."""
+        """Adds autograd's derivative of the nodes, as operations of ATen: see `Writer`."""
         starts, nodes = [self._node(operand) for operand in operands], [op.handle for op in ops]
         others = _read_beside(starts, nodes)
         written = {self._node(each) for op in ops for each in op.writes}
@@ -251,7 +251,7 @@ class _Graph:
         def derivative(rows: list[torch.Tensor], given: list[Any]) -> list[torch.Tensor]:
             rows = [each.detach().requires_grad_() for each in rows]
             with torch.enable_grad():
-                # A clone is no leaf, which nothing may change in place.
+                # Cloned, since a leaf must not be changed in place.
                 found: dict[Node, Any] = dict(zip(starts, [each.clone() for each in rows], strict=True))
                 found |= zip(others, given, strict=True)
                 found |= {node: found[node].clone() for node in written & found.keys()}
@@ -266,13 +266,13 @@ class _Graph:
         wide = [each.float() if each.dtype.itemsize < 4 else each for each in rows]
         given = [each.detach() if isinstance(each, torch.Tensor) else each for each in map(value_of, others)]
         with tracing(None), self._fake_mode, enable_python_dispatcher(), torch.autocast("cpu", enabled=False):
-            # Dynamo cannot print a guard that autograd's own thread of a GPU adds.
+            # Dynamo cannot print a guard that is added in autograd's thread of a GPU.
             with torch.autograd.set_multithreading_enabled(False):
                 traced = make_fx(derivative, decomposition_table=_AS_OTHERS)(wide, given)
         return self._inline(traced, others, values or ())
 
     def _inline(self, traced: GraphModule, others: Sequence[Node], values: Sequence[Tensor | None]) -> list[Tensor]:
-        """Adds a derivative, of rows and of other nodes, with the values of rows where there are any."""
+        """Adds the graph of a derivative; its arguments are rows, with their values if given, and other nodes."""
         placeholders = traced.graph.find_nodes(op="placeholder")
         inlined: dict[Node, Any] = dict(zip(placeholders[len(placeholders) - len(others) :], others, strict=True))
         (output,) = traced.graph.find_nodes(op="output")
@@ -281,7 +281,7 @@ class _Graph:
             if node in needed and not isinstance(node.meta.get("val"), torch.SymInt):
                 needed.update(node.all_input_nodes)
         with self._graph.inserting_before(self._end):
-            # thunder asks for the gradient of all that may have one, and does not know each of these.
+            # thunder differentiates all operations that may need it, and does not know a gradient for each of these.
             self._graph.call_function(torch._C._set_grad_enabled, (False,))
             for node, value in zip(placeholders, values, strict=False):
                 if node in needed and value is not None:
@@ -294,15 +294,15 @@ class _Graph:
             return found
 
     def _inlined(self, node: Node, inlined: dict[Node, Any], traced: GraphModule) -> Any:
-        """What stands here for a node of a derivative's graph."""
+        """Returns the node, or the number, for a node of a derivative's graph."""
         value: Any = node.meta.get("val")
         if isinstance(value, torch.SymInt):
             return self._size(value)
         if node.op == "placeholder":
-            # Rows: the derivative of something linear is the same at 0.
+            # Rows: the derivative of a linear function is the same at 0.
             return self.call(torch.zeros, tuple(value.shape), dtype=value.dtype, device=value.device).handle
         if node.op == "get_attr":
-            # A constant of the derivative's own. PyTorch finds graphs on the disk by what they call, not by attributes.
+            # A constant of the derivative. It is written as a call: PyTorch's disk cache has no attributes in its key.
             constant = getattr(traced, str(node.target))
             return self.call(torch.tensor, constant.tolist(), dtype=constant.dtype, device=constant.device).handle
         copy = self._graph.node_copy(node, inlined.__getitem__)
@@ -310,8 +310,8 @@ class _Graph:
         return copy
 
     def region(self, call: Call, group: Any) -> tuple[list[Tensor], PlannedRegion]:
-        """See `Writer`: the operator, which makes its plan when it runs."""
-        # With the sizes of this call: its plan is reported, and the operator's settings depend on no size.
+        """Adds the operator, which makes its plan when it runs: see `Writer`."""
+        # With the sizes of this call, for the plan that is reported; the operator's settings depend on no size.
         known, options = call.map(lambda _, each: self._spec(each, call)), self._options
         if may_save_logits(known, math.prod(call.tensors["input"].shape[:-1]), options):
             options = replace(options, strategy=SAVE_LOGITS)
@@ -337,7 +337,7 @@ class _Graph:
         return Spec((), call.row_dtype, call.device)
 
     def _operand(self, name: str, call: Call) -> Node:
-        """A tensor or a number of a call as the operator takes it."""
+        """Returns a tensor or a number of a call as the operator takes it."""
         given = call.tensors[name]
         if not isinstance(given, Tensor):
             return self.call(torch.full, (), given, dtype=call.row_dtype, device=call.device).handle
@@ -349,7 +349,7 @@ class _Graph:
 
 
 def _node_of(op: Op) -> Node:
-    """The node of an operation, or of the checkpoint that it is in."""
+    """Returns the node of an operation, or of the checkpointed function that contains it."""
     return op.handle if op.inside is None else op.inside
 
 
@@ -401,11 +401,11 @@ _AS_OTHERS: dict[Any, Callable] = {
     torch.ops.aten.split.Tensor: _split_alike,
     torch.ops.aten.unbind.int: _unbind,
 }
-"""What thunder does not have, or leaves to Inductor, which would divide a part without gradients: as what it has"""
+"""Decompositions of operations that thunder lacks, or leaves to Inductor and so divides a part without gradients"""
 
 
 def _note_value(node: Node) -> None:
-    """Notes the value of a number, and of those that it is made of, as Dynamo does."""
+    """Sets the example value of a number's node, and of the nodes that it is computed from, as Dynamo does."""
     for each in node.all_input_nodes:
         if value_of(each) is None:
             _note_value(each)
@@ -413,14 +413,14 @@ def _note_value(node: Node) -> None:
 
 
 def _run(node: Node, values: dict[Node, Any]) -> None:
-    """Runs one node on values, unless its own is there, with what takes its results apart or reads their sizes."""
+    """Runs a node on values, unless it has one, with the nodes that take one of its results or read a size."""
     shapes = [each for each in node.all_input_nodes if each.target is torch.Size]
     for each in (*shapes, node, *_readers_of_parts(node)):
         if each in values:
             continue
         args, kwargs = map_arg((each.args, each.kwargs), lambda given: values.get(given, value_of(given)))
         if name_of(each) in PRODUCTS:
-            # A product takes one dtype: its rows may be wider than the program's.
+            # Operands of a product must have one dtype, and rows may be in a wider one than the program's.
             floats = [given for given in tree_flatten((args, kwargs))[0] if _is_float(given)]
             widest = max((given.dtype for given in floats), key=lambda dtype: dtype.itemsize)
             args, kwargs = tree_map(lambda x, to=widest: x.to(to) if _is_float(x) else x, (args, kwargs))
@@ -431,7 +431,7 @@ def _run(node: Node, values: dict[Node, Any]) -> None:
 
 
 def _read_beside(starts: Sequence[Node], nodes: Sequence[Node]) -> list[Node]:
-    """The tensors and numbers that some nodes read beside what they start from, and beside each other."""
+    """Returns the tensors and numbers that nodes read, other than those they start from and each other."""
     known = {*starts, *nodes, *(each for node in (*starts, *nodes) for each in _readers_of_parts(node))}
     others: dict[Node, None] = {}
     waiting = [each for node in nodes[::-1] for each in node.all_input_nodes[::-1]]
@@ -440,7 +440,7 @@ def _read_beside(starts: Sequence[Node], nodes: Sequence[Node]) -> list[Node]:
         if isinstance(value_of(node), torch.Tensor | torch.SymInt | torch.SymFloat):
             others |= {} if node in known else {node: None}
         elif node not in known:
-            waiting += node.all_input_nodes  # All sizes of a tensor, which are traced with it.
+            waiting += node.all_input_nodes  # The whole shape of a tensor, which is traced with the tensor.
     return list(others)
 
 
@@ -449,7 +449,7 @@ def _is_float(given: Any) -> bool:
 
 
 def _readers_of_parts(node: Node) -> list[Node]:
-    """What takes one of several results of a node, or a size of its result."""
+    """Returns the nodes that take one of several results of a node, or read sizes of its result."""
     found: list[Node] = []
     is_one = isinstance(value_of(node), torch.Tensor)
     for user in node.users:
@@ -462,12 +462,12 @@ def _readers_of_parts(node: Node) -> list[Node]:
 
 
 _Autocast = dict[str, tuple[torch.dtype | None, bool]]
-"""The dtype of autocast, None where it is off, and whether it is on, by the type of device"""
+"""For each type of device: autocast's dtype, None if it is off, and whether it is on"""
 _NO_AUTOCAST = (None, False)
 
 
 def _modes_after_each(nodes: Sequence[Node]) -> dict[Node, tuple[bool, _Autocast]]:
-    """Whether gradients are on after each node, and autocast, of all types of devices that may have it."""
+    """Returns whether gradients are on after each node, and autocast for each type of device that may have it."""
     devices = {str(node.args[0]) for node in nodes if node.target is _enter_autocast}
     devices |= {value.device.type for value in map(value_of, nodes) if isinstance(value, torch.Tensor)}
     around = {

@@ -1,15 +1,15 @@
-"""What the matcher says of a tensor that hangs on the logits of a linear.
+"""Descriptions of tensors that are computed from the logits of a linear layer.
 
-For a row of logits u with label y, with M = max u, L = log Σ exp u and p = exp(u - L):
+For a row of logits u with label y, let M = max u, L = log Σ exp u and p = exp(u - L). A tensor is described as
 
-    of each class    a u + r,  c exp(a u + r)  or  p (a u + r)            `Class`
-    of each row      r  or  c exp(r)                                      `Row`
+    a number of each class    a u + r,  c exp(a u + r)  or  p (a u + r)            `Class`
+    a number of each row      r  or  c exp(r)                                      `Row`
 
-where r is a sum of u_y, L, M, E = Σ p u, U, the mean of u, and 1, each with a factor. So log_softmax(u) is u - L, its
-entry at the label u_y - L, its mean U - L, an entropy L - E, a cross-entropy L - u_y, or 0 in rows whose label is
-ignored. An operation is a rule for such sums, and ways to write a loss need not be known one by one.
+where r is a linear combination of u_y, L, M, E = Σ p u, the mean U of u, and 1. So log_softmax(u) is u - L, its entry
+at the label is u_y - L, its mean U - L, and an entropy L - E. A cross-entropy is L - u_y, or 0 in rows whose label is
+ignored. A rule says what an operation makes of such sums, so the matcher need not know each way to write a loss.
 
-Each of these comes with its gradient or without: from `detach` on, and in what is computed under `torch.no_grad`.
+Each atom of a sum has a gradient or not: it has none after `detach`, and if computed under `torch.no_grad`.
 """
 
 import math
@@ -25,28 +25,28 @@ from thunder_flce.matching.program import Tensor, hint, same, stored, tensors_in
 
 
 class Unknown(Exception):
-    """Raised for what cannot be described; says what about the operation, if its name does not."""
+    """Raised if an operation's result cannot be described; the message says why, if the operation's name does not."""
 
 
 class Atom(NamedTuple):
-    """One of the numbers that sums are made of."""
+    """A variable of a sum, with or without its gradient."""
 
     name: str
-    """"u" (only of each class), "y", "L", "M", "E", "U" or "1"."""
+    """"u" (only in a `Class`), "y", "L", "M", "E", "U" or "1"."""
     has_grad: bool = True
 
 
 Poly = tuple[tuple[Atom, Fraction], ...]
-"""A sum: each atom with its factor, which is not 0."""
+"""A linear combination: pairs of an atom and its factor, which is not 0."""
 
 
 def poly(**factors: Any) -> Poly:
-    """A sum of atoms with gradients."""
+    """Returns a sum of atoms with gradients, from the factors by the atoms' names."""
     return tuple(sorted((Atom(name), Fraction(factor)) for name, factor in factors.items()))
 
 
 def added(*summands: tuple[Any, Poly]) -> Poly:
-    """The sum of some sums, each with a factor."""
+    """Returns the linear combination of sums, each given with its factor."""
     total: dict[Atom, Fraction] = {}
     for factor, summand in summands:
         for atom, each in summand:
@@ -55,12 +55,12 @@ def added(*summands: tuple[Any, Poly]) -> Poly:
 
 
 def without_grad(sum_: Poly) -> Poly:
-    """The same number without a gradient."""
+    """Returns the same sum without gradients."""
     return added(*((factor, ((atom._replace(has_grad=False), Fraction(1)),)) for atom, factor in sum_))
 
 
 def value(sum_: Poly) -> dict[str, Fraction]:
-    """The factor of each atom, whether or not it has a gradient."""
+    """Returns the factor of each atom by its name: the factors with and without a gradient, added up."""
     total: dict[str, Fraction] = {}
     for atom, factor in sum_:
         total[atom.name] = total.get(atom.name, Fraction(0)) + factor
@@ -68,28 +68,28 @@ def value(sum_: Poly) -> dict[str, Fraction]:
 
 
 def atoms(sum_: Poly) -> set[str]:
-    """The names of its atoms, also of one that cancels but for its gradient."""
+    """Returns the names of a sum's atoms, also of an atom whose value cancels and whose gradient does not."""
     return {atom.name for atom, _ in sum_}
 
 
 def has_grad(sum_: Poly) -> bool:
-    """Whether any part of it has a gradient."""
+    """Whether any atom of a sum has a gradient."""
     return any(atom.has_grad for atom, _ in sum_)
 
 
 def with_u_as(name: str, sum_: Poly) -> Poly:
-    """With a number of each row in place of u."""
+    """Returns the sum with the atom `name`, a number of each row, in place of u."""
     return added((1, tuple((atom._replace(name=name) if atom.name == "u" else atom, each) for atom, each in sum_)))
 
 
 def _is(known: Poly, sum_: Poly) -> bool:
-    """Whether a sum is a known one, with all of its gradient or without any."""
+    """Whether a sum equals a known one, with all of its gradient or without any."""
     return sum_ in (known, without_grad(known))
 
 
 ONE: Poly = ((Atom("1", has_grad=False), Fraction(1)),)
 LOG_PROBABILITY = poly(u=1, L=-1)
-"""A log_softmax"""
+"""The sum that `log_softmax` returns"""
 
 
 @dataclass(frozen=True)
@@ -97,31 +97,31 @@ class Term:
     """A linear without its bias, times a factor: factor * input @ weight.T."""
 
     input: Tensor
-    """(..., H), or with H elsewhere"""
+    """(..., H), or with H as another dimension"""
     weight: Tensor
-    """(V, H) or (H, V); with further dimensions of one, such as a kernel's"""
+    """(V, H) or (H, V); may have further dimensions of size 1, such as that of a convolution's kernel"""
     hidden_dim: int
-    """Where H is in the input's shape"""
+    """The dimension of the input that is H"""
     weight_dims: tuple[int, int]
-    """Where V and H are in the weight's shape"""
+    """The dimensions of the weight that are V and H"""
     dtype: torch.dtype
-    """What the input is cast to, where it has another one"""
+    """The dtype to which the input is cast, if it has another one"""
     factor: Fraction = Fraction(1)
     has_grad: bool = True
-    """Whether gradients flow to the operands: not where the linear was detached, or computed without gradients."""
+    """Whether gradients flow to the operands: not if the linear was detached, or computed under `torch.no_grad`"""
     changes: int = 0
-    """How many changes in place the operands, and a bias, may have had before"""
+    """Number of in-place changes that the operands, and a bias, may have had before the linear"""
     outputs: tuple[Tensor, ...] = field(default=(), compare=False)
-    """What the linear returns; what several return, where each had some of the input's rows"""
+    """The linear's output; several outputs if several linears each read some of the input's rows"""
 
     @property
     def columns(self) -> Any:
-        """The number of classes, V."""
+        """Number of classes, V."""
         return self.weight.shape[self.weight_dims[0]]
 
     @property
     def features(self) -> Any:
-        """The hidden size, H."""
+        """Hidden size, H."""
         return self.weight.shape[self.weight_dims[1]]
 
     @property
@@ -133,33 +133,33 @@ class Term:
 
 @dataclass(frozen=True)
 class RowStep:
-    """An operation on the rows of logits, by what it does to the shape without the classes."""
+    """An operation that selects, reorders or scales rows of logits, in terms of the shape without the classes."""
 
     kind: str
-    """"reshape", "permute", "index", "take" for rows that tensors pick, "mul" and "div" for a factor of each row, or
-    "cat" for several results of such operations"""
+    """"reshape", "permute", "index" (by numbers and slices), "take" (by tensors), "mul" and "div" (by a factor for each
+    row, or for all), or "cat" (of the results of several sequences of steps)"""
     argument: tuple[Any, ...]
-    """The new shape, the order of the dimensions, an index (a number or a slice) for each of them, what is the same for
-    equal tensors, or the dimension of "cat" and the operations that give each of its operands"""
+    """The new shape; the order of the dimensions; a number or slice for each dimension; for "take", "mul" and "div", a
+    key that is equal for equal tensors; or, for "cat", its dimension and the steps that give each of its operands"""
     shape: tuple[Any, ...] = field(default=(), compare=False)
-    """The shape after it"""
+    """Shape of the rows after this step"""
     given: tuple[Any, ...] = field(default=(), compare=False)
-    """The index with its tensors; or one factor for each row, or for all"""
+    """For "take", the index with its tensors; for "mul" and "div", the factor"""
     factor_shape: tuple[Any, ...] = field(default=(), compare=False)
-    """With which it is broadcast to the rows of an input, with a dimension of one in place of H"""
+    """Shape in which the factor is broadcast to the rows of an input, with a dimension of size 1 in place of H"""
     read_at: int = field(default=0, compare=False)
-    """The position of the operation that reads it"""
+    """Position of the operation that reads `given`"""
 
 
 @dataclass(frozen=True)
 class Logits:
-    """Some rows of softcap * tanh(scale * z + shift), or of scale * z without a softcap; z is a sum of linears.
+    """Rows of softcap * tanh(scale * z + shift), or of scale * z if there is no softcap, where z is a sum of linears.
 
     Factors are fractions, so that z / 49 * 49 is z.
     """
 
     terms: tuple[Term, ...]
-    """More than one where linears are added, as a low-rank adapter does it; the one with the largest H is the first."""
+    """Several if linears are added, as by a low-rank adapter; the term with the largest H is the first"""
     bias: Tensor | None = None
     bias_has_grad: bool = True
     """Whether gradients flow to the bias, which may be added after the terms were detached"""
@@ -167,31 +167,31 @@ class Logits:
     softcap: Fraction | None = None
     shift: Fraction = Fraction(0)
     vocab_size: int | None = None
-    """The number of columns, where only the first columns of the vocabulary are kept"""
+    """Number of columns, if the program keeps only the first columns of the vocabulary"""
     rows: tuple[RowStep, ...] = ()
-    """Replayed on the rows of the inputs, they give these rows in their order."""
+    """The steps that lead from the rows of the inputs to these rows, in their order"""
     group: Any = None
-    """The ranks among which the rows of the weights and of the bias are divided; the logits have the columns of all"""
+    """Process group that shards the rows of the weights and the bias; the logits have the columns of all ranks"""
 
     @property
     def rows_shape(self) -> tuple[Any, ...]:
-        """What `rows` leave of the inputs' shape, without H."""
+        """Shape of these rows, without the classes."""
         return self.rows[-1].shape if self.rows else self.terms[0].rows_shape
 
     @property
     def operands(self) -> list[Tensor]:
-        """The inputs, weights and bias of the linears."""
+        """Inputs, weights and bias of the linears."""
         tensors = [tensor for term in self.terms for tensor in (term.input, term.weight)]
         return tensors if self.bias is None else [*tensors, self.bias]
 
     @property
     def given(self) -> dict[Tensor, int]:
-        """The factors of rows, and what picks them, each with the position of what reads it."""
+        """Tensors that scale or select rows, each with the position of the operation that reads it."""
         return _given(self.rows)
 
     @property
     def linears(self) -> set[Tensor]:
-        """What the linears return."""
+        """Outputs of the linears."""
         return {out for term in self.terms for out in term.outputs}
 
     @property
@@ -201,23 +201,23 @@ class Logits:
 
     @property
     def in_order(self) -> "Logits":
-        """What two have in common whose largest is in one place: any increasing function of logits keeps it."""
+        """Key that is equal for logits with the same argmax: an increasing function of logits does not change it."""
         terms = tuple(replace(term, has_grad=False) for term in self.terms)
         sign = Fraction(1 if self.scale > 0 else -1)
         return replace(self, terms=terms, bias_has_grad=False, scale=sign, softcap=None, shift=Fraction(0))
 
     @property
     def is_similarity(self) -> bool:
-        """Whether it is of all pairs of a batch, of which a contrastive loss is made: the classes are no vocabulary."""
+        """Whether these are similarities of all pairs in a batch, as in a contrastive loss, and no vocabulary."""
         head = self.terms[0]
         is_square = len(head.rows_shape) == 1 and same(head.columns, head.rows_shape[0])
         return is_square and stored(head.weight).op is not None
 
     @property
     def is_head(self) -> bool:
-        """Whether it may be of a language model's head, and not of a gate: more columns than the input has features.
+        """Whether the linear may be a language model's head, and not a gate or a product of activations.
 
-        And a parameter's, not activations times activations.
+        A head has more columns than the input has features, and its weight is a parameter.
         """
         head = self.terms[0]
         weight = stored(head.weight)
@@ -225,12 +225,12 @@ class Logits:
 
     @property
     def is_linear(self) -> bool:
-        """Whether these are all of the linears' columns, times a factor at most."""
+        """Whether these are all columns of the linears, without a softcap; they may have a factor."""
         return self.softcap is None and self.vocab_size is None
 
     @property
     def has_float_factors(self) -> bool:
-        """Whether scale, softcap and the factors of the terms, which may be products, and what is added are finite."""
+        """Whether scale, softcap, shift and the terms' factors, which may be products, fit into floats."""
         softcap = Fraction(1) if self.softcap is None else self.softcap
         factors = (softcap, self.scale * softcap, *(term.factor for term in self.terms))
         are_floats = all(float_info.min <= abs(factor) <= float_info.max for factor in factors)
@@ -238,7 +238,7 @@ class Logits:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the head's operands."""
+        """Dtype of the first term's operands."""
         return self.terms[0].dtype
 
 
@@ -253,21 +253,21 @@ def _given(steps: Sequence[RowStep]) -> dict[Tensor, int]:
 
 @dataclass(frozen=True)
 class Class:
-    """A number of each class."""
+    """A tensor that has a number for each class of each row."""
 
     logits: Logits
     dim: int
-    """Where the classes are in the shape"""
+    """The dimension of the classes"""
     shape: tuple[Any, ...]
     sum: Poly
-    """a u + r, each atom either with its gradient or without"""
+    """a u + r; no atom occurs both with its gradient and without"""
     form: str = ""
-    """"", "exp" for factor * exp(sum), "p" for softmax(u) * sum"""
+    """"" for the sum itself, "exp" for factor * exp(sum), "p" for softmax(u) * sum"""
     factor: Fraction = Fraction(1)
     p_has_grad: bool = True
-    """Of the form "p": whether the probability has its gradient"""
+    """For the form "p": whether softmax(u) has its gradient"""
     labels: "Labels | None" = None
-    """Where all other classes are 0, and only a sum over the classes follows"""
+    """If given, all classes but each row's label are 0, and the program only sums over the classes"""
 
     def __post_init__(self) -> None:
         if len(atoms(self.sum)) < len(self.sum):
@@ -275,17 +275,17 @@ class Class:
 
     @property
     def columns(self) -> Any:
-        """How many classes there are."""
+        """Number of classes."""
         return self.shape[self.dim]
 
     @property
     def rows_shape(self) -> tuple[Any, ...]:
-        """The shape without the classes."""
+        """Shape without the classes."""
         return (*self.shape[: self.dim], *self.shape[self.dim + 1 :])
 
     @property
     def kept_shape(self) -> tuple[Any, ...]:
-        """The shape of what is one number of each row, with a dimension of one in place of the classes."""
+        """Shape of a number of each row with `keepdim`: a dimension of size 1 in place of the classes."""
         return (*self.shape[: self.dim], 1, *self.shape[self.dim + 1 :])
 
     @property
@@ -306,12 +306,12 @@ class Class:
     @property
     def is_logits(self) -> bool:
         """Whether it is u itself."""
-        # Other logits that are made of these would lose a factor of the gradient.
+        # Not by its value alone: logits that are made from these would lose a factor that only the gradient has.
         return self.form == "" and _is(poly(u=1), self.sum)
 
     @property
     def is_shifted_logits(self) -> bool:
-        """Whether it is u plus something of each row."""
+        """Whether it is u plus a number of each row."""
         return self.form == "" and self.factor_of_u == 1
 
     @property
@@ -320,36 +320,36 @@ class Class:
         return self.form == "exp" and self.factor == 1 and _is(LOG_PROBABILITY, self.sum)
 
     def row(self, name: str, shape: tuple[Any, ...], labels: "Labels | None" = None) -> "Row":
-        """A number of each row, which has one of the row's, such as u_y, in place of u."""
+        """Returns the number of each row with the atom `name`, such as "y" for u_y, in place of u."""
         return Row(self.logits, shape, with_u_as(name, self.sum), self.form, self.factor, labels)
 
     def detached(self) -> "Class":
-        """Without a gradient."""
+        """Returns the description without gradients."""
         return replace(self, sum=without_grad(self.sum), p_has_grad=False)
 
 
 @dataclass(frozen=True)
 class Labels:
-    """The labels of rows, compared by their values."""
+    """Labels of rows, which are equal if their tensors are known to have equal values."""
 
     tensors: tuple[Tensor, ...] = field(compare=False)
-    """Several where parts of the rows were joined, in `shapes` along `dim`"""
+    """Several if rows were joined: each in its shape of `shapes`, concatenated along `dim`"""
     numbers: tuple[tuple[int, int], ...]
-    """`Program.number_at` of each"""
+    """`Program.number_at` of each tensor"""
     read_at: int = field(compare=False)
-    """The position of the operation that read them first"""
+    """Position of the operation that reads them first"""
     wraps: bool = False
     """Whether labels from -V to -1 count from the end"""
     ignore_index: int | None = None
-    """Of a cross-entropy: it is 0 in rows of this label"""
+    """The label of the rows in which a cross-entropy is 0"""
     fills: tuple[tuple[int, int], int | None] | None = field(default=None, compare=False)
-    """Where they are other labels with 0 in place of one label, or of all that are negative (None): the number of these
-    and that label"""
+    """If these are other labels with 0 in place of one label, or of all negative ones: the other labels' `number_at`,
+    and the replaced label (None for all negative ones)"""
     shapes: tuple[tuple[Any, ...], ...] = field(default=(), compare=False)
     dim: int = 0
 
     def are_filled(self, others: "Labels | None") -> bool:
-        """Whether they are others with 0 in place of their ignore_index."""
+        """Whether these are the other labels with 0 in place of their ignore_index."""
         index = None if others is None else others.ignore_index
         if self.fills is None or others is None or index is None or index >= 0:
             return False
@@ -358,32 +358,32 @@ class Labels:
 
 @dataclass(frozen=True)
 class Row:
-    """A number of each row."""
+    """A tensor that has a number for each row, or one for all rows after a reduction."""
 
     logits: Logits
     shape: tuple[Any, ...]
     sum: Poly
     form: str = ""
-    """"exp" for factor * exp(sum) in place of the sum"""
+    """"" for the sum itself, "exp" for factor * exp(sum)"""
     factor: Fraction = Fraction(1)
     labels: Labels | None = None
     class_weight: Tensor | None = None
-    """(V,): of a cross-entropy, the weights of what each class adds, where it has any"""
+    """(V,): the class weights of a cross-entropy, if it has any"""
     reduction: str = "none"
-    """"sum" or "mean" where it is a number of all rows together, but those whose label is ignored"""
+    """"sum" or "mean" if the rows are reduced to one number; rows whose label is ignored do not count"""
 
     def detached(self) -> "Row":
-        """Without a gradient."""
+        """Returns the description without gradients."""
         return replace(self, sum=without_grad(self.sum))
 
     @property
     def ignore_index(self) -> int | None:
-        """The label of the rows in which it is 0, if there may be such."""
+        """The label of the rows in which it is 0; None if there are no such rows."""
         return None if self.labels is None else self.labels.ignore_index
 
     @property
     def as_loss(self) -> tuple[Fraction, Fraction] | None:
-        """Its factor c and label smoothing s where it is c times a cross-entropy, L - (1 - s) u_y - s U."""
+        """Factor c and label smoothing s if it is c times a cross-entropy, L - (1 - s) u_y - s U; else None."""
         factors = value(self.sum)
         factor, of_label, of_mean = (factors.pop(name, Fraction(0)) for name in ("L", "y", "U"))
         smoothing = -of_mean / factor if factor else Fraction(-1)
@@ -395,7 +395,7 @@ class Row:
 
     @property
     def variables(self) -> dict[str, tuple[Fraction, Fraction]]:
-        """The sum by what a region returns, `pointwise.VARIABLES`: the factors with and without a gradient.
+        """The sum in terms of a region's outputs, `pointwise.VARIABLES`: factors with and without a gradient.
 
         u_y = log_prob + L and E = L - entropy.
         """
@@ -407,12 +407,12 @@ class Row:
 
     @property
     def constant(self) -> float:
-        """Its value where it has no `variables`."""
+        """Its value, if it has no `variables`."""
         constant = float(value(self.sum).get("1", 0))
         return float(self.factor) * math.exp(constant) if self.form else constant
 
     def made_of(self, known: Mapping[str, Any], call: Callable[..., Any]) -> Any:
-        """Its value from those of the `variables`, which there are, by functions that `call` calls."""
+        """Returns its value, computed through `call` from the values of its `variables`; there must be some."""
         total = None
         for name, (factor, cut) in self.variables.items():
             for each, is_cut in ((factor, False), (cut, True)):
@@ -425,7 +425,7 @@ class Row:
 
     @property
     def kind(self) -> str:
-        """What a user would call it."""
+        """What messages call it: one of `decisions.PLURALS`."""
         if self.ignore_index is not None:
             return "cross-entropy"
         names = self.variables
@@ -433,12 +433,12 @@ class Row:
 
     @property
     def is_whole(self) -> bool:
-        """Whether a region can return it: it does not hang on the maximum."""
+        """Whether a region can return it: it does not depend on the maximum M."""
         return atoms(self.sum).isdisjoint(("M", "u"))
 
 
 def scaled(number: Any, factor: Fraction | float, call: Callable[..., Any]) -> Any:
-    """A number of each row times a factor, by functions of PyTorch's that `call` calls."""
+    """Returns a number of each row times a factor, computed by PyTorch's functions through `call`."""
     if factor == 1:
         return number
     return call(torch.neg, number) if factor == -1 else call(torch.mul, number, float(factor))
@@ -467,7 +467,7 @@ class Argmax:
     shape: tuple[Any, ...]
 
     def detached(self) -> "Argmax":
-        """It has no gradient."""
+        """Returns itself, since indices have no gradient."""
         return self
 
 

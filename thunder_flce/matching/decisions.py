@@ -1,4 +1,4 @@
-"""What was decided about each cross-entropy, log-probability and entropy of a program, and the log of all decisions."""
+"""Decisions about each cross-entropy, log-probability and entropy of a program, and the log of all decisions."""
 
 import os
 import warnings
@@ -20,7 +20,7 @@ PLURALS = {
     "log-sum-exp": "log-sum-exps",
     "probability": "probabilities",
 }
-"""What the matcher looks for."""
+"""Kinds of results that the matcher looks for, with plurals; a part is named by the first kind that it has."""
 
 
 class Reason(Enum):
@@ -56,7 +56,7 @@ class Reason(Enum):
 
 
 class NotFused(Exception):
-    """Raised while matching; becomes a decision that the user can read.
+    """Raised while matching, and turned into a decision that the user can read.
 
     Args:
         reason: what prevents fusion.
@@ -69,36 +69,36 @@ class NotFused(Exception):
         self.detail = detail
 
     def at(self, line: Source, kind: str) -> "Decision":
-        """The decision about what a line computes."""
+        """Returns the decision about a result of this kind, which the user's line computes."""
         return Decision(line, reason=self.reason, detail=self.detail, kind=kind)
 
 
 class PlannedRegion(NamedTuple):
-    """What is known of a region before it runs, and how it runs."""
+    """A region's call, as it is known before it runs, and its plan."""
 
     call: Call
-    """Of specs"""
+    """With specs in place of tensors"""
     plan: Plan
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What was decided about one cross-entropy, log-probability or entropy of a program."""
+    """The decision about one cross-entropy, log-probability or entropy of a program."""
 
     line: Source
-    """The user's call, as far as it is known."""
+    """The line of the user's call, if it is known."""
     region: PlannedRegion | None = None
-    """None where it was not fused."""
+    """None if it was not fused."""
     reason: Reason | None = None
-    """None where it was fused."""
+    """None if it was fused."""
     detail: str = ""
     """The operation or value that prevents fusion."""
     kind: str = "cross-entropy"
-    """One of `PLURALS`. A region takes the place of one, and may give further results."""
+    """One of `PLURALS`. A region stands for one result, and may return further ones."""
     note: str = ""
-    """What else there is to say of a region, such as why its gradients wait for the backward."""
+    """A remark on a region, such as why its gradients wait for the backward."""
     is_example: bool = False
-    """Whether the region is for any number of tokens, so that its plan is that of one of them, an example."""
+    """Whether the region takes any number of tokens, so that its plan is an example, for one number."""
 
     @property
     def source(self) -> str:
@@ -112,12 +112,12 @@ class Decision:
 
     @property
     def plan(self) -> Plan | None:
-        """How the region runs; None where it was not fused."""
+        """How the region runs; None if it was not fused."""
         return None if self.region is None else self.region.plan
 
     @property
     def is_missed(self) -> bool:
-        """Whether it could have been fused, were the program another one: a warning, or an error if strict."""
+        """Whether a change of the program could let it be fused: then it is a warning, or an error if strict."""
         return self.reason not in (None, Reason.NO_LINEAR, Reason.LEFT_TO_INDUCTOR)
 
     def __str__(self) -> str:
@@ -141,7 +141,7 @@ class NotFusedError(RuntimeError):
 
 
 def in_order(decisions: Iterable[Decision]) -> list[Decision]:
-    """By the user's lines."""
+    """Returns decisions in the order of the user's lines."""
     return sorted(decisions, key=lambda decision: (decision.line.file or "", decision.line.line or 0))
 
 
@@ -150,7 +150,7 @@ LOG: deque[Decision] = deque(maxlen=1024)
 
 
 def report(decisions: Iterable[Decision], *, strict: bool) -> None:
-    """Warns of what was not fused, at the user's line, and keeps all decisions in the log.
+    """Warns of each result that was not fused, at the user's line, and adds all decisions to the log.
 
     Raises:
         NotFusedError: in place of the warnings, if strict.

@@ -1,7 +1,8 @@
-"""Runs a program on descriptions (`algebra`) in place of numbers.
+"""Runs a program on descriptions of tensors (`algebra`) in place of numbers.
 
-An operation that has a rule is described. One that has none asks for its operands themselves: a number of each row is
-then a result that a region can give; logits, or log-probabilities of all classes, are what prevents fusion.
+If an operation has a rule, the rule describes its result. Otherwise the operation demands its operands as tensors. An
+operand that is a number of each row becomes a `Result`, which a region can return; logits, or log-probabilities of all
+classes, become an `Escape`, which prevents fusion.
 """
 
 import inspect
@@ -33,59 +34,59 @@ _SELECTIONS = ("getitem", "narrow", "select", "index_select", "split", "chunk", 
 
 @dataclass(eq=False)
 class Result:
-    """A tensor that the program needs, and that a region can give."""
+    """A tensor that the program needs, and that a region can return."""
 
     tensor: Tensor
     value: Row | Argmax
 
     @property
     def op(self) -> Op:
-        """What computes it in the program."""
+        """The operation that computes it in the program."""
         assert self.tensor.op is not None
         return self.tensor.op
 
     @property
     def row(self) -> Row:
-        """What is known of it where it is no argmax."""
+        """Its description, for a result that is no argmax."""
         assert isinstance(self.value, Row)
         return self.value
 
     @property
     def as_loss(self) -> tuple[Fraction, Fraction] | None:
-        """`Row.as_loss`, if it has the gradient of the program's tensor."""
+        """`Row.as_loss`, if the description has a gradient just as the program's tensor has; else None."""
         return self.row.as_loss if has_grad(self.row.sum) == self.tensor.needs_grad else None
 
 
 @dataclass(eq=False)
 class Escape:
-    """A use of logits, or of something of each class, that needs them all."""
+    """A use of a tensor that is computed from logits and that no region can return."""
 
     tensor: Tensor
     value: Class | Row
     user: Op | None
-    """None where the program returns it"""
+    """None if the program returns the tensor"""
     detail: str = ""
 
     @property
     def problem(self) -> NotFused:
-        """Why the logits are not fused."""
+        """The reason why the logits are not fused."""
         if self.user is None and isinstance(self.value, Class):
             return NotFused(Reason.LOGITS_RETURNED)
         if self.user is not None and (self.user.writes or self.user.name == CHANGED):
             return NotFused(Reason.OPERAND_MODIFIED, f"by {self.user}")
-        # Such as by a maximum that is returned.
+        # Without a user, the tensor is one that the program returns, such as a maximum.
         return NotFused(Reason.LOGITS_USED, f"by {self.user or self.tensor.op}")
 
     @property
     def columns(self) -> Any:
-        """How many classes there are in what the use gives, where it still has classes."""
+        """Number of classes in the user's result, if that still has classes."""
         assert self.user is not None and isinstance(self.value, Class)
         of_first = self.user.outs[0].shape if self.user.name in _SELECTIONS and self.user.outs else ()
         return of_first[-1] if of_first else self.value.columns
 
     @property
     def change(self) -> NotFused:
-        """Why what the use makes of logits is not described."""
+        """The reason why the user's result, which is computed from logits, has no description."""
         assert self.user is not None
         if self.value.logits.is_similarity:
             return NotFused(Reason.NO_LINEAR)
@@ -95,34 +96,34 @@ class Escape:
 
 
 class Interpreter:
-    """What is known of each tensor of a program, what is asked for, and what cannot be described."""
+    """The descriptions of a program's tensors, its results, and its escapes."""
 
     def __init__(self, program: Program, *, joins: bool = True):
         self.program = program
         self.joins = joins
-        """Whether rows that a program joins become those of one call; all rows of one linear, in order, always do"""
+        """Whether rows that the program joins become rows of one call; all rows of one linear, in order, always do"""
         self.has_joined = False
         self.values: dict[Tensor, Value] = {}
         self.results: dict[Tensor, Result] = {}
         self.escapes: list[Escape] = []
         self.refusals: list[Decision] = []
-        """Of losses, and of what may become one, whose logits cannot be described"""
+        """Decisions about losses, and about normalisations that may lead to one, whose logits cannot be described"""
         self.broadcast: dict[Tensor, Tensor] = {}
-        """The tensors that `broadcast_tensors` gave the shape of logits, and what they were"""
+        """Maps tensors that `broadcast_tensors` gave the shape of logits to its operands"""
         self._lost: dict[Tensor, Escape] = {}
-        """What has made something of logits that is not described, and is still of the classes"""
+        """Maps tensors of classes that are computed from logits, but not described, to the use without a rule"""
         self._products: set[Tensor] = set()
-        """Of these, what is made of products of them, as of queries and keys"""
+        """Tensors of `_lost` that are computed from products of such tensors, as of queries and keys"""
         self._first: dict[Any, Tensor] = {}
         self.followed: list[Op] = []
-        """The changes in place that are described"""
+        """The in-place changes that are described"""
         for op in program.ops:
             self._interpret(op)
         for tensor in dict.fromkeys(program.results):
             self._demand(tensor, None)
 
     def get(self, tensor: Any) -> Value | None:
-        """What is known of a tensor."""
+        """Returns the description of a tensor; None if it has none."""
         return self.values.get(tensor) if isinstance(tensor, Tensor) else None
 
     def _interpret(self, op: Op) -> None:
@@ -152,14 +153,14 @@ class Interpreter:
         row = self.get(op.output)
         if isinstance(row, Row) and (op.name in LOSSES or row.reduction != "none"):
             self._give(row, op)
-        if self.begins(op.output):  # As of the mean embedding of what a softmax predicts.
+        if self.begins(op.output):  # New logits, such as of the mean embedding under a softmax.
             for each in described:
                 self._escape(each, op)
         if op.writes:
             self._write(op)
 
     def _by_rule(self, op: Op) -> Any:
-        """The description of the result, or of each; None where no rule says what it is."""
+        """Returns the description of the result, or of each result; None if no rule describes it."""
         rule = None if op.writes and not self._is_written_out_of_place(op) else RULES.get(op.name)
         given = None if rule is None else self._arguments(rule, op)
         if rule is None or given is None:
@@ -168,7 +169,7 @@ class Interpreter:
         return None if isinstance(found, Row | Argmax) and self._is_view_of_written(op) else found
 
     def _arguments(self, rule: Any, op: Op) -> inspect.BoundArguments | None:
-        """What a rule is called with; None where it takes no such arguments: PyTorch's functions have more of them."""
+        """Returns the arguments for a rule; None if it does not take these: PyTorch's function has more."""
         signature, kinds = _signature(rule)
         try:
             bound = signature.bind(self, op, *op.args, **op.kwargs)
@@ -180,10 +181,10 @@ class Interpreter:
                 return None
         return bound
 
-    # Changes in place.
+    # In-place changes.
 
     def _is_written_out_of_place(self, op: Op) -> bool:
-        """Whether a change in place of logits means the same as a new tensor, for all that share the memory."""
+        """Whether an in-place change of logits is equivalent to a new tensor, for all tensors that share the memory."""
         written = op.operands[0]
         if op.name not in ("mul", "div", "neg", "add", "sub") or len(op.writes) != 1 or op.writes[0] is not written:
             return False
@@ -192,11 +193,11 @@ class Interpreter:
         is_known = isinstance(self.get(written), Class) and (is_given or all(isinstance(of, Row) for of in others))
         if not is_known or op.leaves_gradient or written.storage is None:
             return False
-        # An alias that was detached, or one that was not, would get another gradient.
+        # If only one of two aliases is detached, they do not have the same gradient after the change.
         return all(each.needs_grad == written.needs_grad for each in self.values if each.shares_memory(written))
 
     def _write(self, op: Op) -> None:
-        """Gives all views of what was written the same change; views of a part of it are not followed."""
+        """Changes the descriptions of all views of the written tensor alike; views of a part of it escape."""
         written = op.operands[0]
         old, new = self.values[written], self.values[op.output]
         self.followed.append(op)
@@ -208,26 +209,26 @@ class Interpreter:
             elif new.logits.rows == old.logits.rows:
                 self.values[tensor] = replace(known, logits=replace(new.logits, rows=known.logits.rows), sum=new.sum)
             elif known.logits.rows == old.logits.rows:
-                # A factor of each row, in the order that the rows of both have.
+                # A factor of each row, for a view whose rows are in the same order.
                 self.values[tensor] = replace(known, logits=new.logits, sum=new.sum)
             else:
                 self._escape(tensor, op)
 
     def _is_view_of_written(self, op: Op) -> bool:
-        """Whether the result shares memory with a number of each row, and one of them is changed in place."""
+        """Whether the result shares memory with an operand, and may be changed in place."""
         return any(each.shares_memory(op.output) for each in op.operands) and self.program.may_have_changed(op.output)
 
     def _forget(self, op: Op) -> None:
-        """After a change in place that is not described, a number of each row is no longer what it was."""
+        """Drops the descriptions of numbers of each row that an in-place change without a description writes to."""
         for written in op.writes:
             of_rows = [each for each, known in self.values.items() if isinstance(known, Row | Argmax)]
             for tensor in filter(written.shares_memory, of_rows):
                 del self.values[tensor]
 
-    # What is asked for.
+    # Results and escapes.
 
     def _give(self, row: Row, op: Op) -> None:
-        """A cross-entropy, or a sum over tokens, is a result; what is made of it, no rule says, but `sums`."""
+        """Makes a cross-entropy, or a sum over tokens, a result; `sums`, and no rule, follows its further use."""
         del self.values[op.output]
         self.results[op.output] = Result(op.output, row)
         for each in (*(row.labels.tensors if row.labels else ()), row.class_weight):
@@ -248,7 +249,7 @@ class Interpreter:
             self.escapes.append(Escape(tensor, found, user, detail))
 
     def _ask_for_operands(self, op: Op, detail: str = "") -> None:
-        """Of an operation that is not described; keeps in mind where its result is made of logits."""
+        """Demands the operands of an operation without a description; notes if its result is computed from logits."""
         operands = op.operands
         for operand in dict.fromkeys(operands):
             self._demand(operand, op, detail)
@@ -262,7 +263,7 @@ class Interpreter:
                     self._lost.setdefault(out, lost)
             if op.name in LINEARS or not self._products.isdisjoint(operands):
                 self._products.update(op.outs)
-        # Another softmax may be a gate's, or of the scores of attention, of as many tokens as a query has columns.
+        # Another softmax may be a gate's, or attention's, whose scores may be of as many tokens as a query has columns.
         is_of_classes = lost is not None and operands[0] not in self._products
         is_normalised = op.name in NORMALISERS or (op.name == "softmax" and is_of_classes)
         if is_normalised and operands and op.outs[0].needs_grad:
@@ -271,7 +272,7 @@ class Interpreter:
                 self.refusals.append(problem.at(op.source, "log-probability"))
 
     def why_unknown(self, logits: Tensor, *, is_loss: bool = True) -> NotFused:
-        """Why the logits of a loss, or of what may be none, are not described."""
+        """Returns the reason why logits have no description: those of a loss, or of a softmax that may be no loss."""
         if logits in self._lost:
             return self._lost[logits].change
         origin = logits
@@ -279,7 +280,7 @@ class Interpreter:
             if not (keeps_elements(op) or op.name in (*PERMUTATIONS, "getitem", "div", "mul")):
                 break
             if op.name == "getitem" and isinstance(self.get(op.operands[0]), Class):
-                break  # Scores of one column, which are no longer of the vocabulary.
+                break  # Selected columns of logits are no longer classes of the vocabulary.
             origin = op.operands[0]
         if op is None and origin.needs_grad:
             return NotFused(Reason.ARGUMENT)
@@ -287,15 +288,15 @@ class Interpreter:
             return NotFused(Reason.ANOTHER_PRODUCT, f"by {op}")
         return NotFused(Reason.NO_LINEAR)
 
-    # What rules ask.
+    # Called by rules.
 
     def is_row_of(self, row: Row, of: Class) -> bool:
-        """Whether a number of each row is of the same rows, and in a shape that is broadcast along the classes."""
+        """Whether a number of each row belongs to the same rows, and its shape is broadcast along the classes."""
         shape = of.kept_shape
         return row.logits == of.logits and len(row.shape) == len(shape) and all(map(same, row.shape, shape))
 
     def labels_of(self, index: Tensor) -> Tensor:
-        """The labels before they were broadcast to the shape of the logits, where one column of that is read."""
+        """Returns labels as they were before `broadcast_tensors`, if an index reads the first column of its result."""
         op = index.op
         if op is None or op.name != "getitem" or op.operands[0] not in self.broadcast:
             return index
@@ -306,17 +307,17 @@ class Interpreter:
         return source
 
     def first_of(self, operand: Tensor, op: Op) -> Tensor:
-        """The first of the operands that are equal, such as a parameter that autocast casts for each linear anew."""
+        """Returns the first of all equal operands: autocast, for example, casts a parameter anew for each linear."""
         key = self.program.number_at(operand, op), operand.needs_grad
         return self._first.setdefault(key, operand)
 
     def begins(self, tensor: Tensor) -> bool:
-        """Whether logits begin with a tensor, as a linear returns it."""
+        """Whether a tensor is the output of a linear, with which logits begin."""
         found = self.get(tensor)
         return isinstance(found, Class) and tensor in found.logits.linears
 
     def hangs_on(self, tensor: Tensor, *logits: Logits) -> bool:
-        """Whether a tensor is computed from some logits."""
+        """Whether a tensor is computed from any of these logits."""
         linears = {linear for each in logits for linear in each.linears}
         first = min(out.op.position for out in linears if out.op is not None)
         waiting, seen = [tensor], set()
@@ -330,7 +331,7 @@ class Interpreter:
         return False
 
     def is_every_index(self, part: Any, dim: int, shape: tuple[Any, ...]) -> bool:
-        """Whether an index is 0, 1, … along one dimension of a shape, and the same along the others."""
+        """Whether an index is 0, 1, … along one dimension of a shape, and constant along the others."""
         count = shape[dim]
         if isinstance(part, list | range):
             return len(shape) == 1 and list(part) == list(range(count))
@@ -349,7 +350,7 @@ class Interpreter:
 
 
 def _may_be_head(product: Op) -> bool:
-    """The same of a product that is not described: one of its operands has more classes than anything else."""
+    """Whether a product without a description may be a head: a weight's largest dimension is one of the result."""
     operands, shape = [stored(each) for each in product.operands], product.outs[0].shape
     weights = [each for each in operands if each.op is None and each.ndim > 1 and operands.count(each) == 1]
     return any(any(same(size, max(each.shape, key=hint)) for size in shape) for each in weights)
@@ -360,7 +361,7 @@ _DESCRIPTIONS = {Class, Row, Argmax}
 
 @lru_cache(maxsize=512)
 def _signature(rule: Any) -> tuple[inspect.Signature, dict[str, Any]]:
-    """The arguments of a rule, and those that are descriptions, with what these may be."""
+    """Returns the signature of a rule, and its parameters that are descriptions, with the types that these may have."""
     signature = inspect.signature(rule)
     kinds = {name: each.annotation for name, each in signature.parameters.items()}
     return signature, {name: kind for name, kind in kinds.items() if {*(get_args(kind) or (kind,))} <= _DESCRIPTIONS}

@@ -1,4 +1,4 @@
-"""What is asked for of the same rows of logits, for the same labels: a `Part`."""
+"""Groups the results that a program needs by their rows of logits and their labels, as `Part`s."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -19,91 +19,91 @@ class TokenInput:
     """A tensor that a token loss reads."""
 
     tensor: Tensor | None
-    """None where it says which tokens were picked"""
+    """None for a mask of the tokens that `picks` select"""
     shape: tuple[Any, ...]
-    """What it is expanded to, of one element a token"""
+    """The shape to which it is expanded, with one element for each token"""
     read_at: int
-    """The position of the operation that reads it"""
+    """Position of the operation that reads it"""
     ignored: int | None = None
-    """Where it is labels: the loss reads whether they are not this one"""
+    """If given, the tensor has labels, and the loss reads whether they differ from this one"""
     picks: tuple[Tensor, ...] = ()
-    """Where it is for some tokens alone, or in another order: see `sums.Summand`"""
+    """Set if it belongs to selected tokens, or to all in another order: see `sums.Summand`"""
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of what the loss reads."""
+        """Dtype of the values that the loss reads."""
         return torch.bool if self.tensor is None or self.ignored is not None else self.tensor.dtype
 
 
 @dataclass(eq=False)
 class Part:
-    """What reads the same rows of the same logits for the same labels."""
+    """All results that have the same rows of the same logits, and the same labels."""
 
     logits: Logits
     labels: Labels | None
     class_weight: Tensor | None
-    """Of a cross-entropy, which is then all that it gives"""
+    """The class weights of a cross-entropy, which is then the only one of `rows`"""
     rows: list[Result] = field(default_factory=list)
     argmaxes: list[Result] = field(default_factory=list)
     problem: NotFused | None = None
     recorder: Recorder = field(default_factory=Recorder)
-    """What is computed token by token of its results"""
+    """Records the operations that compute token by token from its results"""
     inputs: dict[Handle, TokenInput] = field(default_factory=dict)
-    """What that reads beside them"""
+    """Further tensors that these operations read"""
     own: dict[Tensor, Handle] = field(default_factory=dict)
-    """What each result is in the recorder"""
+    """Handle of each result in the recorder"""
 
     @property
     def count(self) -> Any:
-        """How many rows there are."""
+        """Number of rows."""
         return math.prod(self.logits.rows_shape)
 
     @property
     def results(self) -> list[Result]:
-        """All tensors of the program that it gives."""
+        """All results, each a tensor of the program."""
         return [*self.rows, *self.argmaxes]
 
     @property
     def kind(self) -> str:
-        """What a user would call it."""
+        """What messages call it: one of `PLURALS`."""
         kinds = {result.row.kind for result in self.rows}
         return next(kind for kind in PLURALS if kind in kinds)
 
     @property
     def ignore_index(self) -> int:
-        """The label of the rows that a cross-entropy leaves out."""
+        """The label of the rows that a cross-entropy leaves out; `NOTHING_IGNORED` if there is none."""
         found = None if self.labels is None else self.labels.ignore_index
         return NOTHING_IGNORED if found is None else found
 
     @property
     def is_mean_of_logits(self) -> bool:
-        """Whether it has nothing but means of logits, which any layer may be asked for."""
+        """Whether all its results are means of logits, which a program may also take of a layer that is no head."""
         return all(set(value(each.row.sum)) - {"1"} == {"U"} for each in self.rows)
 
     @property
     def has_grad(self) -> bool:
-        """Whether a gradient comes back to any of its results."""
+        """Whether a gradient flows back to any of its results."""
         return any(result.tensor.needs_grad for result in self.results)
 
     @property
     def first(self) -> Op:
-        """The first operation of its cross-entropies, or of all results where it has none."""
+        """The first operation of its cross-entropies or, if it has none, of all its results."""
         ops = [result.op for result in self.rows if result.row.kind == "cross-entropy"]
         return min(ops or [result.op for result in self.rows], key=lambda op: op.position)
 
 
 def parts_of(interpreter: Interpreter) -> list[Part]:
-    """The parts of a program, in order."""
+    """Returns the parts of a program, in order."""
     parts: list[Part] = []
     rows = [result for result in interpreter.results.values() if isinstance(result.value, Row)]
     for result in rows:
         row, labels = result.row, result.row.labels
         if row.class_weight is None and labels and labels.ignore_index is not None and labels.ignore_index < 0:
-            # What else reads these rows at their labels takes no negative one.
+            # Another result gathers these rows at the same labels: none may be negative, so none is ignored.
             plain = replace(labels, ignore_index=None)
             if any(each.row.labels == plain and each.row.logits == row.logits for each in rows):
                 result.value = replace(row, labels=plain)
-    # An entropy has no labels of its own, so the others come first, and cross-entropies before them.
+    # An entropy has no labels, and joins a part that has: so cross-entropies come first, then others with labels.
     for result in sorted(
         rows, key=lambda each: (each.row.labels is None, each.row.ignore_index is None, each.op.position)
     ):
@@ -119,7 +119,7 @@ def parts_of(interpreter: Interpreter) -> list[Part]:
 
 
 def _takes(part: Part, row: Row) -> bool:
-    """Whether a part can give another number of its rows, too: of all of them, with its labels."""
+    """Whether a part can return this number, too: it has the same rows, labels that fit, and no class weights."""
     has_weights = part.class_weight is not None or row.class_weight is not None
     has_labels = row.labels in (None, part.labels) or (row.labels is not None and row.labels.are_filled(part.labels))
     return part.logits == row.logits and has_labels and not has_weights

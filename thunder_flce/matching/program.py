@@ -1,6 +1,6 @@
 """A program as the matcher reads it: operations by PyTorch's names, on tensors, in order.
 
-`dynamo.reading` makes one of a graph of Dynamo's, `graph.reading` of a trace of thunder's.
+`dynamo.reading` makes a program from Dynamo's graph, `graph.reading` from thunder's trace.
 """
 
 import itertools
@@ -13,10 +13,10 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 CHANGED = "a change in place"
-"""The name of an operation that stands for what a change in place has made of its operands."""
+"""Name of an operation whose results are its operands after an in-place change."""
 
 
-# Of thunder's, torch.mm has the name of its sparse sister.
+# thunder gives torch.mm the name of its sparse variant, spmm.
 NAMES = {
     "truediv": "div", "true_divide": "div", "itruediv": "div", "iadd": "add", "isub": "sub", "imul": "mul",
     "iand": "and_", "ior": "or_", "ixor": "xor", "concatenate": "cat", "concat": "cat", "multiply": "mul",
@@ -27,11 +27,11 @@ NAMES = {
     "update_aliases": CHANGED, "__eq__": "eq", "__abs__": "abs",
     "_get_data_attr": "detach", "numpy_T": "T",
 }  # fmt: skip
-"""Other names of operations that have one here: one for each meaning."""
+"""Maps other names of an operation to its name here, so that each meaning has one name."""
 
 
 class Source(NamedTuple):
-    """A line of the user's."""
+    """A line of the user's code."""
 
     file: str | None = None
     line: int | None = None
@@ -44,39 +44,39 @@ class Source(NamedTuple):
 
 @dataclass(eq=False, slots=True, repr=False)
 class Tensor:
-    """A tensor of a program. Two are equal only if they are the same."""
+    """A tensor of a program, compared by identity."""
 
     name: str
     shape: tuple[Any, ...]
-    """Sizes: numbers, or symbols of Dynamo's, which only `same` compares."""
+    """Sizes: integers, or Dynamo's symbols, which must be compared by `same`."""
     dtype: torch.dtype
     device: torch.device
     needs_grad: bool
     """Whether a gradient flows back through it: not if it was detached, or computed under `torch.no_grad`."""
     handle: Any = None
-    """The graph's own: a node of Dynamo's, or a proxy of thunder's."""
+    """The tensor in the compiler's graph: a node of Dynamo's, or a proxy of thunder's."""
     storage: Any = None
-    """The same for tensors that share memory; None where nobody knows"""
+    """Equal for tensors that share memory; None if unknown"""
     is_plain: bool = True
-    """False for a DTensor and the like."""
+    """False for a DTensor, a tensor of a torch.func transform, and the like."""
     op: "Op | None" = None
-    """What computes it; None for an argument of the program."""
+    """The operation that computes it; None for an argument of the program."""
     users: "list[Op]" = field(default_factory=list)
     is_number_read: bool = False
-    """Whether the program reads it as a number, which may be a factor of anything: `item`"""
+    """Whether the program reads it as a number, by `item`; that number may be a factor anywhere"""
 
     @property
     def ndim(self) -> int:
-        """The number of dimensions."""
+        """Number of dimensions."""
         return len(self.shape)
 
     @property
     def numel(self) -> Any:
-        """The number of elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     def shares_memory(self, other: "Tensor") -> bool:
-        """Whether both are known to have the same memory: they are one tensor, or have one storage."""
+        """Whether both are known to share memory: they have one storage or, if one is unknown, are the same tensor."""
         if self.storage is None or other.storage is None:
             return self is other
         return bool(self.storage == other.storage)
@@ -84,10 +84,10 @@ class Tensor:
 
 @dataclass(eq=False, slots=True, repr=False)
 class Op:
-    """An operation."""
+    """An operation of a program."""
 
     name: str
-    """Such as "view"; a method, a function and an operator of one meaning have one name."""
+    """Such as "view"; methods, functions and operators of one meaning have one name."""
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: Any
@@ -96,13 +96,13 @@ class Op:
     writes: tuple[Tensor, ...] = ()
     """The operands that it changes in place."""
     is_random: bool = False
-    """Whether another run may give other results: a draw, or what is not PyTorch's own"""
+    """Whether a second run may give other results: it is random, or not an operation of PyTorch"""
     grad_mode: bool = True
-    """Whether gradients are recorded where it is"""
+    """Whether autograd records this operation"""
     handle: Any = None
-    """The graph's own."""
+    """The operation in the compiler's graph."""
     inside: Any = None
-    """The checkpoint of the graph that it is in, which is not opened yet."""
+    """The graph's node of the checkpointed function that contains it; None if it is a node of the graph itself."""
     position: int = 0
     outs: list[Tensor] = field(init=False)
     """The tensors that it returns"""
@@ -114,11 +114,11 @@ class Op:
 
     @property
     def leaves_gradient(self) -> bool:
-        """Whether it changes a tensor in place that keeps its gradient, as gradients are not recorded."""
+        """Whether it changes a tensor that needs a gradient unknown to autograd: the tensor keeps its old gradient."""
         return not self.grad_mode and any(each.needs_grad for each in self.writes)
 
     def may_pass_gradient(self, logged: Container[Tensor]) -> bool:
-        """Whether a gradient may come back through it: not through `detach` or a comparison, or from what is logged."""
+        """Whether a gradient may flow back through it: not through `detach` or a comparison, nor from `logged`."""
         has_none = not self.grad_mode or self.name == "detach"
         outs = (out for out in self.outs if out not in logged)
         may_have = any(out.needs_grad or (out.dtype.is_floating_point and not has_none) for out in outs)
@@ -126,7 +126,7 @@ class Op:
 
     @property
     def where(self) -> str:
-        """Such as " in line 12", where that is known."""
+        """Such as " in line 12"; empty if the line is unknown."""
         return f" in line {self.source.line}" if self.source.line else ""
 
     def __str__(self) -> str:
@@ -134,18 +134,18 @@ class Op:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in nested lists, tuples and dictionaries."""
+    """Returns the tensors in nested lists, tuples and dictionaries."""
     if isinstance(value, Tensor):
         return [value]
     return [each for each in tree_flatten(value)[0] if isinstance(each, Tensor)]
 
 
 class Program:
-    """All operations in order, the tensors that are returned, and which tensors have equal values."""
+    """All operations in order, the tensors that the program returns, and which tensors have equal values."""
 
     def __init__(self, ops: Iterable[Op], results: Sequence[Tensor]):
         self.all_ops = list(ops)
-        """With those that nothing needs, such as one whose result was read for its shape alone"""
+        """Includes dead code, such as an operation whose result was read for its shape alone"""
         self.ops = live(self.all_ops, set(results))
         self.results = list(results)
         for position, op in enumerate(self.ops):
@@ -167,35 +167,38 @@ class Program:
         for out in (out for op in reversed(self.ops) if not op.writes for out in op.outs):
             is_needed = out in needed or any(user.may_pass_gradient(logged) for user in out.users)
             if out.needs_grad and not is_needed and not self.may_have_changed(out):
-                # As under `torch.no_grad`: no region computes a gradient of it.
+                # No gradient flows back to it, as under `torch.no_grad`: regions need not compute one.
                 out.needs_grad = False
                 logged.add(out)
 
     def writers(self, first: int, last: int) -> Iterator[Op]:
-        """The operations in a range of positions that change a tensor in place."""
+        """Returns the operations from position `first` to `last` that change a tensor in place."""
         return (op for op in self._writers if first <= op.position <= last)
 
     def changes_before(self, reader: Op, *tensors: Tensor) -> int:
-        """How many changes in place some tensors may have had where an operation reads them."""
+        """Returns how many in-place changes tensors may have had before an operation reads them."""
         writers = self.writers(0, reader.position)
         return sum(any(may_share(a, b) for a in op.writes for b in tensors) for op in writers)
 
     def value_number(self, tensor: Tensor) -> int:
-        """The same for tensors that are known to be equal, and for a tensor of labels in any shape."""
+        """Returns a number that is equal for tensors known to have equal values, and for labels in any shape."""
         if tensor not in self._number_of:
             self._number_of[tensor] = next(self._count)
         return self._number_of[tensor]
 
     def number_at(self, tensor: Tensor, reader: Op) -> tuple[int, int]:
-        """`value_number`, and `changes_before`: the same for tensors that are equal where operations read them."""
+        """Returns `value_number` and `changes_before`: equal for tensors with equal values when they are read."""
         return self.value_number(tensor), self.changes_before(reader, tensor)
 
     def may_have_changed(self, tensor: Tensor) -> bool:
-        """Whether an operation in place may have written to it, or to what it is a view of."""
+        """Whether an in-place operation may have written to it, or to a tensor that shares its memory."""
         return tensor in self._changed
 
     def origin(self, tensor: Tensor) -> Op | None:
-        """What computes its elements, before reshapes and copies; None where any of these may be changed in place."""
+        """Returns the operation that computes a tensor's elements, before reshapes and copies.
+
+        None for an argument of the program, and if any tensor on the way may be changed in place.
+        """
         while not self.may_have_changed(tensor):
             op = tensor.op
             if op is None or not op.operands or not keeps_elements(op):
@@ -204,7 +207,7 @@ class Program:
         return None
 
     def _number(self, op: Op) -> None:
-        """Numbers the results of an operation; of a tensor that it changes in place, and of its views, anew."""
+        """Numbers the results of an operation, and renumbers the tensors that it changes in place, with their views."""
         for tensor in op.writes:
             for known in self._number_of:
                 if may_share(tensor, known):
@@ -213,18 +216,18 @@ class Program:
         outs = op.outs
         has_floats = any(out.dtype.is_floating_point for out in outs)
         if op.is_random or op.writes or (has_floats and op.name not in _THE_SAME_AGAIN):
-            # Many operations may draw floats, and not all of them say so.
+            # Many operations may be random, and not all say so: only known ones are taken to give equal floats again.
             for out in outs:
                 self.value_number(out)
             return
         if len(outs) == 1 and op.operands and keeps_elements(op) and not op.operands[0].dtype.is_floating_point:
             self._number_of[outs[0]] = self.value_number(op.operands[0])
             return
-        # The same number in another shape is expanded to other elements, and a mask picks others than its integers.
+        # With shapes and dtypes: equal labels of another shape expand differently, and a mask indexes unlike integers.
         given = tree_map_only(Tensor, lambda x: (self.value_number(x), x.shape, x.dtype), (op.args, op.kwargs))
         key = op.name, repr(given)
         for at, out in enumerate(outs):
-            # What is made of one without a gradient has less of a gradient, too.
+            # A result of a detached operand has equal values, but not the same gradient.
             of_out = (*key, at, str(out.dtype), out.needs_grad)
             if of_out not in self._numbers:
                 self._numbers[of_out] = next(self._count)
@@ -234,13 +237,13 @@ class Program:
 def live(
     ops: Sequence[Op], needed: set[Tensor], *, given: Container[Tensor] = (), dropped: Container[Op] = ()
 ) -> list[Op]:
-    """Without operations that nothing needs.
+    """Returns the operations without dead code.
 
     Args:
         ops: in order.
-        needed: the tensors that are; those that the operations read are added.
-        given: tensors that something else computes.
-        dropped: changes in place that something else makes.
+        needed: the tensors that are needed; the operands of live operations are added to it.
+        given: tensors that are computed elsewhere.
+        dropped: in-place changes that are made elsewhere.
     """
     kept = []
     for op in reversed(ops):
@@ -252,14 +255,14 @@ def live(
 
 
 def may_share(written: Tensor, other: Tensor) -> bool:
-    """Whether tensors may share memory: by their storages or, where these are not known, by their dtypes."""
+    """Whether tensors may share memory: judged by their storages or, if one is unknown, by their dtypes."""
     if written.storage is not None and other.storage is not None:
         return bool(written.storage == other.storage)
     return written.dtype == other.dtype
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two sizes are known to be equal for every call; adds no guard."""
+    """Whether two sizes are known to be equal in every call; adds no guard."""
     if isinstance(a, int) and isinstance(b, int):
         return a == b
     from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -268,10 +271,10 @@ def same(a: Any, b: Any) -> bool:
 
 
 def agree(a: Any, b: Any) -> bool:
-    """Whether two sizes are equal. Where they are so in this call, a guard makes sure of it for all others.
+    """Whether two sizes are equal; if they are equal in this call, a guard ensures it for all others.
 
-    Dynamo has a symbol for each input's length once lengths have changed, though labels have that of the logits. Of one
-    of them it may have the number instead, such as of the labels of two sequences, whose losses are split into two.
+    Once lengths have changed, Dynamo has a symbol for each input's length, though labels are as long as the logits. It
+    may have a number for one of the two, such as for the labels of two sequences, whose losses are split into two.
     """
     if same(a, b):
         return True
@@ -279,7 +282,7 @@ def agree(a: Any, b: Any) -> bool:
     if any(map(depends_on_values, symbolic)) or hint(a) != hint(b):
         return False
     if len(symbolic) == 1:
-        # Nor one that the caller has said will change.
+        # A guard must not fix a length that the caller has declared as dynamic.
         return all(each.warn_only for each in _declared(symbolic[0])) and bool(a == b)
     bounds = [each.node.shape_env.bound_sympy(each.node.expr) for each in symbolic]
     is_range = any(hasattr(each, "vr") for size in symbolic for each in _declared(size))
@@ -287,9 +290,9 @@ def agree(a: Any, b: Any) -> bool:
 
 
 def _declared(size: Any) -> list[Any]:
-    """What the caller has said of the lengths that a size is made of, as by `mark_dynamic`: no guard may narrow that.
+    """Returns the caller's constraints on the lengths in a size, as by `mark_dynamic`: no guard may narrow them.
 
-    Bounds of a symbol may come from guards alone, such as a model's check of the longest sequence.
+    A symbol's bounds do not tell: they may come from guards, such as a model's check of the longest sequence.
     """
     node, found = size.node, []
     for each in node.shape_env.tracked_fakes or ():
@@ -301,17 +304,17 @@ def _declared(size: Any) -> list[Any]:
 
 
 def hint(size: Any) -> int:
-    """The size in the call that is compiled; 1 where that is not known, as it depends on a tensor's values."""
+    """Returns the size in the call that is compiled; 1 if it depends on a tensor's values and is not known."""
     return 1 if depends_on_values(size) else size if isinstance(size, int) else size.node.hint
 
 
 def depends_on_values(size: Any) -> bool:
-    """Whether a size depends on a tensor's values, as that of `rows[mask]`."""
+    """Whether a size depends on a tensor's values, as the number of rows of `rows[mask]` does."""
     return not isinstance(size, int) and not size.node.has_hint()
 
 
 def gives_a_size(op: Op) -> bool:
-    """Whether a size of its result depends on values, and no size of an operand says it."""
+    """Whether a result has a size that depends on values and does not follow from the operands' sizes."""
     sizes, known = ([size for each in of for size in each.shape] for of in (op.outs, op.operands))
     if not any(map(depends_on_values, sizes)):
         return False
@@ -321,9 +324,9 @@ def gives_a_size(op: Op) -> bool:
 
 
 def holds(condition: Any) -> bool:
-    """Whether a condition of sizes holds, as far as that is known.
+    """Whether a condition on sizes is known to hold.
 
-    Where lengths change, a guard makes sure of it for all other calls, unless a range is declared: see `agree`.
+    If lengths change, a guard ensures it for all other calls, unless the caller has declared a range: see `agree`.
     """
     if isinstance(condition, bool) or same(condition, True):
         return bool(condition)
@@ -333,17 +336,17 @@ def holds(condition: Any) -> bool:
 
 
 def has_elements(tensor: Tensor) -> bool:
-    """Whether it has elements, as far as that is known: the mean of none is NaN, and no sum."""
+    """Whether a tensor is known to have elements: without any, a mean is NaN, and not a weighted sum."""
     return not depends_on_values(tensor.numel) and holds(tensor.numel > 0)
 
 
 def same_shape(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Whether all sizes are the same."""
+    """Whether all sizes of two shapes are known to be equal."""
     return len(a) == len(b) and all(map(same, a, b))
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a finite number that is known."""
+    """Whether a value is a finite number, and neither a symbol nor a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -351,7 +354,7 @@ COPIES = {
     "to", "float", "double", "half", "bfloat16", "type", "type_as", "convert_element_type", "clone", "contiguous",
     "shallow_copy", "alias",
 }  # fmt: skip
-"""Return the same elements, in another dtype or place."""
+"""Operations that return the same elements in another dtype or place."""
 RESHAPES = {"view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze", "ravel"}
 PERMUTATIONS = {"permute", "transpose", "movedim", "t", "swapaxes", "swapdims", "mT", "T", "moveaxis"}
 SPLITS = ("split", "chunk", "tensor_split", "unbind")
@@ -360,11 +363,11 @@ _THE_SAME_AGAIN = {
     "select", "expand", "clamp", "clamp_min", "pow", "sqrt", "rsqrt", "reciprocal", "detach", "norm", "normalize",
     "_weight_norm", "linear", "matmul", "mm", "cat",
 }  # fmt: skip
-"""Give the same floats of the same operands"""
+"""Operations that give equal floats for equal operands"""
 
 
 def is_plain(key: tuple[Any, ...]) -> bool:
-    """Whether an index has numbers and slices alone, and so picks nothing twice."""
+    """Whether an index has no tensors, only numbers, slices, None and an ellipsis, and so selects nothing twice."""
     sizes = (int, torch.SymInt, type(None))
     return all(
         all(isinstance(each, sizes) for each in (part.start, part.stop, part.step))
@@ -375,13 +378,13 @@ def is_plain(key: tuple[Any, ...]) -> bool:
 
 
 def is_pick(op: Op) -> bool:
-    """Whether each of its results has elements of its operand, in any order, and none twice."""
+    """Whether each result has some of its operand's elements, in any order, and none twice."""
     is_of_one = not op.writes and len(op.operands) == 1
     return is_of_one and (op.name in (*PERMUTATIONS, "select", "flip", "roll") or indices_of(op) is not None)
 
 
 def stored(weight: Tensor) -> Tensor:
-    """A weight, or the first of several, as it was before copies and changes of its shape."""
+    """Returns the tensor that a weight was before copies and reshapes; of several that were joined, the first."""
     names = {*COPIES, *PERMUTATIONS, *RESHAPES, "detach", "expand", "stack", "cat"}
     while weight.op is not None and weight.op.name in names:
         weight = weight.op.operands[0]
@@ -389,17 +392,17 @@ def stored(weight: Tensor) -> Tensor:
 
 
 def without_tensors(op: Op) -> tuple[list[Any], dict[str, Any]]:
-    """Its arguments that are no tensors: a function may be given its tensor by name, a method may not."""
+    """Returns the arguments that are not tensors, to call a method: only a function may get its tensor by name."""
     given = [each for each in op.args if not isinstance(each, Tensor)]
     return given, {name: each for name, each in op.kwargs.items() if not isinstance(each, Tensor)}
 
 
 def order_of(op: Op) -> tuple[int, ...]:
-    """The order of the dimensions that an operation of `PERMUTATIONS` makes."""
-    # Of sizes that are all different.
+    """Returns the order of the dimensions after an operation of `PERMUTATIONS`."""
+    # The size of each dimension is its number, so that the new shape is the order.
     like = torch.empty(tuple(range(op.operands[0].ndim)), device="meta")
     given, named = without_tensors(op)
-    # thunder's primitive has the order as its only argument.
+    # thunder's primitive "transpose" takes the order as its only argument.
     name = "permute" if op.name == "transpose" and len(given) + len(named) == 1 else op.name
     permuted = getattr(like, name)
     return tuple((permuted(*given, **named) if callable(permuted) else permuted).shape)
@@ -409,13 +412,13 @@ _PICKS = {
     "getitem": ("key",), "select": ("dim", "index"), "narrow": ("dim", "start", "length"), "unbind": ("dim",),
     "split": ("size", "dim"), "chunk": ("count", "dim"), "tensor_split": ("at", "dim"),
 }  # fmt: skip
-"""What these operations are given beside their operand."""
+"""Parameters of operations that select by numbers and slices, after the operand."""
 
 
 def indices_of(op: Op) -> list[tuple[Any, ...]] | None:
-    """The index into the operand that each result has: for each dimension, a number or a slice.
+    """Returns for each result its index into the operand: a number or a slice for each dimension.
 
-    A dimension that is new has a None. None where an operation is no such index, or may have others.
+    The index has a None for a new dimension. Returns None if the operation is no such index, or may be another one.
     """
     if op.name not in _PICKS or len(op.operands) != 1:
         return None
@@ -430,7 +433,7 @@ def indices_of(op: Op) -> list[tuple[Any, ...]] | None:
     elif op.name == "narrow":
         start = known["start"]
         if type(start) is not int and not holds(start >= 0):
-            start = start % operand.shape[dim]  # From the end, up to which a slice that ends at 0 would not go.
+            start = start % operand.shape[dim]  # From the end: a slice that stops at 0 would be empty.
         end = start + known["length"]
         parts = [slice(start, None if type(start) is int and start < 0 and end == 0 else end)]
     elif op.name == "unbind":
@@ -440,13 +443,13 @@ def indices_of(op: Op) -> list[tuple[Any, ...]] | None:
             parts.append(slice(end, end + out.shape[dim]))
             end = parts[-1].stop
         if op.name == "tensor_split" and not same(end, operand.shape[dim]):
-            return None  # At indices that are not in order.
+            return None  # Its indices are not in order.
     found = [(*[slice(None)] * dim, part, *[slice(None)] * (operand.ndim - dim - 1)) for part in parts]
     return found if all(map(is_plain, found)) else None
 
 
 def full_index(key: tuple[Any, ...], ndim: int) -> tuple[Any, ...]:
-    """An index with a part for each dimension."""
+    """Returns an index with a part for each dimension, without an ellipsis."""
     dots = next((at for at, part in enumerate(key) if part is Ellipsis), len(key))
     head, tail = key[:dots], key[dots + 1 :]
     given = sum(part is not None for part in (*head, *tail))
@@ -454,12 +457,12 @@ def full_index(key: tuple[Any, ...], ndim: int) -> tuple[Any, ...]:
 
 
 def keeps_elements(op: Op) -> bool:
-    """Whether a result has all elements of the first operand in their order: a reshape, a copy, or such an index."""
+    """Whether a result has all elements of the first operand in order: after a reshape, a copy or an index of all."""
     operand, out = op.operands[0], op.output
     if not isinstance(out, Tensor) or op.writes:
         return False
     if op.name in COPIES:
-        # A narrower integer might be another label.
+        # A cast to a narrower integer may change a label.
         return out.dtype == operand.dtype or out.dtype is torch.int64 or out.dtype.is_floating_point
     is_all = op.name in ("long", "detach") or indices_of(op) is not None
     return op.name in RESHAPES or (is_all and same(operand.numel, out.numel))

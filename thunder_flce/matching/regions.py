@@ -1,7 +1,7 @@
-"""From what a program asks of its logits to regions: what is computed together, and why something is not.
+"""Forms regions of the results that a program needs from its logits, and decides what is not fused.
 
-A `Part` is what reads the same rows for the same labels. A `Region` is one or more parts that read the same head, so
-that it has one gradient: their rows stand one after another, or are the same ones with several labels each.
+A `Part` has the results of the same rows for the same labels. A `Region` has one or more parts of the same head, which
+then gets one gradient. The rows of the parts are concatenated, or are the same rows with several labels each.
 """
 
 from collections.abc import Sequence
@@ -35,45 +35,46 @@ from thunder_flce.options import Options
 
 @dataclass(eq=False)
 class Region:
-    """A call of `linear_cross_entropy`, in the place of the program's own operations."""
+    """A call of `linear_cross_entropy` that replaces operations of the program."""
 
     parts: list[Part]
     """In order"""
     total: TokenSum | None = None
-    """The sum that the region computes of the results of its parts, if it does"""
+    """The sum over tokens that the region computes from its parts' results, if it computes one"""
     note: str = ""
-    """Why its gradients wait for the backward, where they do"""
+    """Why its gradients wait for the backward, if they do"""
 
     @property
     def loss(self) -> Result | None:
-        """The cross-entropy, where it is all that the rows give."""
+        """The cross-entropy, if it is the only result except for argmaxes; else None."""
         results = [result for part in self.parts for result in part.rows]
         is_loss = len(results) == 1 and results[0].row.ignore_index is not None and results[0].as_loss is not None
         return results[0] if is_loss else None
 
     @property
     def has_grad(self) -> bool:
-        """Whether a gradient comes back to any of its results."""
+        """Whether a gradient flows back to any of its results."""
         return any(part.has_grad for part in self.parts)
 
     @property
     def reads_again(self) -> bool:
-        """Whether its gradients are computed from its operands in the backward, as they may be in float16.
+        """Whether the backward may read its operands again: if gradients wait for it, and in float16.
 
-        A linear whose weight is frozen does not need its input any more, and may have it changed.
+        The program's own linear does not read its input in the backward if its weight is frozen, so the program may
+        change that input in place.
         """
         return (bool(self.note) or self.parts[0].logits.dtype is torch.float16) and self.has_grad
 
     @property
     def place(self) -> Op:
-        """The operation whose place it takes, at the earliest."""
+        """The operation whose place the region takes, unless it reads tensors that are computed later."""
         if self.total is not None and self.total.place.op is not None:
             return self.total.place.op
         return self.parts[0].first
 
     @property
     def gives(self) -> list[Tensor]:
-        """The tensors of the program that it gives."""
+        """The tensors of the program that it returns."""
         results = [result.tensor for part in self.parts for result in part.results]
         if self.total is None:
             return results
@@ -83,7 +84,7 @@ class Region:
 
     @property
     def read_at(self) -> dict[Tensor, int]:
-        """The tensors that it is computed from, each with the position of what reads it in the program."""
+        """The tensors that it reads, each with the position of the operation that reads it in the program."""
         found: dict[Tensor, int] = {}
 
         def add(position: int, *tensors: Tensor | None) -> None:
@@ -109,11 +110,11 @@ class Region:
 
 
 def match(program: Program, options: Options) -> tuple[Interpreter, list[Region], list[Decision]]:
-    """What is known of a program, its regions, in order, and why other losses are none."""
+    """Returns the interpreted program, its regions in order, and decisions about losses that are not fused."""
     interpreter = Interpreter(program)
     found = _regions_of(interpreter, options)
     if interpreter.has_joined:
-        # Such as for an argmax of one of the parts that were joined, or for a loss of each.
+        # Regions may be better without joins, such as for an argmax of one of the joined parts, or for a loss of each.
         apart = Interpreter(program, joins=False)
         others = _regions_of(apart, options)
         if others[0] and _cost(*others) < _cost(*found):
@@ -122,14 +123,14 @@ def match(program: Program, options: Options) -> tuple[Interpreter, list[Region]
 
 
 def _cost(regions: Sequence[Region], refused: Sequence[Decision]) -> tuple[int, int, int]:
-    """What tells which regions are better, the less of it."""
-    # Not of all losses does anybody say that they are not fused: their rows must not count as spared.
+    """Returns the cost by which regions are compared; less is better."""
+    # A loss that is not fused may have no decision: so fused linears count, or its rows would look like a saving.
     linears = {linear for region in regions for part in region.parts for linear in part.logits.linears}
     return len(refused), -len(linears), sum(map(_matmul_rows, regions))
 
 
 def _matmul_rows(region: Region) -> int:
-    """The rows of all of its matmuls: the logits, again where gradients wait, dX and dW."""
+    """Returns the rows of all its matmuls: logits, dX, dW and, if gradients wait, the logits once more."""
     matmuls = 3 + bool(region.note) if region.has_grad else 1
     return matmuls * sum(hint(part.count) for part in region.parts)
 
@@ -155,7 +156,7 @@ def _regions_of(interpreter: Interpreter, options: Options) -> tuple[list[Region
 
 
 def _is_reported(part: Part) -> bool:
-    # The log-sum-exp of a gate's scores is for its own loss.
+    # A gate may have a loss of its own, of the log-sum-exp of its scores.
     return (
         not part.logits.is_similarity
         and not part.is_mean_of_logits
@@ -167,7 +168,7 @@ def _is_reported(part: Part) -> bool:
 
 
 def _problem(part: Part, interpreter: Interpreter) -> NotFused | None:
-    """Why a part cannot be fused, as far as it alone says so."""
+    """Returns why a part cannot be fused, whatever the other parts are; None if it can."""
     logits = part.logits
     escapes = [each for each in interpreter.escapes if not logits.linears.isdisjoint(each.value.logits.linears)]
     if escapes:
@@ -175,10 +176,10 @@ def _problem(part: Part, interpreter: Interpreter) -> NotFused | None:
     if all(atoms(each.row.sum) - {"1"} == {"y"} for each in part.rows):
         return NotFused(Reason.NOT_A_LOG_PROBABILITY, "by gather alone")
     if part.has_grad and not any(each.row.variables for each in part.rows):
-        # A region gives them no gradient, which is 0.
+        # Their gradient is 0, and a region would give them none.
         return NotFused(Reason.NOT_FOLLOWED, "a number that does not depend on the logits")
     if part.class_weight is not None and any(each.as_loss is None for each in part.rows):
-        # A region has weighted losses, and no log-probabilities to make other ones of.
+        # A region with class weights returns weighted losses, and no log-probabilities from which to compute others.
         return NotFused(Reason.CLASS_WEIGHTS, "of a loss with another gradient than its logits'")
     if not logits.has_float_factors:
         return NotFused(Reason.TRANSFORMED_LOGITS, "by factors whose product is no float")
@@ -188,7 +189,7 @@ def _problem(part: Part, interpreter: Interpreter) -> NotFused | None:
     results = [each.tensor for each in part.rows]
     writers = [user for each in (*tensors, *results) for user in each.users if user.writes]
     for name in (user.name for user in writers if user.name in {"detach", *RESHAPES, *PERMUTATIONS}):
-        # Dynamo says of them what they are afterwards: without a gradient, or in another shape.
+        # Dynamo describes such a tensor as it is after the change: without a gradient, or in another shape.
         return NotFused(Reason.OPERAND_MODIFIED, f"by {name}_")
     dtypes = {dtype for term in logits.terms for dtype in (term.dtype, term.weight.dtype)}
     dtypes |= set() if logits.bias is None else {logits.bias.dtype}
@@ -199,7 +200,7 @@ def _problem(part: Part, interpreter: Interpreter) -> NotFused | None:
 
 
 def _give_argmaxes(parts: Sequence[Part], interpreter: Interpreter) -> None:
-    """Gives each argmax to a part that computes the same rows; without one, its logits must stay as they are."""
+    """Gives each argmax to a part that computes the same rows; if there is none, its logits are not fused."""
     for result in interpreter.results.values():
         argmax = result.value
         if not isinstance(argmax, Argmax):
@@ -214,7 +215,7 @@ def _give_argmaxes(parts: Sequence[Part], interpreter: Interpreter) -> None:
 
 
 def _refuse_means(parts: Sequence[Part]) -> None:
-    """Leaves a mean of logits to the program where no loss reads the same logits."""
+    """Leaves a mean of logits to the program if no loss reads the same logits."""
     losses = [part.logits.linears for part in parts if not part.is_mean_of_logits]
     for part in parts:
         if part.is_mean_of_logits and all(map(part.logits.linears.isdisjoint, losses)):
@@ -222,7 +223,7 @@ def _refuse_means(parts: Sequence[Part]) -> None:
 
 
 def _refuse_together(parts: Sequence[Part]) -> None:
-    """What reads the same logits is fused as a whole, or not at all."""
+    """Refuses parts whose logits a refused part reads, too: all parts of a linear are fused, or none."""
     refused = {tensor for part in parts if part.problem is not None for tensor in part.logits.linears}
     while broken := [part for part in parts if part.problem is None and not part.logits.linears.isdisjoint(refused)]:
         for part in broken:
@@ -231,7 +232,7 @@ def _refuse_together(parts: Sequence[Part]) -> None:
 
 
 def _escaped(interpreter: Interpreter, parts: Sequence[Part]) -> list[Decision]:
-    """Log-probabilities of a head that become no loss that is known, where no loss of the same logits says so."""
+    """Returns decisions about a head's log-probabilities that become no known loss, for logits that no part has."""
     told = {tensor for part in parts for tensor in part.logits.linears}
     found = []
     for escape in interpreter.escapes:
@@ -267,7 +268,7 @@ _IN_FLOAT16 = "in float16 they need Options(expected_gradient=), such as a GradS
 
 
 def _joined(parts: Sequence[Part], interpreter: Interpreter, options: Options) -> list[Region]:
-    """Parts of one head as one region where all become one sum; else each by itself."""
+    """Returns one region for all parts of a head if they become one sum, and otherwise one for each part."""
     of_heads: dict[Any, list[Part]] = {}
     for part in parts:
         of_heads.setdefault(_head(part), []).append(part)
@@ -278,12 +279,12 @@ def _joined(parts: Sequence[Part], interpreter: Interpreter, options: Options) -
             regions.append(joined)
             continue
         alone = [_with_sum([part], interpreter, options) for part in together]
-        # Where gradients wait, the head has one all the same.
+        # Parts whose gradients wait share a region even without a sum, so that the head has one gradient.
         waiting = [region for region in alone if region.total is None and _is_of_rows(region.parts[0])]
         is_one = len(waiting) > 1 and together[0].has_grad
         if is_one:
             parts = [part for region in waiting for part in region.parts]
-            # To each alone, the numbers of the others would be factors that are trained.
+            # The note of one part alone would call the other parts' numbers factors that need a gradient.
             regions.append(Region(parts, note=(joined if len(waiting) == len(alone) else waiting[0]).note))
         regions += [region for region in alone if not is_one or region not in waiting]
     taken: set[Op] = set()
@@ -302,9 +303,9 @@ def _joined(parts: Sequence[Part], interpreter: Interpreter, options: Options) -
 
 
 def _has_large_gradients(parts: Sequence[Part], options: Options) -> bool:
-    """Whether gradients of the head, one for each part, would take more memory than the logits of all, if these wait.
+    """Whether one gradient of the head for each part would take more memory than the logits of all.
 
-    Such as of many sequences, whose losses are no one sum.
+    That is so for many sequences whose losses are not one sum: then their gradients wait together.
     """
     first, rows = parts[0], sum(hint(part.count) for part in parts)
     term, may_wait = first.logits.terms[0], options.strategy != GRADIENTS_IN_FORWARD and first.class_weight is None
@@ -313,13 +314,13 @@ def _has_large_gradients(parts: Sequence[Part], options: Options) -> bool:
 
 
 def _is_of_rows(part: Part) -> bool:
-    """Whether all that it gives are numbers of each row."""
+    """Whether a part only has numbers of each row: no reduction, no class weights and no argmax."""
     is_reduced = any(result.row.reduction != "none" for result in part.rows)
     return not is_reduced and part.class_weight is None and not part.argmaxes
 
 
 def _head(part: Part) -> Any:
-    """What parts have in common whose rows can stand in one call."""
+    """Returns a key that is equal for parts whose rows can be computed in one call."""
     logits = part.logits
     terms = tuple(
         (term.weight, term.weight_dims, term.factor, term.has_grad, term.input.needs_grad) for term in logits.terms
@@ -330,7 +331,7 @@ def _head(part: Part) -> Any:
 
 
 def _with_sum(parts: list[Part], interpreter: Interpreter, options: Options) -> Region:
-    """The region of some parts, with the sum that the program makes of their results, if gradients need not wait."""
+    """Returns a region of parts, with the sum that the program computes from them unless gradients have to wait."""
     plain = Region(parts)
     if not plain.has_grad:
         return plain
@@ -349,8 +350,8 @@ def _with_sum(parts: list[Part], interpreter: Interpreter, options: Options) -> 
 
 
 def _check_sum(parts: Sequence[Part], total: TokenSum, options: Options) -> None:
-    """Raises for a sum that no region computes."""
-    # Of a plain loss alone, the upstream gradient has a known scale. With other results it is written as a token loss.
+    """Raises `NotASum` for a sum that a region cannot compute."""
+    # Only for a plain loss is the scale of the upstream gradient known. With other results it becomes a token loss.
     is_plain = total.as_losses is not None and not total.kept and not any(part.argmaxes for part in parts)
     if parts[0].logits.dtype is torch.float16 and options.expected_gradient is None:
         if not is_plain or Region([*parts]).loss is None:
@@ -369,17 +370,17 @@ def _check_sum(parts: Sequence[Part], total: TokenSum, options: Options) -> None
 
 
 def ordered(regions: Sequence[Region], interpreter: Interpreter) -> list[Op | Region]:
-    """Operations and regions, each after what it reads, without those that would have to run before themselves.
+    """Returns operations and regions, each after those whose results it reads.
 
-    A region gives all its results at once, in the place of the first. What uses one before moves behind it. Operations
-    whose results nothing needs any more are left out.
+    A region returns all its results at once, at the place of the first; operations that use one earlier move behind it.
+    Dead code is left out, and so are operations and regions that depend on their own results.
     """
     missing = {tensor for region in regions for tensor in region.gives}
     needed = {*interpreter.program.results, *(tensor for region in regions for tensor in region.read_at)}
     ops = live(interpreter.program.ops, needed, given=frozenset(missing), dropped=dropped_writes(regions, interpreter))
     items: list[Op | Region] = [*regions, *ops]
     items.sort(key=lambda item: (item if isinstance(item, Op) else item.place).position)
-    # A region may stand before what it reads, where its parts are far from each other.
+    # If a region's parts are far from each other, operations that it reads may be behind its place.
     missing |= {out for item in items if isinstance(item, Op) for out in item.outs}
     order: list[Op | Region] = []
     ready: list[int] = []
@@ -407,7 +408,7 @@ def ordered(regions: Sequence[Region], interpreter: Interpreter) -> list[Op | Re
 
 
 def dropped_writes(regions: Sequence[Region], interpreter: Interpreter) -> set[Op]:
-    """The changes in place that regions take the place of."""
+    """Returns the in-place changes that regions replace."""
     found: set[Op] = set()
     for region in regions:
         found |= region.total.writes if region.total else set()
@@ -417,7 +418,7 @@ def dropped_writes(regions: Sequence[Region], interpreter: Interpreter) -> set[O
 
 
 def _stuck(regions: Sequence[Region], interpreter: Interpreter) -> tuple[Region, NotFused] | None:
-    """A region that cannot run, since it reads what it gives, or for a change in place that it would move across."""
+    """Returns a region that cannot run, and why: it reads its own results, or would move across an in-place change."""
     order = ordered(regions, interpreter)
     if stuck := [region for region in regions if region not in order]:
         sums = [region for region in stuck if region.total is not None]
@@ -427,7 +428,7 @@ def _stuck(regions: Sequence[Region], interpreter: Interpreter) -> tuple[Region,
         if isinstance(item, Region):
             region = item
         elif region is not None and item.position < last and gives_a_size(item):
-            # What checks that size, or has it as a number, would not move with it.
+            # Nodes that check that size, or have it as a number, would not move with the operation.
             return region, NotFused(Reason.LOGITS_USED, f"by {item}, whose size depends on values")
         last = max(last, item.position if isinstance(item, Op) else item.place.position)
     if (moved := _moved_across_a_write(order, interpreter)) is not None:
@@ -437,11 +438,11 @@ def _stuck(regions: Sequence[Region], interpreter: Interpreter) -> tuple[Region,
 
 
 def _moved_across_a_write(order: Sequence[Op | Region], interpreter: Interpreter) -> tuple[Region, Op] | None:
-    """A region for which what reads some memory would stand on the other side of a change of it; and that change."""
+    """Returns a region for which a read would move across an in-place change of the memory, and that change."""
     program, at = interpreter.program, {item: place for place, item in enumerate(order)}
     reads = {item: _read_by(item, program) for item in order}
     for writer in (op for op in program.writers(0, len(program.ops)) if op in at):
-        # Autograd takes a view for a leaf if what it is a view of has its gradient from a change after it.
+        # Autograd takes a view for a leaf if its base gets its gradient from a later in-place change.
         gives_gradient = writer.grad_mode and any(each.needs_grad for each in writer.operands)
         for item in (each for each in order if each is not writer):
             is_before, region = at[item] < at[writer], item if isinstance(item, Region) else None
@@ -452,14 +453,17 @@ def _moved_across_a_write(order: Sequence[Op | Region], interpreter: Interpreter
                 was_before = position < writer.position
                 is_changed = was_before != is_before or (was_before and tensor in again)
                 if is_changed and any(may_share(written, tensor) for written in writer.writes):
-                    # What has moved has waited for a region.
+                    # Operations only move because they wait for a region.
                     regions = [each for each in order[: max(at[item], at[writer])] if isinstance(each, Region)]
                     return region or regions[-1], writer
     return None
 
 
 def _read_by(item: Op | Region, program: Program) -> dict[Tensor, int]:
-    """What an operation or a region reads, with the positions; a region, also what is made of its rows before it."""
+    """Returns the tensors that an operation or a region reads, with positions.
+
+    For a region, these include the tensors that the program computes from its rows.
+    """
     if isinstance(item, Op):
         return dict.fromkeys(item.operands, item.position)
     of_rows = {result.tensor for part in item.parts for result in part.rows}
@@ -470,12 +474,12 @@ def _read_by(item: Op | Region, program: Program) -> dict[Tensor, int]:
 
 
 def _is_view(op: Op) -> bool:
-    """Whether it reads no numbers: its results are views."""
+    """Whether all results are views of the operands, so that the operation reads no elements."""
     return not op.writes and bool(op.outs) and all(out.shares_memory(each) for out in op.outs for each in op.operands)
 
 
 def _loosen(region: Region, problem: NotFused, regions: list[Region], *, options: Options) -> None:
-    """Has the program compute the sum itself, or refuses what is left of a region."""
+    """Leaves a region's sum to the program, or divides it into its parts; refuses a single part without a sum."""
     if region.total is not None or len(region.parts) > 1:
         why = "a tensor is changed in place"
         if problem.reason is Reason.LOGITS_USED:
@@ -488,7 +492,7 @@ def _loosen(region: Region, problem: NotFused, regions: list[Region], *, options
 
 
 def _wait(region: Region, why: str, regions: list[Region], *, options: Options) -> None:
-    """Has the program compute the sum of a region itself; one that has none becomes one for each part."""
+    """Leaves a region's sum to the program; a region without a sum becomes one region for each part."""
     is_of_rows = region.has_grad and all(map(_is_of_rows, region.parts))
     is_one = region.total is not None and (is_of_rows or _has_large_gradients(region.parts, options))
     at, groups = regions.index(region), [region.parts] if is_one else [[part] for part in region.parts]

@@ -1,14 +1,14 @@
-"""What a program makes of its log-probabilities, entropies and losses of tokens, where that is a sum over tokens.
+"""Finds the sum over tokens that a program computes from its log-probabilities, entropies and token losses.
 
     ratio = (log_prob - old).exp()                                          on single tokens: `operation.pointwise`
     per_token = -torch.min(ratio * a, ratio.clamp(0.8, 1.2) * a)
     loss = (per_token * mask).sum() / mask.sum()                            linear in these: a weight for each token
 
-Such a sum can be differentiated while the logits are there. What mixes tokens in another way, such as a preference loss
-of whole sequences, has gradients that are known only when all tokens are.
+The gradients of such a sum can be computed while a chunk's logits are there. If a loss mixes tokens in another way,
+such as a preference loss of whole sequences, its gradients are known only once all tokens are computed.
 
-Of the linear part, only that each operation is linear has to be known. The weights are its derivative, which whoever
-writes the graph asks autograd for.
+Of each operation of the linear part, the search only checks that it is linear. The weights are the derivative of
+that part, which the writer of the graph gets from autograd.
 """
 
 import math
@@ -55,57 +55,58 @@ from thunder_flce.operation.pointwise import (
 )
 
 CASTS = {*COPIES, "bool", "int", "long"}
-"""Operations that change the dtype at most."""
+"""Operations that change at most the dtype."""
 
-# A region runs the operations on tokens one by one for each chunk, where a compiler would fuse them. PPO with a penalty
-# takes 37; of 37, 148, 296, 592 and 1184 operations, 8192 × 151936 × 896 takes 10.7, 12.1, 12.5, 20.2 and 28.0 ms, and
-# 12.8 to 13.0 where gradients wait (H100).
+# A region runs the operations of a token loss one by one for each chunk, and a compiler would fuse them. PPO with a
+# penalty has 37. With 37, 148, 296, 592 and 1184 operations, 8192 × 151936 × 896 takes 10.7, 12.1, 12.5, 20.2 and
+# 28.0 ms, and 12.8 to 13.0 ms if gradients wait (H100).
 MOST_OPERATIONS = 250
 
 
 class NotASum(Exception):
-    """Raised where gradients have to wait; says why."""
+    """Raised if gradients have to wait for the backward; the message says why."""
 
 
 class FactorNeedsGradient(NotASum):
-    """Raised for a factor that is trained itself, whatever follows it."""
+    """Raised for a factor that needs a gradient itself, whether or not the operations after it are linear."""
 
 
 @dataclass(eq=False)
 class Summand:
-    """A number of each token that is summed up with weights, or whose mean or sum the program has."""
+    """A number of each token that enters the sum with weights, or the mean or sum of such a number."""
 
     part: Part
     handle: Handle
-    """What it is in the part's recorder"""
+    """Its handle in the part's recorder"""
     tensor: Tensor
     text: str
-    """Its token loss"""
+    """The token loss that computes it"""
     inputs: list[TokenInput]
-    """What that reads"""
+    """The tensors that the token loss reads"""
     picks: tuple[Tensor, ...] = ()
-    """Where it is of some tokens alone, or in another order: the results of what has picked them, in order"""
+    """Results of the operations that selected its tokens, in order; empty if it has all tokens in their order"""
 
 
 @dataclass(eq=False)
 class TokenSum:
-    """A scalar through which alone gradients reach the sources."""
+    """A scalar through which all gradients of the sources flow; the sources are the parts' results."""
 
     place: Tensor
+    """The scalar, whose place in the program the region takes"""
     summands: list[Summand]
     ops: list[Op]
     """The linear operations from the summands to the place, in order"""
     parts: Sequence[Part]
     kept: set[Tensor]
-    """The sources that something else needs, without a gradient"""
+    """The sources that the program needs elsewhere, too, without a gradient"""
     writes: set[Op]
-    """The changes in place that it takes the place of"""
+    """The in-place changes that it replaces"""
     others: list[Tensor]
     """Other losses that are added between its terms"""
 
     @property
     def as_losses(self) -> tuple[list[Fraction], Fraction] | None:
-        """The factor of each part and the label smoothing of all, where every summand has a `Result.as_loss`."""
+        """Factor of each part, and label smoothing of all, if every summand has a `Result.as_loss`; else None."""
         factors, smoothings = list[Fraction](), set[Fraction]()
         for part in self.parts:
             of_sources = {part.own[each.tensor]: each.as_loss for each in part.rows if each.tensor.needs_grad}
@@ -117,7 +118,7 @@ class TokenSum:
         return (factors, smoothings.pop()) if len(smoothings) == 1 else None
 
     def groups_of(self, part: Part) -> list[list[Summand]]:
-        """The summands of a part; those that are the same loss of other tokens together: it is computed once."""
+        """Returns the summands of a part in groups: each group is one loss of different tokens, computed once."""
         found: list[list[Summand]] = []
         partners: dict[tuple[TokenInput, int], TokenInput] = {}
         for summand in self.summands:
@@ -127,7 +128,7 @@ class TokenSum:
                 first, number = group[0], len(group)
                 pairs = [*zip(first.inputs, summand.inputs, strict=False)]
                 is_same = first.text == summand.text and all(one.dtype == other.dtype for one, other in pairs)
-                # An input may be that of several losses.
+                # An input that several losses share must have one partner.
                 is_same = is_same and all(partners.get((one, number), other) is other for one, other in pairs)
                 if is_same and _stands_behind(summand.picks, group[-1].picks):
                     partners |= {(one, number): other for one, other in pairs}
@@ -138,22 +139,21 @@ class TokenSum:
         return found
 
     def loss_of(self, part: Part) -> tuple[Any, ...]:
-        """What tells the loss of a token of one part from that of another, but for tensors and weights."""
+        """Returns a key that is equal for parts with the same token loss, tensors and weights apart."""
         groups, recorder, inputs = self.groups_of(part), part.recorder.copy(), [*part.inputs.values()]
-        if not groups:  # Such as of losses that become a histogram, and no term of the sum.
+        if not groups:  # No result is a term of the sum, such as losses of which a histogram is made.
             return ()
-        # Of all groups together, since their operations may have been written in another order, as may the groups
-        # themselves: each has weights of its own.
+        # One text for all groups, each with its own weights: groups, and their operations, may be in another order.
         weighted = [recorder.write("mul", (each.handle, recorder.add_input(torch.float32)), {}) for each, *_ in groups]
         text, read = numbered(recorder.finish(reduce(lambda a, b: recorder.write("add", (a, b), {}), weighted)))
         given = [(inputs[number].dtype, inputs[number].ignored) for number in read if number < len(inputs)]
         return text, given, [bool(each.picks) for each, *_ in groups]
 
     def counts_ignored(self, part: Part) -> bool:
-        """Whether a row of a label that is ignored, whose loss is 0, may add something to the sum."""
+        """Whether a row with an ignored label, whose loss is 0, may add a number other than 0 to the sum."""
         if self.as_losses is not None:
             return False
-        # While a program is compiled, tensors may be fake.
+        # While a program is compiled, new tensors may be fake.
         with unset_fake_temporarily():
             nothing = {"log_prob": torch.zeros(1, device="cpu")}
             valid = torch.ones(1, dtype=torch.bool, device="cpu")
@@ -166,10 +166,10 @@ class TokenSum:
 
 
 def find_sum(parts: Sequence[Part], interpreter: Interpreter) -> TokenSum:
-    """The scalar through which alone gradients reach the numbers of rows of some parts, with the factors behind it.
+    """Returns the scalar through which all gradients of some parts flow, with the factors that follow it.
 
     Raises:
-        NotASum: where gradients reach the sources in another way, too, or tokens are mixed.
+        NotASum: if gradients reach the parts' results in another way, too, or the program mixes tokens.
     """
     if any(same(part.count, 0) for part in parts):
         raise NotASum("there are no tokens")  # Their mean is NaN.
@@ -182,7 +182,7 @@ def find_sum(parts: Sequence[Part], interpreter: Interpreter) -> TokenSum:
                 return search.sum_at(place, others={})
             break
         if found is not None and found.kept != total.kept:
-            break  # It is needed without the factor, too.
+            break  # A source is needed without the factor, too.
         found = total
     if found is None:
         raise NotASum(search.problem or "they do not become one sum")
@@ -190,22 +190,22 @@ def find_sum(parts: Sequence[Part], interpreter: Interpreter) -> TokenSum:
 
 
 class _Search:
-    """What a program computes of the sources: forwards, token by token; and backwards from a scalar, what is linear."""
+    """Follows a program forwards from the sources, token by token, and back from a scalar, while it is linear."""
 
     def __init__(self, parts: Sequence[Part], interpreter: Interpreter):
         self._interpreter, self._program, self._parts = interpreter, interpreter.program, parts
         self._sources = {each.tensor: part for part in parts for each in part.rows}
         self._tokens: dict[Tensor, tuple[Part, Handle]] = {}
-        """What is computed token by token: of which rows, and what it is in their recorder"""
+        """For each tensor that is computed token by token: its part, and its handle in the part's recorder"""
         self._picks: dict[Tensor, tuple[Tensor, ...]] = {}
-        """What has picked the tokens that it is computed for, one after another, where these are not all in order"""
+        """`Summand.picks` of these tensors"""
         self._whole: dict[tuple[Part, Handle], Handle] = {}
-        """What is nothing but tokens picked of it"""
+        """For a handle of selected tokens: the handle of all tokens that they were selected from"""
         self._problems: dict[Tensor, NotASum] = {}
-        """Why other tensors are not"""
+        """Why other tensors are not computed token by token"""
         self._dependent = set(self._sources)
         self._with_grad = {each for each in self._sources if each.needs_grad}
-        """What gradients come back from to the sources"""
+        """Tensors from which gradients flow back to the sources"""
         self._writes: set[Op] = set()
         self._is_read: dict[tuple[Tensor, Op], bool] = {}
         for part in parts:
@@ -222,9 +222,9 @@ class _Search:
         return [each for each in dict.fromkeys(op.operands) if each in self._dependent]
 
     def _follow(self, op: Op) -> None:
-        """Finds out whether the result of an operation is computed token by token."""
+        """Records the result of an operation if it is computed token by token; else notes why not."""
         operands, outs = self._operands(op), op.outs
-        # What is described is computed from the logits, and a source, or another region's, where it is needed.
+        # A described result is computed from logits: if it is needed, it is a source, or another region's result.
         if not operands or (
             outs and all(out in self._interpreter.values and not self._interpreter.begins(out) for out in outs)
         ):
@@ -250,12 +250,12 @@ class _Search:
             return
         if len(outs) != 1 or op.name in ("sum", "mean"):
             return
-        # Of sizes that are symbols, PyTorch may not know that a reshape keeps their product.
+        # PyTorch may not know that a reshape keeps the product of symbolic sizes.
         if not (keeps_elements(op) or same(outs[0].numel, operands[0].numel)):
             return
         self._picks[outs[0]] = picks
         try:
-            # Not only one that comes back to the sources: one of another head's must not be lost.
+            # Any gradient counts, not only the sources': that of another head must not be lost.
             self._tokens[outs[0]] = part, self._written(op, part, outs[0].needs_grad)
         except NotOfTokens as problem:
             self._problems[outs[0]] = NotASum(f"{problem}{op.where} is no operation on single tokens")
@@ -263,7 +263,7 @@ class _Search:
             self._problems[outs[0]] = problem
 
     def _pass_on_problems(self, operands: Sequence[Tensor], out: Tensor) -> None:
-        """Why operands are not computed token by token is why a result is not, unless it is no problem for a sum."""
+        """Passes on to a result why its operands are not computed token by token, unless a sum allows it."""
         for each in operands:
             before, problem = each.op, self._problems.get(each)
             if problem is not None and before is not None:
@@ -272,7 +272,7 @@ class _Search:
                     self._problems[out] = problem
 
     def _picked(self, out: Tensor, part: Part) -> Handle:
-        """Tokens that are picked: others are 0, and whatever is made of them, their gradients are, too."""
+        """Records selected tokens: all others become 0, and so do their gradients, whatever is computed from them."""
         op, picks, recorder = out.op, self._picks[out], part.recorder
         assert op is not None
         handle = self._tokens[op.operands[0]][1]
@@ -286,7 +286,7 @@ class _Search:
         return picked
 
     def scalars(self) -> Iterator[Tensor]:
-        """The scalars through which alone gradients come to the sources, in order."""
+        """Yields the scalars through which all gradients of the sources flow, in order."""
         sources = [each for each in self._sources if each in self._last_read]
         of_sources = max((self._last_read[each] for each in sources), default=0)
         of_others: float = 0
@@ -301,9 +301,9 @@ class _Search:
             of_others = max(of_others, *(self._last_read.get(each, 0) for each in op.outs))
 
     def _follow_gradients(self) -> tuple[dict[Tensor, float], str]:
-        """For each tensor that gradients pass on their way to the sources: the last operation they reach it through.
+        """Returns, for each tensor that gradients pass on their way to the sources, the position of its last reader.
 
-        By its position; infinite where they come from elsewhere, as to what is returned. Then words say from where.
+        The position is infinite if gradients also come from elsewhere, as to a result; the text then says from where.
         """
         reached = {each for each in self._sources if each.needs_grad}
         last_read: dict[Tensor, float] = {}
@@ -312,7 +312,7 @@ class _Search:
         for op in self._program.ops:
             read = [each for each in op.operands if each in reached]
             outs = [out for out in op.outs if out.needs_grad]
-            # What a view is changed to reaches all that read what it is a view of.
+            # A change through a view reaches all later readers of its base.
             is_seen = bool(read and outs) and any(self._is_read_after(each, op) for each in op.writes)
             has_gradient = op.grad_mode or op.leaves_gradient
             if is_seen or (read and op.writes and not op.outs and has_gradient):
@@ -326,17 +326,17 @@ class _Search:
             problem = problem or told
             last_read |= dict.fromkeys(returned, math.inf)
         for op, read in reversed(readers):
-            # Not where no gradient comes back, such as from what is written to a buffer under `torch.no_grad`.
+            # No gradient comes back from some readers, such as a write to a buffer under `torch.no_grad`.
             if any(out in last_read for out in op.outs if out.needs_grad):
                 for each in read:
                     last_read.setdefault(each, op.position)
         return last_read, problem
 
     def sum_at(self, place: Tensor, others: dict[Tensor, None] | None = None) -> TokenSum:
-        """The sum that a scalar is; with `others`, to which these are added, beside other losses.
+        """Returns a scalar as a sum. With `others`, its terms may include other losses, which are added to that dict.
 
         Raises:
-            NotASum: where it is none.
+            NotASum: if it is none.
         """
         linear: dict[Op, None] = {}
         starts: dict[Tensor, None] = {}
@@ -360,7 +360,7 @@ class _Search:
         live(self._program.ops, needed, given={place, *self._sources}, dropped=self._writes)
         kept = needed.intersection(self._sources) - {place}
         total = TokenSum(place, summands, order, self._parts, kept, self._writes, list(others or ()))
-        # Parts whose losses differ are no one sum: those of one are what the region runs for all.
+        # A region runs the same token loss for all its parts: the operations of one part count.
         operations = max(sum(each.text.count(" = ") for each, *_ in total.groups_of(part)) for part in self._parts)
         if operations > MOST_OPERATIONS and total.as_losses is None:
             taken = f"{operations} operations on tokens, and {MOST_OPERATIONS} are the most"
@@ -378,9 +378,10 @@ class _Search:
         return Summand(part, handle, tensor, text, [inputs[number] for number in read], self._picks.get(tensor, ()))
 
     def _is_linear_step(self, tensor: Tensor, op: Op, others: dict[Tensor, None] | None) -> bool:
-        """Whether a tensor is taken for a linear combination of others, in place of numbers of tokens that are added.
+        """Whether a tensor counts as a linear combination of its operands, and not as a summand.
 
-        So are products that come last, as with a mask: they become weights, and tokens of weight 0 are left out.
+        A product of tokens that comes last, as with a mask, counts as one: its factors become weights, and tokens of
+        weight 0 are left out.
         """
         operands = self._operands(op)
         is_linear = _is_linear(op, operands, self._is_zero)
@@ -389,7 +390,7 @@ class _Search:
             return is_product and tensor in self._with_grad and tensor.dtype == operands[0].dtype
         added = [each for each in op.operands if each not in self._dependent]
         if others is not None and op.name in ("add", "sub") and len(operands) == len(added) == 1 and tensor.ndim == 0:
-            # Its factor is its derivative.
+            # The factor of the other loss is the derivative with respect to it.
             is_linear = len(op.args) == 2 and added[0].dtype.is_floating_point
             others.update(dict.fromkeys(added))
         if not is_linear:
@@ -404,17 +405,17 @@ class _Search:
         if tensor not in self._with_grad:
             raise NotASum(f"{op} mixes tokens{self._after(op)}")
         if any(depends_on_values(size) for out in op.outs for size in out.shape):
-            # Its derivative, traced, would have another size of that kind.
+            # Its traced derivative would have another size that depends on values.
             raise NotASum(f"how many tokens {op} gives depends on values")
         for other in op.operands:
-            # Zeros that a loss was added to in place have its gradient, as far as Dynamo says.
+            # Dynamo says that zeros need a gradient if a loss was added to them in place.
             if other not in operands and other not in (others or ()) and not self._is_zero(other, op):
                 _check_factor(other, op)
         self._check_writes(op)
         return True
 
     def _after(self, op: Op) -> str:
-        """Which operation has mixed the tokens that one reads."""
+        """Returns ", after …" with the operation that has mixed the tokens which `op` reads; empty if it is `op`."""
         first: Op | None = op
         while first is not None:
             others = (each for each in self._operands(first) if each not in self._tokens and each not in self._sources)
@@ -422,10 +423,10 @@ class _Search:
         return "" if found is op else f", after {found}"
 
     def _written(self, op: Op, part: Part, has_grad: bool) -> Handle:
-        """The result of an operation on single tokens."""
+        """Records an operation on single tokens; returns the handle of its result."""
         recorder = part.recorder
         if op.name in PERMUTATIONS and op.output.ndim > 1:
-            # Of the recorder's tokens, which have one dimension, it would be none.
+            # The recorder's tokens have one dimension, and no permutation of several.
             raise NotOfTokens(op.name)
 
         def argument(given: Any) -> Any:
@@ -435,7 +436,7 @@ class _Search:
 
         first = op.operands[0]
         if first in self._tokens and (op.name in RESHAPES | CASTS or keeps_elements(op)):
-            # Of further operands, such an operation takes only the shape or the dtype.
+            # From further operands, such an operation takes only the shape or the dtype.
             handle = self._tokens[first][1]
             if op.output.dtype != first.dtype:
                 handle = recorder.write("to", (handle, op.output.dtype), {})
@@ -448,14 +449,14 @@ class _Search:
         return handle if has_grad else recorder.detached(handle)
 
     def _input(self, tensor: Tensor, op: Op, part: Part, has_grad: bool) -> Handle:
-        """What a tensor is in the recorder that does not depend on the sources."""
+        """Returns the recorder's handle of a tensor that does not depend on the sources."""
         if has_grad:
             _check_factor(tensor, op)
         shape, picks = op.output.shape, self._picks[op.output]
         for handle, known in part.inputs.items():
             if known.tensor is None or known.ignored is not None:
                 continue
-            # A mask has the number that it has as floats, too.
+            # A mask and its cast to floats have the same number.
             is_same = self._program.value_number(known.tensor) == self._program.value_number(tensor)
             is_same = is_same and known.tensor.dtype == tensor.dtype
             is_same = is_same and same_shape(known.tensor.shape, tensor.shape) and same_shape(known.shape, shape)
@@ -466,7 +467,7 @@ class _Search:
         return handle
 
     def _check_writes(self, op: Op) -> None:
-        """Raises for a change in place that somebody else sees: then it is not the same as a new tensor."""
+        """Raises for an in-place change that another reader sees, so that a new tensor cannot stand for it."""
         for written in op.writes:
             is_own = written in self._dependent or (self._is_zero(written, op) and len(written.users) == 1)
             is_followed = is_own and not op.leaves_gradient and op.name not in PERMUTATIONS
@@ -475,8 +476,8 @@ class _Search:
             self._writes.add(op)
 
     def _is_read_after(self, written: Tensor, op: Op) -> bool:
-        """Whether a tensor of before an operation, which shares the memory that it changes, is needed after it."""
-        # Asked for each scalar of a loop that adds losses in place.
+        """Whether a tensor from before an in-place change, which shares the changed memory, is read after it."""
+        # Cached, since a loop that adds losses in place asks for each of its scalars.
         if (written, op) not in self._is_read:
             needed = [each for later in self._program.ops[op.position + 1 :] for each in later.operands]
             self._is_read[written, op] = any(
@@ -486,7 +487,7 @@ class _Search:
         return self._is_read[written, op]
 
     def _is_zero(self, tensor: Any, reader: Op) -> bool:
-        """Whether it is 0, or a tensor that was made of zeros, and not changed before an operation reads it."""
+        """Whether a value is 0, or a tensor that was created as zeros and not changed before `reader` reads it."""
         if not isinstance(tensor, Tensor):
             return is_number(tensor) and tensor == 0
         written = [each for op in self._program.writers(0, reader.position - 1) for each in op.writes]
@@ -501,7 +502,7 @@ class _Search:
 
 
 def _stands_behind(picks: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Whether tokens are picked behind others, along one of the dimensions."""
+    """Whether `picks` select tokens that follow those of `others` along one of the dimensions."""
     differing: Any = ((one, other) for one, other in zip(picks, others, strict=False) if one is not other)
     for one, other in differing:
         pairs = zip(_ends_of(one), _ends_of(other), strict=False)
@@ -512,20 +513,20 @@ def _stands_behind(picks: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
 
 
 def _ends_of(picked: Any) -> list[tuple[Any, Any]]:
-    """Where what is picked begins and ends along each dimension, as far as an index says it."""
+    """Returns where a selection begins and ends along each dimension, as far as its index says it."""
     indices = indices_of(picked.op)
     index = [part for part in indices[picked.op.outs.index(picked)] if part is not None] if indices else []
     return [(part.start or 0, part.stop) if isinstance(part, slice) else (part, part + 1) for part in index]
 
 
 def _text(picks: Sequence[Tensor]) -> str:
-    """The same where the same tokens are picked."""
+    """Returns a key that is equal if the same tokens are selected."""
     ops = [(each.op, each.op.outs.index(each)) for each in picks if each.op]
     return repr([(op.operands[0].shape, op.name, without_tensors(op), at) for op, at in ops])
 
 
 def _recorded(result: Result, part: Part) -> Handle:
-    """A source in the recorder. Which rows a mean or a sum is of, its weights say."""
+    """Records a source, before its reduction: weights say which rows a mean or a sum is of."""
     row, recorder = result.row, part.recorder
 
     def call(function: Callable, *args: Any) -> Handle:
@@ -533,7 +534,7 @@ def _recorded(result: Result, part: Part) -> Handle:
 
     if row.variables:
         number = row.made_of({name: Handle(name) for name in VARIABLES}, call)
-    else:  # All has cancelled, as in the ratio of a probability to itself.
+    else:  # All atoms cancel, as in the ratio of a probability to itself.
         number = call(torch.full_like, Handle(VARIABLES[0]), row.constant)
     if row.labels is not None and row.ignore_index is not None and row.reduction == "none":
         valid = recorder.add_input(torch.bool)
@@ -542,7 +543,7 @@ def _recorded(result: Result, part: Part) -> Handle:
     return number if result.tensor.needs_grad else recorder.detached(number)
 
 
-# Linear in their first operand, whatever else they are given, if none of that depends on the tokens.
+# Linear in their first operand, if no other argument depends on the tokens.
 _LINEAR_IN_FIRST = {
     *RESHAPES, *PERMUTATIONS, *COPIES, *SPLITS, "sum", "mean", "neg", "getitem", "select", "narrow", "index_select",
     "flip", "roll", "expand", "expand_as", "repeat", "repeat_interleave", "cumsum", "diagonal", "masked_select",
@@ -554,20 +555,20 @@ _JOINS = ("cat", "stack", "hstack", "vstack")
 
 
 def _is_linear(op: Op, operands: Sequence[Tensor], is_zero: Callable[[Any, Op], bool]) -> bool:
-    """Whether an operation is linear in those of its operands that depend on tokens."""
+    """Whether an operation is linear in its operands that depend on tokens."""
     name, args = op.name, op.args
     if name in PRODUCTS:
-        # Of equal factors it would be a square; a bias would be added.
+        # With equal factors it is a square, and with a bias not linear.
         has_bias = name == "linear" and len(op.operands) > 2
         return len(operands) == 1 and sum(each is operands[0] for each in op.operands) == 1 and not has_bias
     if name in _LINEAR_IN_FIRST:
         is_first = len(operands) == 1 and op.operands[0] is operands[0]
         is_of_floats = all(out.dtype.is_floating_point for out in op.outs)
-        # The sum of no tokens, divided by their number, is NaN.
+        # The sum over no tokens, divided by their number, is NaN.
         has_none = any(not depends_on_values(out.numel) and not has_elements(out) for out in op.outs)
         return is_first and is_of_floats and not has_none and (name != "mean" or has_elements(operands[0]))
     if tensors_in(op.kwargs):
-        return False  # What is linear is told by an argument's place.
+        return False  # The checks below know arguments by their position.
 
     def is_token_or_zero(each: Any) -> bool:
         return any(each is operand for operand in operands) or is_zero(each, op)
@@ -599,7 +600,7 @@ def _check_factor(tensor: Tensor, op: Op) -> None:
 
 
 def _name(tensor: Tensor) -> str:
-    """A tensor for a user to read, who does not know a compiler's names."""
+    """Describes a tensor for the user, who does not know the compiler's names."""
     if tensor.op is None:
         return f"the argument {tensor.name.removeprefix('l_').strip('_')}"
     return f"the result of {tensor.op}"

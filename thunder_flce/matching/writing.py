@@ -1,6 +1,6 @@
-"""Writes a region in the place of what it computes: the arguments of `linear_cross_entropy`, and its results.
+"""Writes regions: the arguments of `linear_cross_entropy`, and the program's tensors from its results.
 
-Everything is written in PyTorch's functions, which a `Writer` adds to its graph.
+All of it is written in PyTorch's functions, which a `Writer` adds to its graph.
 """
 
 import math
@@ -43,24 +43,24 @@ class Writer(Protocol):
     """Adds operations to a graph."""
 
     def call(self, function: Callable, *args: Any, **kwargs: Any) -> Tensor:
-        """The result of a function of PyTorch's, of tensors and sizes of the program."""
+        """Adds a call of a PyTorch function, with tensors and sizes of the program; returns its result."""
 
     def weights(
         self, ops: Sequence[Op], operands: Sequence[Tensor], result: Tensor, *, values: Sequence[Tensor | None] | None
     ) -> list[Tensor]:
-        """The derivative of a scalar with respect to some tensors that it is linear in, by way of some operations.
+        """Adds the derivatives of `result`, a scalar, with respect to `operands`, in which `ops` are linear.
 
-        With `values` of these tensors, of which None stands for zeros, the last is what the scalar is of them.
+        With `values` of the operands, where None stands for zeros, the scalar's value for them is returned last.
         """
 
     def region(self, call: Call, group: Any) -> tuple[list[Tensor], PlannedRegion]:
-        """The loss of a region and its outputs, and how it runs. The call has tensors and numbers."""
+        """Adds a call, of tensors and numbers; returns the loss and its outputs, and the call with its plan."""
 
 
 def write(
     region: Region, writer: Writer, interpreter: Interpreter, options: Options
 ) -> tuple[dict[Tensor, Tensor], Decision]:
-    """Adds a region to a graph; returns a new tensor for each of the program's that it gives, and what was decided."""
+    """Adds a region to a graph; returns a new tensor for each of the program's that it replaces, and the decision."""
     return _Writing(region, writer, interpreter, options).write()
 
 
@@ -71,20 +71,20 @@ class _Writing:
         self._logits = region.parts[0].logits
         self._rows_dtype = torch.float64 if self._logits.dtype is torch.float64 else torch.float32
         self._loss = region.loss if region.total is None else None
-        """What the region's loss is; None where that is a sum, or numbers of which the program's are made"""
+        """The program's result that is the region's loss; None if that is a sum, or if results are computed from it"""
         self._keeps_ignored = any(map(self._needs_ignored, region.parts))
         """Whether rows whose label is ignored are computed, too"""
         self._losses = self._plain_losses()
-        """The factors of the parts' losses and their label smoothing, where the sum is of these alone"""
+        """Factors of the parts' losses and their label smoothing, if the sum is of plain losses alone; else None"""
         first, *others = region.parts
         is_plain = self._losses is not None and self._losses[1] == 0 and first.class_weight is None
         self._has_several = is_plain and bool(others) and all(part.logits == first.logits for part in others)
-        """Whether the parts are labels of the same rows, so that each row has several"""
+        """Whether the parts have the same rows, so that each row has several labels"""
         self._is_joined = bool(others) and not self._has_several
         self._constants: list[Tensor] = []
-        """What is added to the sum: 0, or NaN where no token counts, and the sum is divided by their number"""
+        """Numbers to add to the sum: 0, or NaN if no token counts and the sum is divided by their number"""
         self._others: list[tuple[Tensor, Tensor]] = []
-        """The other losses that are added between the terms of the sum, and their factors"""
+        """Other losses that the program adds between the terms of the sum, with their factors"""
 
     def write(self) -> tuple[dict[Tensor, Tensor], Decision]:
         region, logits = self._region, self._logits
@@ -98,7 +98,7 @@ class _Writing:
             "terms": tuple((x, self._weight(t)) for x, t in zip(inputs[1:], logits.terms[1:], strict=True)),
             "weight": region.parts[0].class_weight,
         }
-        # The scale of `Loss` is that of all, softcap included.
+        # The scale of a `Loss` includes the softcap.
         scale = logits.scale if logits.softcap is None else logits.scale * logits.softcap
         settings: dict[str, Any] = {
             "logit_scale": float(scale),
@@ -125,7 +125,7 @@ class _Writing:
         return self._results(found), decision
 
     def _call(self, function: Callable, *args: Any, **kwargs: Any) -> Tensor:
-        """See `Writer`; what would change nothing is not written."""
+        """Adds a call as `Writer.call` does, unless it would change nothing."""
         tensor, *others = args
         is_same = (
             (function is torch.detach and not tensor.needs_grad)
@@ -137,7 +137,7 @@ class _Writing:
     # Operands.
 
     def _inputs_and_labels(self) -> tuple[list[Tensor], Tensor]:
-        """Of each term (..., H), and labels (...): of all parts one after another, or (T, K) of the same rows."""
+        """Returns each term's input, (..., H), and the labels: (...) of all parts, or (T, K) if they share rows."""
         of_parts = [self._operands_of(part) for part in self._region.parts]
         if len(of_parts) == 1:
             return of_parts[0]
@@ -170,7 +170,7 @@ class _Writing:
         return inputs, labels
 
     def _needs_ignored(self, part: Part) -> bool:
-        """Whether a part gives something of rows whose label is ignored."""
+        """Whether the program needs results of rows whose label a part ignores."""
         total = self._region.total
         if part.ignore_index == NOTHING_IGNORED:
             return False
@@ -179,7 +179,7 @@ class _Writing:
         return any(each.row.ignore_index is None for each in part.rows) or total.counts_ignored(part)
 
     def _flat(self, tensor: Tensor, ndim: int = 1) -> Tensor:
-        """In one dimension, or in one and the last."""
+        """Returns a tensor in `ndim` dimensions, 1 or 2: its first dimensions are flattened."""
         if tensor.ndim == ndim:
             return tensor
         if tensor.ndim < ndim:
@@ -192,7 +192,6 @@ class _Writing:
             input = self._call(torch.detach, input)
         if (dim := term.hidden_dim) != input.ndim - 1:
             input = self._call(torch.permute, input, (*range(dim), *range(dim + 1, input.ndim), dim))
-        # After the last operation that is no reshape, rows keep their number and their order.
         input = reduce(self._step, part.logits.rows, input)
         return input if term.factor == 1 else self._call(torch.mul, input, float(term.factor))
 
@@ -235,7 +234,7 @@ class _Writing:
     # What the region computes.
 
     def _settings_of_rows(self) -> dict[str, Any]:
-        """The loss where results are given one by one."""
+        """Returns the settings of the loss for a region without a sum."""
         if self._loss is None:
             return {"reduction": "none", "ignore_index": NOTHING_IGNORED}
         assert self._loss.as_loss is not None
@@ -246,7 +245,7 @@ class _Writing:
         }
 
     def _settings_of_sum(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The loss of a sum over tokens; adds its weights, and what it reads, to the arguments."""
+        """Returns the settings of the loss for a sum over tokens; adds its weights and inputs to the arguments."""
         region, total = self._region, self._region.total
         assert total is not None
         starts = [*(each.tensor for each in total.summands), *total.others]
@@ -273,7 +272,7 @@ class _Writing:
             settings["label_smoothing"] = float(smoothing)
             of_parts = []
             for part, factor, own in zip(region.parts, factors, weights, strict=True):
-                # Each has the shape that the program gave its tokens.
+                # Each weight has the shape that the program gave its tokens.
                 in_rows = (self._in_rows(weight) if weight.ndim else weight for _, weight in own)
                 weight = reduce(partial(self._call, torch.add), in_rows)
                 of_parts.append(self._full(scaled(weight, factor, self._call), part))
@@ -292,21 +291,21 @@ class _Writing:
 
     @property
     def _leaves_out_tokens(self) -> bool:
-        """Whether a weight that is infinite or NaN, as of a sum that is divided by 0, may reach no token."""
+        """Whether a weight that is infinite or NaN, as after a division by 0, may be that of no token that counts."""
         total, ignore_index = self._region.total, self._region.parts[0].ignore_index
         is_selected = total is not None and any(op.name in ("where", "masked_fill") for op in total.ops)
         is_reduced = any(each.row.reduction != "none" for part in self._region.parts for each in part.rows)
         return is_selected or ((is_reduced or not self._keeps_ignored) and ignore_index != NOTHING_IGNORED)
 
     def _mean_of_ignored(self, summand: Summand) -> Tensor | None:
-        """What a mean is of ignored rows alone: 0, or NaN where all are; None for what is no such mean."""
+        """Returns what ignored rows add to a mean: 0, or NaN if all rows are ignored; None for other summands."""
         result = self._interpreter.results.get(summand.tensor)
         if result is None or result.row.reduction != "mean" or result.row.ignore_index is None or summand.picks:
             return None
         return self._call(torch.mul, self._part_of_mean(summand.part), 0.0)
 
     def _part_of_mean(self, part: Part) -> Tensor:
-        """What a mean over the rows that are not ignored takes of each."""
+        """Returns the weight of each row in a mean over the rows that are not ignored."""
         count = self._call(torch.Tensor.to, self._call(torch.sum, self._is_valid(part)), self._rows_dtype)
         return self._call(torch.reciprocal, count)
 
@@ -316,18 +315,18 @@ class _Writing:
 
     @property
     def _is_alone(self) -> bool:
-        """Whether a sum is all that is asked for."""
+        """Whether the sum is the region's only result."""
         total = self._region.total
         return total is not None and not total.kept and not any(part.argmaxes for part in self._region.parts)
 
     def _joined(self, tensors: Sequence[Tensor]) -> Tensor:
-        """One number of each token, of all parts one after another."""
+        """Concatenates tensors that have a number for each token of one part."""
         return self._call(torch.cat, tensors) if self._is_joined else tensors[0]
 
     def _token_loss(
         self, part: Part, weights: Sequence[tuple[list[Summand], Tensor]]
     ) -> tuple[str, tuple[Tensor, ...], Tensor | None]:
-        """What a token of one part adds to the sum, the tensors that this reads, and the weights of the tokens."""
+        """Returns the token loss of one part, the tensors that it reads, and the weights of the tokens."""
         recorder = part.recorder.copy()
         inputs: list[Any] = [(each,) for each in part.inputs.values()]
         numbers = {each: number for number, each in enumerate(part.inputs.values())}
@@ -342,14 +341,14 @@ class _Writing:
         result: Handle | None = None
         for group, factor in own:
             summand, handle = group[0], group[0].handle
-            # Of losses that read the same input, the one of most tokens says what it is for these.
+            # If several losses read one input, the largest group has it for all their tokens.
             for several in zip(*(each.inputs for each in group), strict=True):
                 inputs[numbers[several[0]]] = max(inputs[numbers[several[0]]], several, key=len)
             if factor is not token_weights:
                 inputs.append(factor)
                 factor_handle: Any = recorder.add_input(torch.float32)
                 if summand.picks:
-                    # The others may be infinite.
+                    # The loss of all other tokens may be infinite.
                     handle = recorder.write("where", (recorder.write("ne", (factor_handle, 0.0), {}), handle, 0.0), {})
                 handle = recorder.write("mul", (handle, factor_handle), {})
             result = handle if result is None else recorder.write("add", (result, handle), {})
@@ -358,7 +357,7 @@ class _Writing:
         return text, given, token_weights
 
     def _token_input(self, given: "Tensor | tuple[TokenInput, ...]") -> Tensor:
-        """What a token loss reads: a weight, or an input, which may be others for other tokens."""
+        """Returns a tensor that a token loss reads: a weight, or an input, which may differ for selected tokens."""
         if isinstance(given, Tensor):
             return given
         return self._in_rows(self._scattered([*map(self._expanded, given)], [each.picks for each in given]))
@@ -376,7 +375,7 @@ class _Writing:
         return tensor
 
     def _scattered(self, tensors: Sequence[Tensor], picks: Sequence[Sequence[Tensor]]) -> Tensor:
-        """One number of each token in order, from those of the tokens that were picked for each; all others have 0."""
+        """Returns a number for each token in order, from tensors of selected tokens; tokens that none selects get 0."""
         value, *others = tensors
         if not picks[0]:
             return value
@@ -392,7 +391,7 @@ class _Writing:
         return self._call(torch.scatter, found, 0, number, value)
 
     def _picked(self, numbers: Tensor, picks: Sequence[Tensor]) -> Tensor:
-        """Of the numbers of all tokens, those of the tokens that were picked."""
+        """Returns the numbers of the selected tokens, from those of all tokens."""
         for picked in picks:
             op: Any = picked.op
             numbers = self._call(torch.reshape, numbers, op.operands[0].shape)
@@ -406,7 +405,7 @@ class _Writing:
         return self._call(torch.flatten, numbers)
 
     def _token_weights(self, group: Sequence[Summand], weights: Sequence[Tensor]) -> Tensor:
-        """The weights of the tokens of some summands, from their own."""
+        """Returns the weights of the tokens, from the weights of a group's summands."""
         (summand, *_), (weight, *_) = group, weights
         if summand.picks:
             return self._scattered(weights, [each.picks for each in group])
@@ -417,11 +416,11 @@ class _Writing:
             return weight if result.row.reduction == "sum" else self._call(torch.div, weight, part.count)
         if result.row.reduction == "mean":
             weight = self._call(torch.mul, self._part_of_mean(part), weight)
-        # Ignored rows have none, also where all are ignored, and the sum is divided by their number.
+        # Ignored rows get weight 0, even if all rows are ignored and the weight is a division by 0.
         return self._call(torch.where, self._is_valid(part), weight, 0.0)
 
     def _is_valid(self, part: Part) -> Tensor:
-        """Whether a row's label is not ignored."""
+        """Returns a mask of the rows whose label is not ignored."""
         assert part.labels is not None
         return self._call(torch.ne, part.labels.tensors[0], part.ignore_index)
 
@@ -430,33 +429,33 @@ class _Writing:
         return self._call(torch.full, tuple(shape), value, dtype=self._rows_dtype, device=device)
 
     def _full(self, weight: Tensor, part: Part) -> Tensor:
-        """A weight of each token, where it may be one number for all."""
+        """Returns a weight for each token, from one that may be a number for all."""
         if weight.ndim == 0:
             weight = self._call(torch.Tensor.expand, weight, part.logits.rows_shape)
         return self._in_rows(self._call(torch.Tensor.to, weight, self._rows_dtype))
 
     def _in_rows(self, tensor: Tensor) -> Tensor:
-        """One number of each token in the shape of the input's rows; in one dimension where parts are joined."""
+        """Returns numbers of tokens in the shape of the input's rows, or in one dimension if parts are concatenated."""
         return self._flat(tensor) if self._is_joined else self._call(torch.reshape, tensor, self._rows)
 
-    # What becomes of its results.
+    # Results.
 
     def _outputs(self) -> dict[str, bool]:
-        """The outputs beside the loss that are asked for, and whether a gradient comes back to them."""
+        """Returns the outputs that the region needs beside the loss, and whether a gradient flows back to them."""
         found: dict[str, bool] = {}
         total = self._region.total
         for part in self._region.parts:
             for result in part.rows if total is None else [each for each in part.rows if each.tensor in total.kept]:
                 for name, (factor, _) in result.row.variables.items():
                     if total is None and (name == "log_prob" or self._loss is not None):
-                        continue  # The loss says it.
+                        continue  # It follows from the loss.
                     found[name] = found.get(name, False) or (factor != 0 and result.tensor.needs_grad and total is None)
             if part.argmaxes:
                 found[self._argmax_output(part)] = False
         return found
 
     def _argmax_output(self, part: Part) -> str:
-        """In ignored rows, valid_argmax is -1, which no other label may be."""
+        """Returns the name of an argmax's output; valid_argmax is -1 in ignored rows, so -1 must not be their label."""
         is_free = not -1 <= part.ignore_index < part.logits.terms[0].columns
         compared = (is_compared_with_labels(each.tensor, part, self._interpreter.program) for each in part.argmaxes)
         return "valid_argmax" if is_free and all(compared) else "argmax"
@@ -482,7 +481,7 @@ class _Writing:
         return {tensor: results[tensor] for tensor in region.gives}
 
     def _outputs_of(self, found: dict[str, Tensor], part: Part, start: Any) -> tuple[dict[str, Tensor], Any]:
-        """What the region gives of one part's rows, from a number on; and the number of the first that follows."""
+        """Returns the outputs of one part's rows, which begin at row `start`, and the first row of the next part."""
         if not self._is_joined:
             return found, start
         own = slice(start, start + part.count)
@@ -490,7 +489,7 @@ class _Writing:
         return of_part, own.stop
 
     def _result(self, result: Result, found: dict[str, Tensor], part: Part) -> Tensor:
-        """A result, from what the region returns."""
+        """Returns a result of the program, from what the region returns."""
         if result is self._loss:
             return found["loss"]
         of_rows, reduction = self._row(result, found), result.row.reduction
@@ -504,32 +503,32 @@ class _Writing:
         return total if reduction == "sum" else self._call(torch.div, total, self._call(torch.sum, is_valid))
 
     def _row(self, result: Result, found: dict[str, Tensor]) -> Tensor:
-        """A number of each row, from what the region returns."""
+        """Returns a number of each row, before a reduction, from what the region returns."""
         row = result.row
-        if not row.variables:  # All has cancelled, as in the sum of a softmax.
+        if not row.variables:  # All atoms cancel, as in the sum of a softmax.
             return self._number(row.constant, row.shape)
         if self._region.total is None and "log_prob" in row.variables:
             found = {"log_prob": self._call(torch.neg, found["loss"]), **found}
         return row.made_of(found, self._call)
 
     def _like(self, program: Tensor, found: Tensor) -> Tensor:
-        """In the shape and the dtype that the program's tensor has, and without a gradient where that has none."""
+        """Returns a tensor in the shape and dtype of the program's, and detached if that needs no gradient."""
         if not program.needs_grad:
             found = self._call(torch.detach, found)
         found = self._call(torch.Tensor.to, self._call(torch.reshape, found, program.shape), program.dtype)
-        # Others may be given the same tensor, and the operator's backward may read it.
+        # Other results may share the tensor, and the operator's backward may read it: it must not change in place.
         return self._call(torch.clone, found) if self._interpreter.program.may_have_changed(program) else found
 
     # The upstream gradient.
 
     def _expected_gradient(self) -> Tensor | float | None:
-        """What the program and the options say; None for 1."""
+        """Returns the upstream gradient to expect, from the program and the options; None for 1."""
         total, dtype, given = self._region.total, self._logits.dtype, self._options.expected_gradient
-        # The program's tensor that the region's loss is; none where it makes that of numbers of each row.
+        # The program's tensor that is the region's loss; None if that is computed from numbers of each row.
         result = total.place if total is not None else None if self._loss is None else self._loss.tensor
-        # float16 needs a loss scale, and the factors that follow the loss are none.
+        # float16 needs a loss scale, and the factors that follow the loss do not give one.
         if dtype is torch.float16 and given is None:
-            # A token loss is fused only where the options say the upstream gradient: it is 1.
+            # Token losses in float16 are fused only if the options give the upstream gradient: else it is 1.
             return 1.0 if total is not None and total.as_losses is None else None
         number: float = given or 1.0
         tensor: Tensor | None = None
@@ -545,7 +544,7 @@ class _Writing:
                 factor = self._call(torch.div, 1.0, factor) if divides else factor
                 tensor = factor if tensor is None else self._call(torch.mul, tensor, factor)
         if tensor is not None:
-            # The tensor may be 0 when the program runs. Then gradients are finished for 1.
+            # The tensor may be 0 when the program runs. Then gradients are computed for 1.
             tensor = tensor if number == 1 else self._call(torch.mul, tensor, number)
             size = self._call(torch.abs, tensor)
             limits = self._call(torch.ge, size, _LEAST_FACTOR), self._call(torch.le, size, 1 / _LEAST_FACTOR)
@@ -557,12 +556,12 @@ class _Writing:
 
 
 def _before_reshapes(labels: Tensor, rows: Sequence[Any], interpreter: Interpreter) -> Tensor:
-    """The labels, in the shape of the rows if they had it before a reshape."""
+    """Returns the labels, in the shape of the rows if they had it before reshapes."""
     found: Tensor | None = labels
     while found is not None and not same_shape(found.shape, rows):
-        # Of another region's argmax, there is only what was asked for.
+        # Another region returns its argmax only as the program needs it.
         is_reshape = found.op is not None and bool(found.op.operands) and keeps_elements(found.op)
-        # Of eight bits, or rounded, they are others.
+        # A cast, to eight bits or from floats, may have changed the labels.
         is_reshape = is_reshape and found.dtype == labels.dtype
         is_reshape = is_reshape and found not in interpreter.results and not interpreter.program.may_have_changed(found)
         found = found.op.operands[0] if is_reshape else None  # type: ignore[union-attr]
@@ -570,7 +569,7 @@ def _before_reshapes(labels: Tensor, rows: Sequence[Any], interpreter: Interpret
 
 
 def factors_after(loss: Tensor) -> list[tuple[Tensor | float, bool]]:
-    """What a scalar loss is multiplied with, as in `loss * 0.5 / steps + other_loss`, up to where its way divides.
+    """Returns the factors that follow a scalar loss, as in `loss * 0.5 / steps + other_loss`, up to a second use.
 
     Returns:
         Numbers, and tensors of one element; and whether the loss is divided by them.
@@ -597,12 +596,12 @@ def factors_after(loss: Tensor) -> list[tuple[Tensor | float, bool]]:
     return factors
 
 
-# The least upstream gradient that gradients are finished for, and the reciprocal of the largest: between the two, they
-# neither underflow nor overflow in float32.
+# Least upstream gradient for which gradients are computed in the forward; the largest is its reciprocal. Between the
+# two, gradients neither underflow nor overflow in float32.
 _LEAST_FACTOR = 2.0**-60
 
 
 def _rounded(number: float, dtype: torch.dtype) -> float:
-    """A normal number in the precision of a dtype, without a tensor, which may be fake while a program is compiled."""
+    """Rounds a normal number to a dtype, without a tensor, which may be fake while a program is compiled."""
     unit, (significand, exponent) = torch.finfo(dtype).eps / 2, math.frexp(number)
     return math.ldexp(round(significand / unit) * unit, exponent)

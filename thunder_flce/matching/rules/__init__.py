@@ -1,9 +1,9 @@
-"""What each operation makes of what is known of its operands: one rule for each way that PyTorch has.
+"""Rules of PyTorch's operations: each describes an operation's result from the descriptions of its operands.
 
-A rule is called with the arguments of the operation: the description of an operand where its annotation is that of a
-description, and otherwise the tensor. It returns the description of its result, or of each of them. Where an operand
-is not what the annotation says, there is no rule, and a rule raises `Unknown` for what else cannot be described.
-`interpreter` then asks for the operands themselves.
+A rule is called with the operation's arguments. For a parameter that is annotated as a description, it gets the
+operand's description, and otherwise the tensor. It returns the description of the result, or of each result. If an
+operand's description is not of the annotated type, the rule is not called; if the result cannot be described, the rule
+raises `Unknown`. In both cases, `interpreter` demands the operands themselves.
 """
 
 from thunder_flce.matching.rules import arithmetic, joins, losses, picks, reductions, shapes

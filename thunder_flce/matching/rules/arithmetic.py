@@ -44,10 +44,10 @@ def _mul(interpreter: "Interpreter", op: Op, input: Any, other: Any) -> Value:
 
 
 def _with_factor(interpreter: "Interpreter", op: Op, of: Class | Row, factor: Any) -> Class | None:
-    """Logits times a tensor of one number for each row, or for all, or over it, such as the temperatures of sequences.
+    """Returns logits with a tensor of factors, one for each row or for all, such as temperatures; None for others.
 
-    It is a factor of the rows of hidden states, which it rounds: a bias would not have it. So is a number that Dynamo
-    has a symbol for, such as an argument that changes, or a length.
+    The region multiplies the hidden states by the factors, which rounds them, so the logits must have no bias. A number
+    for which Dynamo has a symbol, such as an argument that changes, or a length, is treated alike.
     """
     logits = of.logits
     if not isinstance(of, Class) or not of.is_logits or logits.bias is not None or logits.softcap is not None:
@@ -69,7 +69,7 @@ def _with_factor(interpreter: "Interpreter", op: Op, of: Class | Row, factor: An
 
 
 def at_one_hot(interpreter: "Interpreter", of: Class, one_hot: Any) -> Class | None:
-    """The product with the one-hot vectors of labels."""
+    """Returns the product with one-hot vectors of labels; None if the factor is not that."""
     made = [one_hot] if isinstance(one_hot, Tensor) else []
     while made and (before := made[-1].op) is not None and before.name in COPIES:
         made.append(before.operands[0])
@@ -83,7 +83,7 @@ def at_one_hot(interpreter: "Interpreter", of: Class, one_hot: Any) -> Class | N
 
 
 def weighted(p: Class, of: Class) -> Class:
-    """The product p (a u + r)."""
+    """Returns the product p (a u + r)."""
     is_p = replace(p, factor=Fraction(1)).is_probability
     if not is_p or p.logits != of.logits or p.dim != of.dim or of.form or not same_shape(p.shape, of.shape):
         raise Unknown
@@ -96,7 +96,7 @@ def _div(interpreter: "Interpreter", op: Op, input: Any, other: Any, *, rounding
     if rounding_mode is not None or a is None:
         raise Unknown
     if isinstance(a, Class) and isinstance(b, Row):
-        # exp(s) / exp(t), as in a softmax that is spelled out.
+        # exp(s) / exp(t), as in a softmax that is written out.
         if a.form != "exp" or b.form != "exp" or not interpreter.is_row_of(b, a) or op.output.dtype != input.dtype:
             raise Unknown
         return replace(a, sum=added((1, a.sum), (-1, b.sum)), factor=a.factor / b.factor)
@@ -119,7 +119,7 @@ _Scaled = TypeVar("_Scaled", bound=Class | Row)
 
 
 def times(of: _Scaled, factor: Fraction) -> _Scaled:
-    """It times a number that is not 0: of logits alone, their factor."""
+    """Returns a description times a number that is not 0, which becomes the factor of logits alone."""
     if factor == 0:
         raise Unknown
     if of.form == "exp":
@@ -184,7 +184,7 @@ def _sum_of_rows(a: Row, b: Row, sign: int) -> Row:
 
 
 def _in_terms_of(row: Row, logits: Logits) -> Row | None:
-    """u_y, a mean or a maximum, of the same logits without their last factor; None where that can't be said."""
+    """Returns u_y, a mean or a maximum in terms of the same logits with another factor; None if not possible."""
     own = row.logits
     if own.softcap is not None or replace(own, scale=logits.scale) != logits:
         return None
@@ -213,7 +213,7 @@ def _with_bias(of: Class, bias: Tensor, changes: int) -> Class:
 
 
 def _sum_of_linears(interpreter: "Interpreter", a: Class, b: Class, op: Op) -> Class:
-    """Such as x @ W.T + y @ B.T, a head and its low-rank adapter: the terms of both."""
+    """Returns the logits with the terms of both, such as x @ W.T + y @ B.T, a head and its low-rank adapter."""
     both = (a, b)
     alike = a.dim == b.dim == len(a.shape) - 1 and same_shape(a.shape, b.shape) and a.logits.group == b.logits.group
     is_plain = all(of.is_logits and of.logits.is_linear and not of.logits.rows for of in both)
@@ -221,7 +221,7 @@ def _sum_of_linears(interpreter: "Interpreter", a: Class, b: Class, op: Op) -> C
         raise Unknown
     scale = a.logits.scale
     if scale != b.logits.scale:
-        # The factor of a term multiplies its input, which rounds it; that of a bias has no such place.
+        # The factor of a term multiplies its input, and rounds it; a bias has no factor.
         if any(of.logits.bias is not None and of.logits.scale != 1 for of in both):
             raise Unknown
         scale = Fraction(1)
@@ -249,7 +249,7 @@ def _capped(interpreter: "Interpreter", op: Op, input: Class) -> Class:
     if not input.is_shifted_logits or not atoms(input.rest) <= {"1"} or logits.softcap is not None:
         raise Unknown("after their maximum was subtracted" if "M" in atoms(input.sum) else "")
     if shift and (op.operands[0].dtype != logits.dtype or logits.group is not None):
-        # A region adds it in the linear's dtype, and ranks have parts of the vocabulary.
+        # A region adds it in the linear's dtype, and each rank has only a part of the vocabulary.
         raise Unknown("after a constant was added")
     if op.name == "tanh":
         return replace(input, logits=replace(logits, softcap=Fraction(1), shift=shift), sum=input.u)
@@ -267,7 +267,7 @@ def _exp(interpreter: "Interpreter", op: Op, input: Class | Row) -> Value:
 
 @rule("log")
 def _log(interpreter: "Interpreter", op: Op, input: Class | Row) -> Value:
-    """Where a probability underflows, the region has the finite log_softmax, and PyTorch minus infinity."""
+    """If a probability underflows, the region has the finite log_softmax, and PyTorch minus infinity."""
     if input.factor != 1 or input.form != "exp":
         raise Unknown
     return replace(input, form="")
@@ -275,7 +275,7 @@ def _log(interpreter: "Interpreter", op: Op, input: Class | Row) -> Value:
 
 @rule("clamp", "clamp_min")
 def _clamp(interpreter: "Interpreter", op: Op, input: Class, min: Any = None, max: Any = None) -> Class:
-    """Only -inf is changed, as by `Categorical.entropy`, lest its product with a probability of 0 be NaN."""
+    """Describes a clamp of -inf alone, as in `Categorical.entropy`, where 0 times -inf would be NaN."""
     if max is not None or not isinstance(min, float) or min != torch.finfo(op.output.dtype).min:
         raise Unknown
     return input

@@ -1,4 +1,4 @@
-"""Rows of the same logits that are put together, such as the chunks of a batch or the sequences of packed tokens."""
+"""Joins of rows of the same logits, such as the chunks of a batch or the sequences of packed tokens."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @rule("stack", "cat")
 def _join(interpreter: "Interpreter", op: Op, tensors: Sequence[Tensor], dim: int = 0) -> Class | Row:
-    """Rows of the same logits put together, such as the sequences of a batch, or those of the token before each."""
+    """Describes joined rows of the same logits, such as the sequences of a batch, or those of the token before each."""
     found: list[Any] = [interpreter.get(each) for each in tensors]
     if not all(isinstance(each, Class | Row) for each in found):
         raise Unknown("with other tensors")
@@ -32,7 +32,7 @@ def _join(interpreter: "Interpreter", op: Op, tensors: Sequence[Tensor], dim: in
         raise Unknown("with other tensors")
     of_each = [part.logits.rows for part in found]
     if any(of_each.count(rows) > 1 for rows in of_each):
-        raise Unknown("of the same rows twice")  # A region would compute them twice.
+        raise Unknown("of the same rows twice")  # A region would compute their logits twice.
     terms = (
         replace(of[0], outputs=tuple(out for term in of for out in term.outputs))
         for of in zip(*(part.logits.terms for part in found), strict=True)
@@ -60,7 +60,7 @@ def _join(interpreter: "Interpreter", op: Op, tensors: Sequence[Tensor], dim: in
 def _joined_labels(parts: Sequence[Class | Row], dim: int) -> Labels | None:
     pairs = [(part.labels, part.shape) for part in parts if part.labels is not None]
     for labels, shape in pairs:
-        # What was joined before must have been so along the same dimension.
+        # Labels that were joined before must have been joined along the same dimension.
         is_same = all(same_shape(_without(each, dim), _without(shape, dim)) for each in labels.shapes)
         if labels.wraps != pairs[0][0].wraps or (labels.shapes and not (is_same and labels.dim == dim)):
             raise Unknown
@@ -80,7 +80,7 @@ def _without(shape: tuple[Any, ...], dim: int) -> tuple[Any, ...]:
 
 
 def _as_rows_of_whole_input(interpreter: "Interpreter", of: Class | Row) -> Class | Row:
-    """Logits of some rows of a tensor, such as a chunk, as some of the logits of all its rows."""
+    """Describes logits of some rows of a tensor, such as a chunk, as rows of the logits of the whole tensor."""
     (term, *others), rows = of.logits.terms, of.logits.rows
     input = term.input
     while (before := input.op) is not None and before.operands and before.operands[0].needs_grad == input.needs_grad:
@@ -103,7 +103,7 @@ def _as_rows_of_whole_input(interpreter: "Interpreter", of: Class | Row) -> Clas
 
 
 def _all_rows(parts: Sequence[Class | Row], dim: int) -> tuple[RowStep, ...] | None:
-    """What gives the rows that were divided along a dimension into parts; None where the parts are not these."""
+    """Returns the steps to the undivided rows, if the parts are all of these, in order along a dimension; else None."""
     before = parts[0].logits.rows[:-1]
     end: Any = 0
     for number, part in enumerate(parts):
@@ -114,7 +114,7 @@ def _all_rows(parts: Sequence[Class | Row], dim: int) -> tuple[RowStep, ...] | N
         is_number, has_step = type(index) is int, isinstance(index, slice) and index.step not in (None, 1)
         are_all = all(isinstance(each, slice) and (each.start, each.stop, each.step) in ALL for each in rest)
         is_next = index == number if is_number else isinstance(index, slice) and same(index.start or 0, end)
-        # What is cut may have been reshaped before, but not since.
+        # The rows may have been reshaped before they were divided, but not since.
         shape = part.rows_shape if isinstance(part, Class) else part.shape
         if not are_all or not is_next or has_step or not same_shape(shape, own.shape):
             return None
@@ -122,5 +122,5 @@ def _all_rows(parts: Sequence[Class | Row], dim: int) -> tuple[RowStep, ...] | N
     whole = replace(parts[0].logits, rows=before)
     if not same(end, whole.rows_shape[dim]):
         return None
-    # Before a reshape, others have read the same rows.
+    # Without a reshape at the end, these are the rows that other operations read.
     return before[:-1] if before and before[-1].kind == "reshape" else before

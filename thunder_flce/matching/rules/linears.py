@@ -1,4 +1,4 @@
-"""The linears, at which logits begin: one matrix for all rows, however it is written."""
+"""Linear layers, at which logits begin: one matrix for all rows, by whichever operation."""
 
 from string import ascii_letters, digits
 from typing import TYPE_CHECKING, Any
@@ -19,9 +19,9 @@ LINEARS = ("linear", "inner", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum
 def _product(
     interpreter: "Interpreter", op: Op, equation: str, input: Tensor, weight: Tensor, *, bias: Tensor | None = None
 ) -> Class:
-    """A linear of each row, as an equation such as "bth,vh->btv" has it: one matrix, and no sum over rows."""
+    """Describes a linear, from its equation such as "bth,vh->btv": one matrix for all rows, and no sum over rows."""
     if any(isinstance(interpreter.get(each), Row | Argmax) for each in (input, weight)):
-        raise Unknown  # They are asked for.
+        raise Unknown  # Such a number of each row is needed as a tensor.
     names, _, result = equation.partition("->")
     of_input, _, of_weight = names.partition(",")
     out = op.output
@@ -30,7 +30,7 @@ def _product(
         if out.needs_grad and weight.needs_grad != source.needs_grad:
             break
         if before.name in PERMUTATIONS:
-            # Square, or permuted to what it was: only the order of the dimensions tells.
+            # By the order of the dimensions: the shape of a square matrix does not tell that it was transposed.
             by_dim = dict(zip(order_of(before), of_weight, strict=True))
             of_weight = "".join(by_dim[dim] for dim in range(source.ndim))
         else:
@@ -43,7 +43,7 @@ def _product(
     rows, out_rows = of_input.replace(features[0], ""), result.replace(classes[0], "")
     sizes = dict(zip(of_input, input.shape, strict=True))
     dim = result.index(classes[0])
-    # Not of one row that is expanded to all classes, either.
+    # The weight must have these sizes itself: one row that is expanded to all classes is no matrix.
     of_matrix = {features[0]: sizes[features[0]], classes[0]: out.shape[dim]}
     is_one = all(same(size, of_matrix.get(name, 1)) for name, size in zip(of_weight, weight.shape, strict=True))
     is_of_rows = sorted(rows) == sorted(out_rows) and len(set(of_input)) == len(of_input)
@@ -72,7 +72,7 @@ def _linear(interpreter: "Interpreter", op: Op, input: Tensor, weight: Tensor, b
 
 @rule("matmul", "mm", "bmm")
 def _matmul(interpreter: "Interpreter", op: Op, input: Tensor, other: Tensor, *, bias: Tensor | None = None) -> Class:
-    """A linear where the second operand is a matrix, (H, V), or that for each item of a batch."""
+    """Describes a linear whose second operand is a matrix, (H, V), also if it is repeated for each item of a batch."""
     if not isinstance(other, Tensor) or not isinstance(input, Tensor) or not 2 <= other.ndim <= max(2, input.ndim):
         raise Unknown
     rows = ascii_letters[: input.ndim - 1]
@@ -105,7 +105,7 @@ def _conv1d(
     interpreter: "Interpreter", op: Op, input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1,
     padding: Any = 0, dilation: Any = 1, groups: Any = 1,
 ) -> Class:  # fmt: skip
-    """With a kernel of one token."""
+    """Describes a convolution whose kernel has the size of one token."""
     if (stride, padding, groups) not in ((1, 0, 1), ((1,), (0,), 1)):
         raise Unknown
     batch = "B" if input.ndim == 3 else ""
@@ -114,7 +114,7 @@ def _conv1d(
 
 @rule("einsum")
 def _einsum(interpreter: "Interpreter", op: Op, equation: str, *operands: Any) -> Class | Row:
-    """A linear, or Σ p log p as in `einsum("btv,btv->bt", p, log_p)`."""
+    """Describes a linear, or Σ p log p as in `einsum("btv,btv->bt", p, log_p)`."""
     tensors = operands[0] if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
     if len(tensors) != 2 or not isinstance(equation, str):
         raise Unknown
@@ -122,7 +122,7 @@ def _einsum(interpreter: "Interpreter", op: Op, equation: str, *operands: Any) -
     if not arrow:
         once = sorted(name for name in set(names) - set(".,") if names.count(name) == 1)
         result = "..." * ("..." in names) + "".join(once)
-    # The dimensions that dots stand for are aligned to the right.
+    # The dimensions of an ellipsis are aligned to the right.
     of_a, of_b, result = (
         each.replace("...", digits[10 - tensor.ndim + len(each.replace("...", "")) :])
         for each, tensor in zip((*names.split(","), result), (*tensors, op.output), strict=True)
@@ -140,7 +140,7 @@ def _einsum(interpreter: "Interpreter", op: Op, equation: str, *operands: Any) -
     if any(isinstance(of, Class) and not of.is_logits for of in (a, b)):
         raise Unknown
     ways = [(f"{of_a},{of_b}->{result}", *tensors), (f"{of_b},{of_a}->{result}", *tensors[::-1])]
-    # Of two matrices, that one has the classes whose dimension is the last.
+    # If both are matrices, the last dimension of the result is that of the classes.
     first, second = ways if result[-1:] in of_b else ways[::-1]
     try:
         return _product(interpreter, op, *first)

@@ -26,10 +26,10 @@ def _loss(
     if not isinstance(of, Class):
         raise interpreter.why_unknown(input)
     if isinstance(label_smoothing, torch.SymFloat):
-        # AOTAutograd makes Dynamo trace again, with a number, and this graph is dropped.
+        # AOTAutograd has Dynamo trace again, with a number in place of the symbol, and this graph is dropped.
         raise Unknown
     if isinstance(ignore_index, torch.SymInt):
-        ignore_index = int(ignore_index)  # With a guard: another one compiles anew.
+        ignore_index = int(ignore_index)  # This adds a guard: for another one, the program is compiled anew.
     if size_average is not None or reduce is not None:
         raise NotFused(Reason.DEPRECATED_ARGUMENT)
     if target.dtype.is_floating_point or target.ndim == input.ndim:
@@ -48,7 +48,7 @@ def _loss(
     labels = Labels((target,), (interpreter.program.number_at(target, op),), op.position, ignore_index=ignore_index)
     smoothing = Fraction(label_smoothing)
     if is_nll:
-        # Its gradient is that of its input, also where a log-sum-exp was detached.
+        # Its gradient is that of its input, even if the log-sum-exp was detached.
         of_row = added((-1, with_u_as("y", of.sum)))
     else:
         factors = {"L": 1, "y": smoothing - 1, "U": -smoothing}

@@ -1,4 +1,4 @@
-"""What an index picks: rows, the first columns of the vocabulary, or the class of one label of each row."""
+"""Indexing: selects rows, the first columns of the vocabulary, or the class of one label for each row."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -41,7 +41,7 @@ def _picked(
         return replace(input, shape=op.output.shape)
     if isinstance(input, Row) or indices is None or op.name not in ("getitem", "select"):
         raise Unknown
-    # As if the classes were still there, behind the rows.
+    # Index it like logits, with the classes as the last dimension.
     columns = input.logits.terms[0].columns
     of = Class(input.logits, len(input.shape), (*input.shape, columns), poly(u=1))
     picked = _at_index(of, (*indices[0], slice(None)), (*op.output.shape, columns))
@@ -65,9 +65,9 @@ def _at_tensors(interpreter: "Interpreter", op: Op, of: Class, key: Any) -> Clas
 
 
 def _rows_at_tensors(interpreter: "Interpreter", op: Op, of: Class, key: tuple[Any, ...]) -> Class:
-    """The rows that tensors pick, such as the last token of each sequence, or those that a mask has."""
+    """Returns the rows that tensors select, such as the last token of each sequence, or the tokens of a mask."""
     tensors, ends = tensors_in(key), key[-1] is Ellipsis or (isinstance(key[-1], slice) and key[-1] == slice(None))
-    # A mask is of as many dimensions as it has.
+    # A mask indexes as many dimensions as it has.
     masks = [each for each in tensors if each.dtype in (torch.bool, torch.uint8)]
     sizes = (each.ndim if each in masks else each is not None for each in key)
     is_of_rows = ends if any(each is Ellipsis for each in key) else sum(sizes) < len(of.shape) + ends
@@ -83,7 +83,7 @@ def _rows_at_tensors(interpreter: "Interpreter", op: Op, of: Class, key: tuple[A
 
 
 def _at_index(of: Class, key: tuple[Any, ...], new_shape: tuple[Any, ...]) -> Class:
-    """What an index of `indices_of` picks, of the shape that comes out."""
+    """Returns the classes that an index of `indices_of` selects, in their new shape."""
     sizes = iter(new_shape)
     shape = tuple(size for part in key if not isinstance(part, int) for size in [next(sizes)] if part is not None)
     picked = _pick(of, tuple(part for part in key if part is not None), shape)
@@ -91,13 +91,13 @@ def _at_index(of: Class, key: tuple[Any, ...], new_shape: tuple[Any, ...]) -> Cl
 
 
 def _pick(of: Class, key: tuple[Any, ...], shape: tuple[Any, ...]) -> Class:
-    """The rows, and the first columns, that numbers and slices pick, one for each dimension."""
+    """Returns the rows and first columns that numbers and slices select, one for each dimension."""
     columns, logits = key[of.dim], of.logits
     if not isinstance(columns, slice) or columns.step not in (None, 1) or columns.start not in (None, 0):
         raise Unknown("along the vocabulary")
     dim = of.dim - sum(not isinstance(part, slice) for part in key[: of.dim])
     if columns.stop is not None and not same(shape[dim], of.columns):
-        # To ask adds the guard that there are so many columns in every call.
+        # The comparison adds a guard that there are at least so many columns in every call.
         is_part = type(columns.stop) is int and columns.stop > 0 and bool(columns.stop <= of.columns)
         kept = columns.stop if is_part else shape[dim]
         if type(kept) is not int or not of.is_shifted_logits or of.rest or not kept:
@@ -133,7 +133,7 @@ def _take_along_dim(interpreter: "Interpreter", op: Op, input: Class, indices: T
 
 
 def _indexed(interpreter: "Interpreter", op: Op, of: Class, key: tuple[Any, ...]) -> Row:
-    """Logits [arange(N), labels] or [arange(B)[:, None], arange(T), labels]."""
+    """Describes logits[arange(N), labels] or logits[arange(B)[:, None], arange(T), labels]."""
     *rows, labels = key
     shape, rows_shape = op.output.shape, of.rows_shape
     is_of_rows = len(shape) == len(rows_shape) and all(map(agree, shape, rows_shape))
@@ -147,7 +147,7 @@ def _indexed(interpreter: "Interpreter", op: Op, of: Class, key: tuple[Any, ...]
 
 
 def _at_labels(interpreter: "Interpreter", op: Op, of: Class, index: Tensor, *, wraps: bool = False) -> Row:
-    """What is known of each class at one label of each row."""
+    """Returns a number of each row: that of each class, taken at the row's label."""
     index = interpreter.labels_of(index)
     if of.form == "p":
         raise Unknown
@@ -160,7 +160,7 @@ def _at_labels(interpreter: "Interpreter", op: Op, of: Class, index: Tensor, *, 
 
 
 def _fills(interpreter: "Interpreter", index: Tensor) -> tuple[tuple[int, int], int | None] | None:
-    """`Labels.fills`, as of `labels.clamp(min=0)` or `where(labels != -100, labels, 0)`."""
+    """Returns `Labels.fills`, such as of `labels.clamp(min=0)` or `where(labels != -100, labels, 0)`."""
     op = interpreter.program.origin(index)
     if op is None or op.name not in ("clamp", "clamp_min", "masked_fill", "where"):
         return None
@@ -183,5 +183,5 @@ def _fills(interpreter: "Interpreter", index: Tensor) -> tuple[tuple[int, int], 
 
 
 def text_of(shape: Sequence[Any]) -> str:
-    """A shape as users read it."""
+    """Returns a shape as messages show it."""
     return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"

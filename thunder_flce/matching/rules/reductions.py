@@ -1,4 +1,4 @@
-"""From logits to log-probabilities, and to one number of each row."""
+"""Normalisations of logits, and reductions over the classes to a number of each row."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -47,7 +47,7 @@ def _softmax(
 
 
 def wrong_dimension(of: Class, detail: str) -> Exception:
-    """Why a loss is not over the classes; a contrastive loss compares all pairs both ways."""
+    """Returns the exception for a loss that is not over the classes; a contrastive loss has pairs both ways."""
     return Unknown() if of.logits.is_similarity else NotFused(Reason.CLASS_DIMENSION, detail)
 
 
@@ -83,14 +83,14 @@ def _mean(
 
 
 def _columns(of: Class) -> int:
-    # A symbol would have to become a number, and the program would be compiled for each.
+    # A symbol would have to become a number, and the program would be compiled for each number.
     if type(of.columns) is not int:
         raise Unknown("over a number of classes that is not known when the program is compiled")
     return of.columns
 
 
 def summed(of: Class, shape: tuple[Any, ...]) -> Row:
-    """Σ exp(u + r), Σ p (a u + r), or Σ (a u + r); or the only summand that is not 0."""
+    """Returns Σ exp(u + r), Σ p (a u + r) or Σ (a u + r) over the classes, or the label's summand if others are 0."""
     if of.labels is not None:
         return of.row("y", shape, of.labels)
     if not of.form:
@@ -99,7 +99,7 @@ def summed(of: Class, shape: tuple[Any, ...]) -> Row:
         return of.row("L", shape)
     if of.form != "p":
         raise Unknown
-    # Σ p u = E. Without p's gradient, that of Σ p u is p, which is L's; without u's, it is what is left of E's.
+    # Σ p u = E. Without p's gradient, the gradient of Σ p u is p, as that of L is; without u's, it is the rest of E's.
     expected = poly(E=1) if of.p_has_grad else without_grad(poly(E=1))
     own, log_sum = of.factor_of_u * (has_grad(of.u) - of.p_has_grad), poly(L=1)
     of_row = added((1, of.rest), (of.factor_of_u, expected), (own, log_sum), (-own, without_grad(log_sum)))
@@ -138,7 +138,7 @@ def _max(interpreter: "Interpreter", op: Op, input: Class, dim: Any = None, keep
 @rule("argmax")
 def _argmax(interpreter: "Interpreter", op: Op, input: Class, dim: Any = None, keepdim: bool = False) -> Argmax:
     check_over_classes(input, dim)
-    # Several exponentials may be infinite.
+    # Exponentials may overflow to infinity in several columns, which then have no single maximum.
     if input.form == "p" or (input.form == "exp" and not input.detached().is_probability) or not input.factor_of_u:
         raise Unknown
     order = input.logits.in_order

@@ -1,4 +1,4 @@
-"""The rules by the operations' names."""
+"""The rules, by the names of operations."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ RULES: dict[str, Callable[..., Any]] = {}
 
 
 def rule(*names: str) -> Callable[[Callable], Callable]:
-    """Registers a rule for operations of some names."""
+    """Registers a rule for the operations of these names."""
 
     def registered(function: Callable) -> Callable:
         RULES.update(dict.fromkeys(names, function))

@@ -1,4 +1,4 @@
-"""What keeps all elements: copies, reshapes and permutations, along which the classes stay a dimension of their own."""
+"""Operations that keep all elements: copies, and reshapes and permutations that keep the classes as one dimension."""
 
 import math
 from dataclasses import replace
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 @rule(*COPIES, "detach")
 def copied(interpreter: "Interpreter", op: Op, input: Value, *args: Any, **kwargs: Any) -> Value:
-    """The same numbers, in no narrower dtype where they are of all classes."""
+    """Returns the input's description, for a copy; numbers of each class must not get a narrower dtype."""
     tensor, after = op.operands[0], op.output.dtype
-    # Others would round the logits once more, or need a wider loss.
+    # Other casts would round the logits once more, or need a loss in a wider dtype.
     is_exact = tensor.dtype == after or (tensor.dtype.itemsize < 4 and after is torch.float32)
     is_number = after.is_floating_point and (is_exact or not isinstance(input, Class))
     if not is_number or op.output.device != tensor.device:
@@ -27,7 +27,7 @@ def copied(interpreter: "Interpreter", op: Op, input: Value, *args: Any, **kwarg
 
 
 def check_over_classes(of: Class, dims: Any) -> None:
-    """Raises unless the dimensions are the one of the classes."""
+    """Raises unless `dims` is the dimension of the classes alone."""
     if dims is None and len(of.shape) == 1:
         return
     dims = dims if isinstance(dims, list | tuple) else (dims,)
@@ -37,7 +37,7 @@ def check_over_classes(of: Class, dims: Any) -> None:
 
 @rule(*RESHAPES, "expand", "expand_as", "broadcast_in_dim", "atleast_1d")
 def _reshape(interpreter: "Interpreter", op: Op, input: Class | Row | Argmax, *args: Any, **kwargs: Any) -> Value:
-    """Any operation that keeps the elements' order and the classes as a dimension of their own."""
+    """Describes any operation that keeps the order of the elements, and the classes as one dimension."""
     shape = op.output.shape
     if not same(math.prod(shape), op.operands[0].numel):
         raise Unknown
@@ -45,7 +45,7 @@ def _reshape(interpreter: "Interpreter", op: Op, input: Class | Row | Argmax, *a
 
 
 def in_shape(of: Class, shape: tuple[Any, ...]) -> Class:
-    """The same elements in another shape, in which the classes still are a dimension."""
+    """Returns the same elements in another shape; raises if the classes are no dimension of it."""
     rows_before = math.prod(of.shape[: of.dim])
     for dim in reversed(range(len(shape))):
         if same(shape[dim], of.columns) and same(math.prod(shape[:dim]), rows_before):
@@ -64,19 +64,19 @@ def _permute(interpreter: "Interpreter", op: Op, input: Class, *args: Any, **kwa
 
 
 def with_step(of: Class, step: RowStep, rows_shape: tuple[Any, ...]) -> Logits:
-    """The logits after one more operation on the rows, which come in the shape of `of`."""
+    """Returns the logits after one more step on the rows, which have the shape of `of` before it."""
     return replace(of.logits, rows=(*rows_in_shape(of), replace(step, shape=rows_shape)))
 
 
 def rows_in_shape(of: Class | Row) -> tuple[RowStep, ...]:
-    """The operations that give the rows in the shape of `of`."""
+    """Returns the steps that give the rows in the shape of `of`."""
     rows, shape = of.logits.rows, of.rows_shape if isinstance(of, Class) else of.shape
     return rows if same_shape(of.logits.rows_shape, shape) else (*rows, RowStep("reshape", shape, shape))
 
 
 @rule("broadcast_tensors")
 def _broadcast_tensors(interpreter: "Interpreter", op: Op, *tensors: Any) -> tuple[Class | None, ...]:
-    """Logits beside labels that are given their shape, as in `Categorical.log_prob`: the logits stay as they are."""
+    """Describes logits that are broadcast together with labels, as in `Categorical.log_prob`, and keep their shape."""
     operands = op.operands
     found: list[Class | None] = []
     for operand, out in zip(operands, op.output, strict=True):
@@ -85,6 +85,6 @@ def _broadcast_tensors(interpreter: "Interpreter", op: Op, *tensors: Any) -> tup
             raise Unknown
         found.append(of if isinstance(of, Class) else None)
         if of is None:
-            # Who reads the whole of it, and not only its first column, needs the logits' shape, which all know.
+            # A user of the whole tensor, not only of its first column, needs the logits' shape, but not the logits.
             interpreter.broadcast[out] = operand
     return tuple(found)
