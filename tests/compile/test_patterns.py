@@ -139,5 +139,5 @@ def test_strict_raises_what_would_be_a_warning(compiler, strict):
 def test_strict_raises_for_logits_that_are_given():
     """As to a part of a program after a graph break."""
     logits, labels = torch.randn(5, 7, requires_grad=True), torch.randint(7, (5,))
-    with pytest.raises(NotFusedError, match="its logits are given to the program"):
+    with pytest.raises(NotFusedError, match="its logits are an argument of the compiled graph"):
         thunder_flce.jit(F.cross_entropy, strict=True)(logits, labels)

@@ -234,7 +234,7 @@ PROGRAMS = {
     "without NaNs": ("nansum in line", lambda s, m: torch.nansum(s * m)),
     "stacked with zeros": (IN_FORWARD, lambda x, m: (torch.stack([torch.zeros_like(x), x], -1).sum(-1) * m).mean()),
     "stacked with zeros in other words": (
-        "is the same whatever the logits are",
+        "does not depend on the logits",
         lambda x, m: (torch.stack([torch.zeros_like(x, requires_grad=False), x], -1).sum(-1) * m).mean(),
     ),
     "read for their sizes": (
@@ -357,11 +357,11 @@ PROGRAMS = {
         IN_FORWARD, lambda h, w, y, m: (losses(h, w, y.where(m < 0, -100)).square() / (m < 0).sum()).sum(),
     ),
     "sum plus a factor": (
-        "another loss is added to it and multiplied with it",
+        "another loss is both added to it and multiplied with it",
         lambda x, e, a, m: ((x * a).sum() + (factor := m.mean())) * factor - e.mean(),
     ),
     "count between terms": (
-        "adds another loss before all terms of this one", lambda x, e, a, m: (x * a).sum() + (m > 0).sum() - e.mean(),
+        "adds another loss before the last term", lambda x, e, a, m: (x * a).sum() + (m > 0).sum() - e.mean(),
     ),
     # Through a view, which has no gradient then.
     "hidden states written without gradients": (
@@ -543,7 +543,7 @@ PROGRAMS = {
     ),
     "tokens left out at random": (IN_FORWARD, lambda s: (s * (torch.rand_like(s) < 2)).sum() / 3),
     "sequences twice": (
-        "is neither linear nor of single tokens", lambda z, y, a: (
+        "is neither linear nor an operation on single tokens", lambda z, y, a: (
             clipped(torch.stack([of_labels(z[at], y[at]) for at in (1, 1)]), a[:2])
         ).sum(),
     ),
@@ -645,7 +645,7 @@ PROGRAMS = {
         IN_FORWARD, lambda x, m: -((x * m).sum(1) / m.sum(1).clamp(min=1)).where(m.sum(1) > 0, m.new_zeros(())).mean(),
     ),
     "padded": ("after pad in line", lambda x, a: (F.pad(x, (0, 1)) * a[:, :1]).exp().sum()),
-    "neighbours": ("reads several tokens at once", lambda x: (x[:, 1:] * x[:, :-1].detach()).sum()),
+    "neighbours": ("combines different tokens", lambda x: (x[:, 1:] * x[:, :-1].detach()).sum()),
     "returned": ("and not detached", lambda x, a: (torch.exp(x - a).mean(), x)),
     # They are no hidden states, of which a matrix makes logits.
     "products": (IN_FORWARD, lambda x, a, m: torch.einsum("bt,tk->bk", x, a.t()).sum() + (x @ m.t()).sum()),
@@ -654,7 +654,7 @@ PROGRAMS = {
     ),
     # Only one of the regions can compute its gradients before the other.
     "heads that weigh each other": (
-        "depend on what needs its results",
+        "depend on its own results",
         lambda h, w, y, x: (x.exp() * (u := log_probs(h, w * -1.5, y)).detach()).sum() + (u.exp() * x.detach()).sum(),
     ),
     "one head after another": (
@@ -947,14 +947,14 @@ def histogram_of_a_chunk_beside_a_loss(h, w, y, a):
     return (first * a[:2]).exp().sum(), torch.histc(second, bins=5)
 
 
-@expect("operations on tokens, and 250 are the most")
+@expect("operations on tokens, more than the limit of 250")
 def many_operations(x):
     for _ in range(100):
         x = x.sin()
     return x.sum()
 
 
-@expect("reads several tokens at once")
+@expect("combines different tokens")
 def tokens_beside_their_neighbours(x, a):
     return (x.exp() * x.roll(1, 1).exp() * a).sum()
 
@@ -1069,7 +1069,7 @@ def chunks_backwards(z, y, a):
     return (torch.cat(chunks[::-1]) * a.flatten()).sum()
 
 
-@expect("is neither linear nor of single tokens in their order, after sum in line", thunder=True)
+@expect("is neither linear nor an operation on single tokens in their order, after sum in line", thunder=True)
 def gspo(x, a, m):
     """A ratio of whole sequences; and the gradient of equals, which thunder lacks."""
     log_ratios = (x - a) * m
@@ -1226,7 +1226,7 @@ def shifted_before_a_cap(h, w, y, m):
     return of_rows(capped, y) + (capped.logsumexp(-1) * m).sum() + of_rows(4 * ((other + 3) / 4).tanh(), y), right
 
 
-@expect("its weights depend on what needs its results")
+@expect("its tokens' weights depend on its own results")
 def weighted_by_what_reads_its_predictions(h, w, y, z):
     """The first of the two in the circle has no sum that could be left to the program."""
     x, chosen = of_labels(z, y), z.argmax(-1)
@@ -1243,7 +1243,7 @@ def gate_of_sigmoids(h, w, a):
     return (weights * a[..., None]).sum() + (h * torch.sigmoid(h @ w[:H])).mean()
 
 
-@expect("a tensor is changed in place")
+@expect("may depend on is changed in place")
 def written_rows_that_are_read_before_other_labels(z, y, m):
     """One region would give both of them, where the second has its labels."""
     x = torch.zeros_like(m)
@@ -1345,7 +1345,7 @@ def heads_of_parts(h, w, y, a):
     return clipped(torch.cat(packed), a.flatten()).mean() + clipped(sequences, a).mean()
 
 
-@expect("is neither linear nor of single tokens", thunder=True)
+@expect("is neither linear nor an operation on single tokens", thunder=True)
 def accuracy_of_each_part(h, w, y, a):
     """A region of all parts has no argmax of one."""
     of_parts = [F.linear(h[at], w) for at in range(B)]
@@ -1499,7 +1499,7 @@ def sums_in_views(s, m):
     return found.sum()
 
 
-@expect("a tensor is changed in place")
+@expect("may depend on is changed in place")
 def views_that_losses_are_copied_to(z, y, m):
     found = torch.zeros_like(m)
     for at in range(B):
@@ -1523,7 +1523,7 @@ def a_sum_of_no_label_beside_a_metric(z, y):
     return of_rows(z, y, reduction="sum") / (y >= 0).sum(), z.detach().logsumexp(-1).mean()
 
 
-@expect("is neither linear nor of single tokens in their order")
+@expect("is neither linear nor an operation on single tokens in their order")
 def a_head_of_a_part_after_another_of_the_same(h, w):
     """They are one region, right behind the split."""
     first = F.logsigmoid(F.linear(h.tanh(), w).logsumexp(-1).sum(1)).mean()
@@ -1722,7 +1722,7 @@ def test_entered_without_gradients(program):
 OF_VALUES = {
     # Gradients of losses that are selected wait.
     "losses that a mask selects": (FUSED, lambda s, m: s[m > 0].sum()),
-    "their mean": ("how many tokens mean in line", lambda s, m: s[m > 0].mean()),
+    "their mean": ("the number of tokens in mean in line", lambda s, m: s[m > 0].mean()),
     "masked_select": (FUSED, lambda s, m: s.masked_select(m > 0).sum() / m.sum()),
     "masked hidden states": (
         FUSED, lambda h, w, y, m: F.cross_entropy(F.linear(h[is_masked := m > 0], w), y[is_masked])
@@ -1731,20 +1731,20 @@ OF_VALUES = {
     "divided": (IN_FORWARD, lambda x, m: (x.exp() * m).sum() / ((m[0] > 0).sum().item() + 1)),
     "by itself": (IN_FORWARD, lambda x, m: (loss := (x.exp() * m).sum()) / loss.item()),
     "a term by another": (
-        "is read as a number", lambda s, m: (s * m).sum() * (square := s.square().mean()).item() + square,
+        "reads one of its terms", lambda s, m: (s * m).sum() * (square := s.square().mean()).item() + square,
     ),
     "sliced": (
-        "depends on values", lambda x, m: (x[:, : (n := (m[0] > 0).sum().item())].exp() * m[:, :n]).sum(),
+        "depends on the values", lambda x, m: (x[:, : (n := (m[0] > 0).sum().item())].exp() * m[:, :n]).sum(),
     ),
     "a list": (
-        "depends on values", lambda x, m: (x[:, : (n := (m > 0).sum(1).tolist()[0])].exp() * m[:, :n]).sum(),
+        "depends on the values", lambda x, m: (x[:, : (n := (m > 0).sum(1).tolist()[0])].exp() * m[:, :n]).sum(),
     ),
     # What reads a size of what a region gives stays where it is.
     "logged before the loss": (
-        "whose size depends on values", lambda x, a, m: (x.detach()[m > 0].mean(), (x * a).sum()),
+        "whose size depends on the values", lambda x, a, m: (x.detach()[m > 0].mean(), (x * a).sum()),
     ),
     "before another loss of the head": (
-        "whose size depends on values", lambda h, w, x, m: x[m > 0].sum()
+        "whose size depends on the values", lambda h, w, x, m: x[m > 0].sum()
         + F.logsigmoid(F.linear(h.sin(), w).logsumexp(-1).sum(-1)).sum(),
     ),
     # As a loss of diffusion has it: a mean of no other tokens, each with its own weight.

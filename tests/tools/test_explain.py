@@ -90,14 +90,14 @@ def test_a_plan_for_any_number_of_tokens():
         compiled = torch.compile(of_labels, backend=compile_graph)
         compiled(x, w, y).backward()
     (decision,) = thunder_flce.explain(compiled).decisions
-    assert ", chunks of 2048 tokens (for 2048 tokens; other numbers have plans of their own)" in str(decision)
+    assert ", chunks of 2048 tokens (for 2048 tokens; other numbers of tokens have plans of their own)" in str(decision)
 
     compiled = torch.compile(lambda x, w, y: F.cross_entropy(x @ w.t(), y), backend=compile_graph)
     for tokens in (8, 6):
         compiled(x[:tokens], w, y[:tokens]).backward()
     first, second = thunder_flce.explain(compiled).decisions
     assert str(first).endswith(", chunks of 8 tokens")
-    assert str(second).endswith(", chunks of 6 tokens (for 6 tokens; other numbers have plans of their own)")
+    assert str(second).endswith(", chunks of 6 tokens (for 6 tokens; other numbers of tokens have plans of their own)")
 
 
 def test_a_probability_is_called_one():

@@ -27,32 +27,41 @@ class Reason(Enum):
     """Why something that is computed from the logits of a linear was not fused with it."""
 
     NO_LINEAR = "its logits do not come from a linear layer"
-    ANOTHER_PRODUCT = "its logits are no linear layer's, which has one matrix for all rows and a bias for each column"
-    ARGUMENT = "its logits are given to the program, or to its part after a graph break, which does not compute them"
-    LOGITS_USED = "the logits, or something between them and the loss, are also used elsewhere"
-    LOGITS_RETURNED = (
-        "the program, or its part beside a graph break, returns its logits; return the loss only to have them fused"
+    ANOTHER_PRODUCT = (
+        "its logits come from a matmul that is not a linear layer: a linear layer has one matrix for all rows "
+        "and one bias per column"
     )
-    TRANSFORMED_LOGITS = "the logits are changed between the linear and the loss"
+    ARGUMENT = (
+        "its logits are an argument of the compiled graph, or come from before a graph break; compile the linear layer "
+        "and the loss in one graph"
+    )
+    LOGITS_USED = "the logits, or a tensor between them and the loss, are also used elsewhere"
+    LOGITS_RETURNED = (
+        "the program returns its logits, or uses them after a graph break; return only the loss to have it fused"
+    )
+    TRANSFORMED_LOGITS = "the logits are changed between the linear and the loss in a way that cannot be fused"
     NOT_LOG_PROBABILITIES = "the input of nll_loss is not a log_softmax"
-    NOT_A_LOG_PROBABILITY = "its logits are gathered, but not into the log-probability of one label a row"
-    NOT_FOLLOWED = "what the program makes of its log-probabilities is none of the losses that are known here"
+    NOT_A_LOG_PROBABILITY = "its logits are gathered, but not into the log-probability of one label per row"
+    NOT_FOLLOWED = "the program computes something from its log-probabilities that is not a supported loss"
     CLASS_DIMENSION = "the vocabulary is not the class dimension of the loss"
-    CLASS_PROBABILITIES = "the targets are class probabilities"
+    CLASS_PROBABILITIES = "the targets are class probabilities; only class indices can be fused"
     CLASS_WEIGHTS = "it has class weights that are not supported"
-    DTYPE = "the linear's operands have different dtypes, or one that is not supported"
-    DISTRIBUTED = "an operand is a distributed tensor, or one of a transform of torch.func, such as grad or vmap"
-    TENSOR_PARALLEL = "thunder.distributed divides its weight among ranks by row_parallel, not by column_parallel"
-    OPERAND_MODIFIED = "a tensor is changed in place that the loss, or a prediction beside it, may depend on"
+    DTYPE = "the linear's operands have different dtypes, or a dtype that is not supported"
+    DISTRIBUTED = "an operand is a distributed tensor, or belongs to a torch.func transform such as grad or vmap"
+    TENSOR_PARALLEL = "thunder.distributed shards the linear otherwise than by column_parallel of one linear layer"
+    OPERAND_MODIFIED = "a tensor that the loss, or a prediction beside it, may depend on is changed in place"
     DYNAMIC = (
         'with cache="symbolic values", sizes are not known when the trace is compiled; linear_cross_entropy plans when '
         "it runs"
     )
-    NUMBER_READ = "the program reads a number from a tensor, as by item(), and computes with it; keep it as a tensor"
-    LEFT_TO_INDUCTOR = (
-        "it is left to Inductor: its matmuls take the device less time than the host, and its logits little memory"
+    NUMBER_READ = (
+        "the program reads a number from a tensor, such as by item(), and computes with it; keep it as a tensor"
     )
-    DEPRECATED_ARGUMENT = "it has the deprecated argument size_average or reduce"
+    LEFT_TO_INDUCTOR = (
+        "it is small, and left to Inductor: its matmuls take the device less time than the host, and its logits take "
+        "little memory"
+    )
+    DEPRECATED_ARGUMENT = "it has the deprecated argument size_average or reduce; use reduction"
 
 
 class NotFused(Exception):
@@ -126,7 +135,7 @@ class Decision:
             ranks = f"the vocabulary over {shard.ranks} ranks, " if (shard := self.region.call.shard) else ""
             plan = self.region.plan.describe()
             if self.is_example:
-                plan += f" (for {self.region.call.tokens} tokens; other numbers have plans of their own)"
+                plan += f" (for {self.region.call.tokens} tokens; other numbers of tokens have plans of their own)"
             return f"{self.source}: fused, {ranks}{plan}{note}"
         detail = f" ({self.detail})" if self.detail else ""
         return f"{self.source}: not fused, because {self.reason.value if self.reason else ''}{detail}"

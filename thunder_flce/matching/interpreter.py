@@ -285,7 +285,7 @@ class Interpreter:
         if op is None and origin.needs_grad:
             return NotFused(Reason.ARGUMENT)
         if op is not None and op.name in LINEARS and (is_loss or _may_be_head(op)):
-            return NotFused(Reason.ANOTHER_PRODUCT, f"by {op}")
+            return NotFused(Reason.ANOTHER_PRODUCT, str(op))
         return NotFused(Reason.NO_LINEAR)
 
     # Called by rules.

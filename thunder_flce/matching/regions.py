@@ -174,15 +174,15 @@ def _problem(part: Part, interpreter: Interpreter) -> NotFused | None:
     if escapes:
         return min(escapes, key=lambda each: each.user is not None).problem
     if all(atoms(each.row.sum) - {"1"} == {"y"} for each in part.rows):
-        return NotFused(Reason.NOT_A_LOG_PROBABILITY, "by gather alone")
+        return NotFused(Reason.NOT_A_LOG_PROBABILITY, "by gather without log_softmax")
     if part.has_grad and not any(each.row.variables for each in part.rows):
         # Their gradient is 0, and a region would give them none.
         return NotFused(Reason.NOT_FOLLOWED, "a number that does not depend on the logits")
     if part.class_weight is not None and any(each.as_loss is None for each in part.rows):
         # A region with class weights returns weighted losses, and no log-probabilities from which to compute others.
-        return NotFused(Reason.CLASS_WEIGHTS, "of a loss with another gradient than its logits'")
+        return NotFused(Reason.CLASS_WEIGHTS, "of a loss without the gradient of a cross-entropy")
     if not logits.has_float_factors:
-        return NotFused(Reason.TRANSFORMED_LOGITS, "by factors whose product is no float")
+        return NotFused(Reason.TRANSFORMED_LOGITS, "by factors whose product overflows or underflows")
     tensors = [*logits.operands, *logits.given, *(part.labels.tensors if part.labels else ())]
     if not all(each.is_plain for each in tensors):
         return NotFused(Reason.DISTRIBUTED)
@@ -227,7 +227,7 @@ def _refuse_together(parts: Sequence[Part]) -> None:
     refused = {tensor for part in parts if part.problem is not None for tensor in part.logits.linears}
     while broken := [part for part in parts if part.problem is None and not part.logits.linears.isdisjoint(refused)]:
         for part in broken:
-            part.problem = NotFused(Reason.LOGITS_USED, "by something that is not fused itself")
+            part.problem = NotFused(Reason.LOGITS_USED, "by another result that is not fused")
             refused |= part.logits.linears
 
 
@@ -264,7 +264,9 @@ def _escaped(interpreter: Interpreter, parts: Sequence[Part]) -> list[Decision]:
 # Regions.
 
 _WAITS = "its gradients wait for the backward, because"
-_IN_FLOAT16 = "in float16 they need Options(expected_gradient=), such as a GradScaler's scale"
+_IN_FLOAT16 = (
+    "in float16 the forward computes them only with Options(expected_gradient=...), such as a GradScaler's scale"
+)
 
 
 def _joined(parts: Sequence[Part], interpreter: Interpreter, options: Options) -> list[Region]:
@@ -293,7 +295,7 @@ def _joined(parts: Sequence[Part], interpreter: Interpreter, options: Options) -
         if taken & ops:
             _wait(
                 region,
-                "its terms and those of another head are added in turns: add up each head's first",
+                "its terms and those of another head are added in turns: first add up the terms of each head",
                 regions,
                 options=options,
             )
@@ -341,7 +343,7 @@ def _with_sum(parts: list[Part], interpreter: Interpreter, options: Options) -> 
         return replace(plain, note=of_float16)
     try:
         if options.strategy not in (None, GRADIENTS_IN_FORWARD):
-            raise NotASum(f"the options say {options.strategy}")
+            raise NotASum(f"the options choose the strategy {options.strategy!r}")
         total = find_sum(parts, interpreter)
         _check_sum(parts, total, options)
     except NotASum as problem:
@@ -363,7 +365,7 @@ def _check_sum(parts: Sequence[Part], total: TokenSum, options: Options) -> None
     if len(parts) > 1 and not is_plain:
         first, *others = map(total.loss_of, parts)
         if any(each != first for each in others):
-            raise NotASum("the parts of its head have losses of different kinds")
+            raise NotASum("the same head has losses of different kinds")
 
 
 # Order.
@@ -429,7 +431,7 @@ def _stuck(regions: Sequence[Region], interpreter: Interpreter) -> tuple[Region,
             region = item
         elif region is not None and item.position < last and gives_a_size(item):
             # Nodes that check that size, or have it as a number, would not move with the operation.
-            return region, NotFused(Reason.LOGITS_USED, f"by {item}, whose size depends on values")
+            return region, NotFused(Reason.LOGITS_USED, f"by {item}, whose size depends on the values of a tensor")
         last = max(last, item.position if isinstance(item, Op) else item.place.position)
     if (moved := _moved_across_a_write(order, interpreter)) is not None:
         region, writer = moved
@@ -481,10 +483,10 @@ def _is_view(op: Op) -> bool:
 def _loosen(region: Region, problem: NotFused, regions: list[Region], *, options: Options) -> None:
     """Leaves a region's sum to the program, or divides it into its parts; refuses a single part without a sum."""
     if region.total is not None or len(region.parts) > 1:
-        why = "a tensor is changed in place"
+        why = "a tensor that it may depend on is changed in place"
         if problem.reason is Reason.LOGITS_USED:
             is_by = problem.detail.startswith("by ")
-            why = f"its results are used {problem.detail}" if is_by else "its weights depend on what needs its results"
+            why = f"its results are used {problem.detail}" if is_by else "its tokens' weights depend on its own results"
         _wait(region, why, regions, options=options)
         return
     for part in region.parts:

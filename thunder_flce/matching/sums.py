@@ -185,7 +185,7 @@ def find_sum(parts: Sequence[Part], interpreter: Interpreter) -> TokenSum:
             break  # A source is needed without the factor, too.
         found = total
     if found is None:
-        raise NotASum(search.problem or "they do not become one sum")
+        raise NotASum(search.problem or "the program does not reduce its results to one scalar")
     return found
 
 
@@ -241,7 +241,7 @@ class _Search:
         of_picks = {_text(picks): picks for picks in (self._picks.get(each, ()) for each in operands)}
         picks, *other_picks = of_picks.values()
         if others or other_picks:
-            self._problems[outs[0]] = NotASum(f"{op} reads several tokens at once")
+            self._problems[outs[0]] = NotASum(f"{op} combines different tokens")
             return
         if is_pick(op) and not keeps_elements(op) and all(map(has_elements, outs)):
             for out in outs:
@@ -258,7 +258,7 @@ class _Search:
             # Any gradient counts, not only the sources': that of another head must not be lost.
             self._tokens[outs[0]] = part, self._written(op, part, outs[0].needs_grad)
         except NotOfTokens as problem:
-            self._problems[outs[0]] = NotASum(f"{problem}{op.where} is no operation on single tokens")
+            self._problems[outs[0]] = NotASum(f"{problem}{op.where} is not an operation on single tokens")
         except NotASum as problem:
             self._problems[outs[0]] = problem
 
@@ -322,7 +322,7 @@ class _Search:
                 readers.append((op, read))
                 reached.update(outs)
         if returned := reached.intersection(self._program.results):
-            told = "its result, or what is made of it, is returned, or read after a graph break, and not detached"
+            told = "its result, or a tensor computed from it, is returned or used after a graph break, and not detached"
             problem = problem or told
             last_read |= dict.fromkeys(returned, math.inf)
         for op, read in reversed(readers):
@@ -351,9 +351,9 @@ class _Search:
                 waiting += self._operands(op)
         order = sorted(linear, key=lambda op: op.position)
         if any(each in op.operands for op in order if op.name not in ("add", "sub") for each in others or ()):
-            raise NotASum("another loss is added to it and multiplied with it")
+            raise NotASum("another loss is both added to it and multiplied with it")
         if any(each.is_number_read for op in order for each in op.operands):
-            raise NotASum("one of its terms is read as a number")
+            raise NotASum("the program reads one of its terms as a number, such as by item()")
         in_order = [each for op in order for each in op.operands if each in starts] or [place]
         summands = [self._summand(each) for each in dict.fromkeys(in_order)]
         needed = set(self._program.results)
@@ -363,7 +363,7 @@ class _Search:
         # A region runs the same token loss for all its parts: the operations of one part count.
         operations = max(sum(each.text.count(" = ") for each, *_ in total.groups_of(part)) for part in self._parts)
         if operations > MOST_OPERATIONS and total.as_losses is None:
-            taken = f"{operations} operations on tokens, and {MOST_OPERATIONS} are the most"
+            taken = f"{operations} operations on tokens, more than the limit of {MOST_OPERATIONS}"
             raise NotASum(f"the loss and its derivatives take {taken}")
         return total
 
@@ -373,7 +373,7 @@ class _Search:
         try:
             text, read = numbered(part.recorder.copy().finish(handle))
         except NotOfTokens:
-            raise NotASum(f"{_name(tensor)} is the same whatever the logits are") from None
+            raise NotASum(f"{_name(tensor)} does not depend on the logits") from None
         inputs = [*part.inputs.values()]
         return Summand(part, handle, tensor, text, [inputs[number] for number in read], self._picks.get(tensor, ()))
 
@@ -397,16 +397,16 @@ class _Search:
             if any(each not in self._tokens and each not in self._with_grad for each in operands):
                 raise NotASum(f"{op} mixes tokens{self._after(op)}")
             if op.name in ("add", "sub") and len(operands) == 1 and tensor.ndim == 0:
-                raise NotASum(f"{op} adds another loss before all terms of this one: add that last")
+                raise NotASum(f"{op} adds another loss before the last term of this one: add the other loss last")
             if op.name == "mean" and any(depends_on_values(each.numel) for each in operands):
-                raise NotASum(f"how many tokens {op} is of depends on values")
-            problem = f"{op} is neither linear nor of single tokens in their order{self._after(op)}"
+                raise NotASum(f"the number of tokens in {op} depends on the values of a tensor")
+            problem = f"{op} is neither linear nor an operation on single tokens in their order{self._after(op)}"
             raise self._problems.get(tensor) or NotASum(problem)
         if tensor not in self._with_grad:
             raise NotASum(f"{op} mixes tokens{self._after(op)}")
         if any(depends_on_values(size) for out in op.outs for size in out.shape):
             # Its traced derivative would have another size that depends on values.
-            raise NotASum(f"how many tokens {op} gives depends on values")
+            raise NotASum(f"the number of tokens that {op} returns depends on the values of a tensor")
         for other in op.operands:
             # Dynamo says that zeros need a gradient if a loss was added to them in place.
             if other not in operands and other not in (others or ()) and not self._is_zero(other, op):
@@ -596,7 +596,7 @@ def _is_linear(op: Op, operands: Sequence[Tensor], is_zero: Callable[[Any, Op], 
 def _check_factor(tensor: Tensor, op: Op) -> None:
     """Raises for a factor that needs a gradient itself."""
     if tensor.needs_grad:
-        raise FactorNeedsGradient(f"{_name(tensor)} in {op} needs a gradient, too")
+        raise FactorNeedsGradient(f"{_name(tensor)}, an operand of {op}, needs a gradient, too")
 
 
 def _name(tensor: Tensor) -> str:

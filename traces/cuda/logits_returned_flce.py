@@ -6,7 +6,7 @@
 #         logits = F.linear(hidden, weight)
 #         return F.cross_entropy(logits.view(-1, logits.shape[-1]).float(), labels.view(-1)), logits
 #
-# not fused, because the program, or its part beside a graph break, returns its logits; return the loss only to have them fused
+# not fused, because the program returns its logits, or uses them after a graph break; return only the loss to have it fused
 # Saved for backward, beside the arguments and views of them:
 #     t0: bf16[2, 4096, 128256], 2,101,346,304 bytes
 #     t2: f32[8192], 32,768 bytes

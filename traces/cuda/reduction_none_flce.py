@@ -6,7 +6,7 @@
 #         logits = F.linear(hidden, weight)
 #         return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1), reduction="none")
 #
-# fused, recompute logits, chunks of 2048 tokens, 192 rows of dW summed in float32, products tuned; its gradients wait for the backward, because its result, or what is made of it, is returned, or read after a graph break, and not detached
+# fused, recompute logits, chunks of 2048 tokens, 192 rows of dW summed in float32, products tuned; its gradients wait for the backward, because its result, or a tensor computed from it, is returned or used after a graph break, and not detached
 # Saved for backward, beside the arguments and views of them:
 #     t1: f32[8192], 32,768 bytes
 #     t2: f32[8192], 32,768 bytes

@@ -62,4 +62,4 @@ def _check_class_weights(weight: Tensor, logits: Logits) -> None:
     if logits.vocab_size is not None:
         raise NotFused(Reason.CLASS_WEIGHTS, "for a part of the linear's vocabulary")
     if weight.dtype != logits.dtype and (weight.dtype is not torch.float32 or logits.dtype is torch.float64):
-        raise NotFused(Reason.CLASS_WEIGHTS, str(weight.dtype).removeprefix("torch."))
+        raise NotFused(Reason.CLASS_WEIGHTS, f"of dtype {str(weight.dtype).removeprefix('torch.')}")

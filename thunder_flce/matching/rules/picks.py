@@ -138,9 +138,9 @@ def _indexed(interpreter: "Interpreter", op: Op, of: Class, key: tuple[Any, ...]
     shape, rows_shape = op.output.shape, of.rows_shape
     is_of_rows = len(shape) == len(rows_shape) and all(map(agree, shape, rows_shape))
     if labels.dtype in (torch.bool, torch.uint8) or not is_of_rows:
-        raise Unknown("rows picked by an index")
+        raise Unknown("rows selected by an index")
     if not all(interpreter.is_every_index(part, dim, of.rows_shape) for dim, part in enumerate(rows)):
-        raise Unknown("rows picked by an index")
+        raise Unknown("rows selected by an index")
     if not all(map(agree, labels.shape, of.rows_shape[len(of.rows_shape) - labels.ndim :])) or labels.ndim < len(rows):
         raise Unknown(f"labels of shape {text_of(labels.shape)} for logits of shape {text_of(of.shape)}")
     return _at_labels(interpreter, op, of, labels, wraps=True)
@@ -153,7 +153,7 @@ def _at_labels(interpreter: "Interpreter", op: Op, of: Class, index: Tensor, *, 
         raise Unknown
     if interpreter.hangs_on(index, of.logits):
         # Such as a gate's experts, or a sampled token.
-        raise Unknown("at a choice that depends on the logits")
+        raise Unknown("at labels that depend on the logits")
     number = interpreter.program.number_at(index, op)
     labels = Labels((index,), (number,), op.position, wraps, fills=_fills(interpreter, index))
     return of.row("y", op.output.shape, labels)

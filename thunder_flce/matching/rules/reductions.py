@@ -78,7 +78,7 @@ def _mean(
     if found.reduction == "none":
         return found
     if not has_elements(op.operands[0]):
-        raise Unknown("of no tokens, or of as many as values say")
+        raise Unknown("over no tokens, or over a number of tokens that depends on the values of a tensor")
     return replace(found, reduction="mean")
 
 
