@@ -268,7 +268,7 @@ class _Graph:
         with tracing(None), self._fake_mode, enable_python_dispatcher(), torch.autocast("cpu", enabled=False):
             # Dynamo cannot print a guard that is added in autograd's thread of a GPU.
             with torch.autograd.set_multithreading_enabled(False):
-                traced = make_fx(derivative, decomposition_table=_AS_OTHERS)(wide, given)
+                traced = make_fx(derivative, decomposition_table=_DECOMPOSITIONS)(wide, given)
         return self._inline(traced, others, values or ())
 
     def _inline(self, traced: GraphModule, others: Sequence[Node], values: Sequence[Tensor | None]) -> list[Tensor]:
@@ -392,7 +392,7 @@ def _scalar_tensor(value: Any, *, dtype: Any = None, device: Any = None, **_: An
     return torch.full((), value, dtype=dtype, device=device)
 
 
-_AS_OTHERS: dict[Any, Callable] = {
+_DECOMPOSITIONS: dict[Any, Callable] = {
     torch.ops.aten.scalar_tensor.default: _scalar_tensor,
     torch.ops.aten.index_put.default: _index_put,
     torch.ops.aten.slice_backward.default: _slice_backward,

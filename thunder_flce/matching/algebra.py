@@ -200,7 +200,7 @@ class Logits:
         return any(term.has_grad for term in self.terms) or (self.bias is not None and self.bias_has_grad)
 
     @property
-    def in_order(self) -> "Logits":
+    def argmax_key(self) -> "Logits":
         """Key that is equal for logits with the same argmax: an increasing function of logits does not change it."""
         terms = tuple(replace(term, has_grad=False) for term in self.terms)
         sign = Fraction(1 if self.scale > 0 else -1)
@@ -463,7 +463,7 @@ class Argmax:
     """The column of the largest logit of each row."""
 
     logits: Logits
-    """`Logits.in_order`"""
+    """`Logits.argmax_key`"""
     shape: tuple[Any, ...]
 
     def detached(self) -> "Argmax":

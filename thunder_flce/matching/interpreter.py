@@ -153,7 +153,7 @@ class Interpreter:
         row = self.get(op.output)
         if isinstance(row, Row) and (op.name in LOSSES or row.reduction != "none"):
             self._give(row, op)
-        if self.begins(op.output):  # New logits, such as of the mean embedding under a softmax.
+        if self.starts_logits(op.output):  # New logits, such as of the mean embedding under a softmax.
             for each in described:
                 self._escape(each, op)
         if op.writes:
@@ -311,12 +311,12 @@ class Interpreter:
         key = self.program.number_at(operand, op), operand.needs_grad
         return self._first.setdefault(key, operand)
 
-    def begins(self, tensor: Tensor) -> bool:
+    def starts_logits(self, tensor: Tensor) -> bool:
         """Whether a tensor is the output of a linear, with which logits begin."""
         found = self.get(tensor)
         return isinstance(found, Class) and tensor in found.logits.linears
 
-    def hangs_on(self, tensor: Tensor, *logits: Logits) -> bool:
+    def depends_on(self, tensor: Tensor, *logits: Logits) -> bool:
         """Whether a tensor is computed from any of these logits."""
         linears = {linear for each in logits for linear in each.linears}
         first = min(out.op.position for out in linears if out.op is not None)

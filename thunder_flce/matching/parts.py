@@ -50,7 +50,7 @@ class Part:
     """Records the operations that compute token by token from its results"""
     inputs: dict[Handle, TokenInput] = field(default_factory=dict)
     """Further tensors that these operations read"""
-    own: dict[Tensor, Handle] = field(default_factory=dict)
+    handles: dict[Tensor, Handle] = field(default_factory=dict)
     """Handle of each result in the recorder"""
 
     @property

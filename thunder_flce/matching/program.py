@@ -215,7 +215,7 @@ class Program:
                     self._changed.add(known)
         outs = op.outs
         has_floats = any(out.dtype.is_floating_point for out in outs)
-        if op.is_random or op.writes or (has_floats and op.name not in _THE_SAME_AGAIN):
+        if op.is_random or op.writes or (has_floats and op.name not in _DETERMINISTIC):
             # Many operations may be random, and not all say so: only known ones are taken to give equal floats again.
             for out in outs:
                 self.value_number(out)
@@ -358,7 +358,7 @@ COPIES = {
 RESHAPES = {"view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze", "ravel"}
 PERMUTATIONS = {"permute", "transpose", "movedim", "t", "swapaxes", "swapdims", "mT", "T", "moveaxis"}
 SPLITS = ("split", "chunk", "tensor_split", "unbind")
-_THE_SAME_AGAIN = {
+_DETERMINISTIC = {
     *COPIES, *RESHAPES, *PERMUTATIONS, "add", "sub", "mul", "div", "neg", "exp", "sum", "mean", "getitem",
     "select", "expand", "clamp", "clamp_min", "pow", "sqrt", "rsqrt", "reciprocal", "detach", "norm", "normalize",
     "_weight_norm", "linear", "matmul", "mm", "cat",

@@ -144,7 +144,7 @@ def _regions_of(interpreter: Interpreter, options: Options) -> tuple[list[Region
     _refuse_together(parts)
     regions = _joined([part for part in parts if part.problem is None], interpreter, options)
     while (stuck := _stuck(regions, interpreter)) is not None:
-        _loosen(*stuck, regions, options=options)
+        _split_or_refuse(*stuck, regions, options=options)
         _refuse_together(parts)
         regions = [each for each in regions if all(part.problem is None for part in each.parts)]
     refused = [
@@ -205,7 +205,7 @@ def _give_argmaxes(parts: Sequence[Part], interpreter: Interpreter) -> None:
         argmax = result.value
         if not isinstance(argmax, Argmax):
             continue
-        fitting = [part for part in parts if part.logits.in_order == argmax.logits]
+        fitting = [part for part in parts if part.logits.argmax_key == argmax.logits]
         if fitting:
             fitting[0].argmaxes.append(result)
             continue
@@ -239,7 +239,7 @@ def _escaped(interpreter: Interpreter, parts: Sequence[Part]) -> list[Decision]:
         of, linears = escape.value, escape.value.logits.linears
         if escape.user is None or not told.isdisjoint(linears) or not of.logits.is_head:
             continue
-        if interpreter.begins(escape.user.output):
+        if interpreter.starts_logits(escape.user.output):
             continue
         form = of.form if isinstance(of, Class) else ""
         is_normalised = "L" in atoms(of.sum) and (isinstance(of, Row) or not form or form == "p" or of.factor_of_u == 1)
@@ -293,7 +293,7 @@ def _joined(parts: Sequence[Part], interpreter: Interpreter, options: Options) -
     for region in list(regions):
         ops = set() if region.total is None else {*region.total.ops}
         if taken & ops:
-            _wait(
+            _leave_sum_to_program(
                 region,
                 "its terms and those of another head are added in turns: first add up the terms of each head",
                 regions,
@@ -480,20 +480,20 @@ def _is_view(op: Op) -> bool:
     return not op.writes and bool(op.outs) and all(out.shares_memory(each) for out in op.outs for each in op.operands)
 
 
-def _loosen(region: Region, problem: NotFused, regions: list[Region], *, options: Options) -> None:
+def _split_or_refuse(region: Region, problem: NotFused, regions: list[Region], *, options: Options) -> None:
     """Leaves a region's sum to the program, or divides it into its parts; refuses a single part without a sum."""
     if region.total is not None or len(region.parts) > 1:
         why = "a tensor that it may depend on is changed in place"
         if problem.reason is Reason.LOGITS_USED:
             is_by = problem.detail.startswith("by ")
             why = f"its results are used {problem.detail}" if is_by else "its tokens' weights depend on its own results"
-        _wait(region, why, regions, options=options)
+        _leave_sum_to_program(region, why, regions, options=options)
         return
     for part in region.parts:
         part.problem = part.problem or problem
 
 
-def _wait(region: Region, why: str, regions: list[Region], *, options: Options) -> None:
+def _leave_sum_to_program(region: Region, why: str, regions: list[Region], *, options: Options) -> None:
     """Leaves a region's sum to the program; a region without a sum becomes one region for each part."""
     is_of_rows = region.has_grad and all(map(_is_of_rows, region.parts))
     is_one = region.total is not None and (is_of_rows or _has_large_gradients(region.parts, options))

@@ -109,7 +109,7 @@ class TokenSum:
         """Factor of each part, and label smoothing of all, if every summand has a `Result.as_loss`; else None."""
         factors, smoothings = list[Fraction](), set[Fraction]()
         for part in self.parts:
-            of_sources = {part.own[each.tensor]: each.as_loss for each in part.rows if each.tensor.needs_grad}
+            of_sources = {part.handles[each.tensor]: each.as_loss for each in part.rows if each.tensor.needs_grad}
             losses = {of_sources.get(each.handle) for each in self.summands if each.part is part}
             if len(losses) != 1 or (loss := losses.pop()) is None:
                 return None
@@ -210,10 +210,10 @@ class _Search:
         self._is_read: dict[tuple[Tensor, Op], bool] = {}
         for part in parts:
             for result in part.rows:
-                if result.tensor not in part.own:
-                    part.own[result.tensor] = _recorded(result, part)
+                if result.tensor not in part.handles:
+                    part.handles[result.tensor] = _record_source(result, part)
                 if result.row.reduction == "none":
-                    self._tokens[result.tensor] = part, part.own[result.tensor]
+                    self._tokens[result.tensor] = part, part.handles[result.tensor]
         for op in self._program.ops:
             self._follow(op)
         self._last_read, self.problem = self._follow_gradients()
@@ -226,7 +226,7 @@ class _Search:
         operands, outs = self._operands(op), op.outs
         # A described result is computed from logits: if it is needed, it is a source, or another region's result.
         if not operands or (
-            outs and all(out in self._interpreter.values and not self._interpreter.begins(out) for out in outs)
+            outs and all(out in self._interpreter.values and not self._interpreter.starts_logits(out) for out in outs)
         ):
             return
         self._dependent.update(outs)
@@ -238,7 +238,7 @@ class _Search:
             self._pass_on_problems(operands, outs[0])
             return
         part, *others = {self._tokens[each][0] for each in operands}
-        of_picks = {_text(picks): picks for picks in (self._picks.get(each, ()) for each in operands)}
+        of_picks = {_key(picks): picks for picks in (self._picks.get(each, ()) for each in operands)}
         picks, *other_picks = of_picks.values()
         if others or other_picks:
             self._problems[outs[0]] = NotASum(f"{op} combines different tokens")
@@ -246,7 +246,7 @@ class _Search:
         if is_pick(op) and not keeps_elements(op) and all(map(has_elements, outs)):
             for out in outs:
                 self._picks[out] = (*picks, out)
-                self._tokens[out] = part, self._picked(out, part)
+                self._tokens[out] = part, self._record_selection(out, part)
             return
         if len(outs) != 1 or op.name in ("sum", "mean"):
             return
@@ -256,7 +256,7 @@ class _Search:
         self._picks[outs[0]] = picks
         try:
             # Any gradient counts, not only the sources': that of another head must not be lost.
-            self._tokens[outs[0]] = part, self._written(op, part, outs[0].needs_grad)
+            self._tokens[outs[0]] = part, self._record_operation(op, part, outs[0].needs_grad)
         except NotOfTokens as problem:
             self._problems[outs[0]] = NotASum(f"{problem}{op.where} is not an operation on single tokens")
         except NotASum as problem:
@@ -271,12 +271,12 @@ class _Search:
                 if is_of_all or not _is_linear(before, self._operands(before), self._is_zero):
                     self._problems[out] = problem
 
-    def _picked(self, out: Tensor, part: Part) -> Handle:
+    def _record_selection(self, out: Tensor, part: Part) -> Handle:
         """Records selected tokens: all others become 0, and so do their gradients, whatever is computed from them."""
         op, picks, recorder = out.op, self._picks[out], part.recorder
         assert op is not None
         handle = self._tokens[op.operands[0]][1]
-        known = (each for each, of in part.inputs.items() if of.tensor is None and _text(of.picks) == _text(picks))
+        known = (each for each, of in part.inputs.items() if of.tensor is None and _key(of.picks) == _key(picks))
         if (mask := next(known, None)) is None:
             mask = recorder.add_input(torch.bool)
             part.inputs[mask] = TokenInput(None, out.shape, op.position, picks=picks)
@@ -368,7 +368,7 @@ class _Search:
         return total
 
     def _summand(self, tensor: Tensor) -> Summand:
-        part, handle = self._tokens.get(tensor) or (self._sources[tensor], self._sources[tensor].own[tensor])
+        part, handle = self._tokens.get(tensor) or (self._sources[tensor], self._sources[tensor].handles[tensor])
         handle = self._whole.get((part, handle), handle)
         try:
             text, read = numbered(part.recorder.copy().finish(handle))
@@ -422,7 +422,7 @@ class _Search:
             found, first = first, next((each.op for each in others), None)
         return "" if found is op else f", after {found}"
 
-    def _written(self, op: Op, part: Part, has_grad: bool) -> Handle:
+    def _record_operation(self, op: Op, part: Part, has_grad: bool) -> Handle:
         """Records an operation on single tokens; returns the handle of its result."""
         recorder = part.recorder
         if op.name in PERMUTATIONS and op.output.ndim > 1:
@@ -460,7 +460,7 @@ class _Search:
             is_same = self._program.value_number(known.tensor) == self._program.value_number(tensor)
             is_same = is_same and known.tensor.dtype == tensor.dtype
             is_same = is_same and same_shape(known.tensor.shape, tensor.shape) and same_shape(known.shape, shape)
-            if is_same and _text(known.picks) == _text(picks):
+            if is_same and _key(known.picks) == _key(picks):
                 return handle
         handle = part.recorder.add_input(tensor.dtype)
         part.inputs[handle] = TokenInput(tensor, shape, op.position, picks=picks)
@@ -519,13 +519,13 @@ def _ends_of(picked: Any) -> list[tuple[Any, Any]]:
     return [(part.start or 0, part.stop) if isinstance(part, slice) else (part, part + 1) for part in index]
 
 
-def _text(picks: Sequence[Tensor]) -> str:
+def _key(picks: Sequence[Tensor]) -> str:
     """Returns a key that is equal if the same tokens are selected."""
     ops = [(each.op, each.op.outs.index(each)) for each in picks if each.op]
     return repr([(op.operands[0].shape, op.name, without_tensors(op), at) for op, at in ops])
 
 
-def _recorded(result: Result, part: Part) -> Handle:
+def _record_source(result: Result, part: Part) -> Handle:
     """Records a source, before its reduction: weights say which rows a mean or a sum is of."""
     row, recorder = result.row, part.recorder
 

@@ -536,7 +536,7 @@ class _Writing:
         for factor, divides in factors_after(result) if result is not None else ():
             if not isinstance(factor, Tensor):
                 number = number / factor if divides else number * factor
-            elif not self._interpreter.hangs_on(factor, *of_results) and (
+            elif not self._interpreter.depends_on(factor, *of_results) and (
                 factor.op is None or factor.op.position <= self._region.place.position
             ):
                 factor = self._call(torch.reshape, self._call(torch.detach, factor), ())

@@ -56,7 +56,7 @@ def _with_factor(interpreter: "Interpreter", op: Op, of: Class | Row, factor: An
         step = RowStep(op.name, (factor.node.expr,), given=(factor,))
         return replace(of, logits=with_step(of, step, of.rows_shape))
     is_factor = isinstance(factor, Tensor) and factor.dtype.is_floating_point and not factor.needs_grad
-    if not is_factor or factor.ndim > len(of.shape) or interpreter.hangs_on(factor, logits):
+    if not is_factor or factor.ndim > len(of.shape) or interpreter.depends_on(factor, logits):
         return None
     shape = (*(1,) * (len(of.shape) - factor.ndim), *factor.shape)
     if not all(same(size, 1) or same(size, row) for size, row in zip(shape, of.kept_shape, strict=True)):
@@ -77,7 +77,7 @@ def at_one_hot(interpreter: "Interpreter", of: Class, one_hot: Any) -> Class | N
     if op is None or op.name != "one_hot" or of.form == "p" or not same_shape(one_hot.shape, of.shape):
         return None
     index = op.operands[0]
-    if of.dim != len(of.shape) - 1 or interpreter.hangs_on(index, of.logits):
+    if of.dim != len(of.shape) - 1 or interpreter.depends_on(index, of.logits):
         return None
     return replace(of, labels=Labels((index,), (interpreter.program.number_at(index, op),), op.position))
 

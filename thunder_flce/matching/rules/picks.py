@@ -74,7 +74,7 @@ def _rows_at_tensors(interpreter: "Interpreter", op: Op, of: Class, key: tuple[A
     is_known = all(isinstance(each, Tensor) or is_plain((each,)) for each in key) and tensors
     if not is_of_rows or not is_known or of.dim != len(of.shape) - 1:
         raise Unknown("with an index that is neither an integer nor a slice")
-    if any(interpreter.hangs_on(each, of.logits) for each in tensors):
+    if any(interpreter.depends_on(each, of.logits) for each in tensors):
         raise Unknown("at rows that depend on the logits")
     number_at = interpreter.program.number_at
     numbers = repr(tree_map_only(Tensor, lambda each: (number_at(each, op), each.shape, each.dtype), key))
@@ -151,7 +151,7 @@ def _at_labels(interpreter: "Interpreter", op: Op, of: Class, index: Tensor, *, 
     index = interpreter.labels_of(index)
     if of.form == "p":
         raise Unknown
-    if interpreter.hangs_on(index, of.logits):
+    if interpreter.depends_on(index, of.logits):
         # Such as a gate's experts, or a sampled token.
         raise Unknown("at labels that depend on the logits")
     number = interpreter.program.number_at(index, op)

@@ -141,5 +141,5 @@ def _argmax(interpreter: "Interpreter", op: Op, input: Class, dim: Any = None, k
     # Exponentials may overflow to infinity in several columns, which then have no single maximum.
     if input.form == "p" or (input.form == "exp" and not input.detached().is_probability) or not input.factor_of_u:
         raise Unknown
-    order = input.logits.in_order
+    order = input.logits.argmax_key
     return Argmax(order if input.factor_of_u > 0 else replace(order, scale=-order.scale), op.outs[-1].shape)
