@@ -528,8 +528,7 @@ class _Writing:
         result = total.place if total is not None else None if self._loss is None else self._loss.tensor
         # float16 needs a loss scale, and the factors that follow the loss do not give one.
         if dtype is torch.float16 and given is None:
-            # Token losses in float16 are fused only if the options give the upstream gradient: else it is 1.
-            return 1.0 if total is not None and total.as_losses is None else None
+            return None
         number: float = given or 1.0
         tensor: Tensor | None = None
         of_results = [each.value.logits for each in self._interpreter.results.values()]
