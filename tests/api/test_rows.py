@@ -24,7 +24,7 @@ def test_the_first_logits_while_the_host_waits(plan, reduction, frozen, ignored,
     started, start, starts_early = [], engine._Logits.start, Region.starts_early.func
 
     def on_gpu(region):
-        given = {name: getattr(region, name) for name in ("may_skip", "are_parts", "plan")}
+        given = {name: getattr(region, name) for name in ("may_skip", "divides_tokens", "plan")}
         return starts_early(SimpleNamespace(**given, device_type="cuda"))
 
     monkeypatch.setattr(Region, "starts_early", property(on_gpu))

@@ -146,20 +146,20 @@ def alternatives(call: Call, plan: Plan, device: Device) -> list[Plan]:
 
     They keep the plan's treatment of ignored rows and its row kernels, and ignore the memory budget.
     """
-    kept = Options(
+    base = Options(
         ignored_rows=plan.ignored_rows, row_kernels=plan.row_kernels, batch_invariant=plan.batch_invariant,
         logits_dtype="float32" if plan.float32_logits else "input",
     )  # fmt: skip
-    others = [replace(kept, strategy=strategy) for strategy in STRATEGIES if call.needs_grad]
+    variants = [replace(base, strategy=strategy) for strategy in STRATEGIES if call.needs_grad]
     if plan.strategy != SAVE_LOGITS:
-        same = kept if plan.strategy == LOSS_ONLY else replace(kept, strategy=plan.strategy)
+        same_strategy = base if plan.strategy == LOSS_ONLY else replace(base, strategy=plan.strategy)
         sizes = {plan.chunk_rows // 2, min(2 * plan.chunk_rows, call.tokens)} - {0}
-        others = [*(replace(same, chunk_rows=rows) for rows in sorted(sizes)), *others]
-    found = {plan: None}
-    for options in others:
+        variants = [*(replace(same_strategy, chunk_rows=rows) for rows in sorted(sizes)), *variants]
+    plans = {plan: None}
+    for options in variants:
         with suppress(ValueError):  # Not every loss can have every strategy.
-            found[choose(call, options, device)] = None
-    return [*found][1:]
+            plans[choose(call, options, device)] = None
+    return [*plans][1:]
 
 
 # Time and memory.
@@ -226,12 +226,12 @@ def temporary_bytes(call: Call, plan: Plan, device: Device | None = None) -> int
     def beside_logits(rows: int) -> int:
         return rows * per_row + _scratch_bytes(call, plan, device, rows)
 
-    saved, of_logits = plan.rows_saved(call.tokens), _logits_bytes(call, plan)
+    saved, logits_bytes = plan.rows_saved(call.tokens), _logits_bytes(call, plan)
     rows = min(plan.chunk_rows, call.tokens - saved)
-    chunks = rows * of_logits + beside_logits(rows)
+    chunks = rows * logits_bytes + beside_logits(rows)
     if saved:
         chunks = max(chunks, beside_logits(saved))
-    return saved * of_logits + max(fixed + chunks, least)
+    return saved * logits_bytes + max(fixed + chunks, least)
 
 
 def _hidden_sizes(call: Call, role: str) -> list[int]:
@@ -260,10 +260,10 @@ def _stride(call: Call, dtype: torch.dtype) -> int:
 def _scratch_bytes(call: Call, plan: Plan, device: Device, rows: int) -> int:
     """The most bytes that a matmul of a chunk of `rows` rows allocates."""
     inputs, shard, dtype = _hidden_sizes(call, HIDDEN), call.shard, call.dtype
-    of = partial(scratch_bytes, rows=rows, columns=call.vocab, dtype=dtype, device=device)
+    bytes_of = partial(scratch_bytes, rows=rows, columns=call.vocab, dtype=dtype, device=device)
     logits_dtype, widest = plan.logits_dtype(dtype), max(call.tensors[linear.x].shape[-1] for linear in call.linears)
-    found = [
-        of(
+    sizes = [
+        bytes_of(
             "logits", hidden=widest, out_dtype=logits_dtype, has_bias="linear_bias" in call.tensors,
             pads_rows=_stride(call, logits_dtype) != call.vocab, tune=plan.tune_products,
         )
@@ -272,10 +272,10 @@ def _scratch_bytes(call: Call, plan: Plan, device: Device, rows: int) -> int:
         is_wide = plan.saves_unit_gradients(call)
         if shard is not None and shard.reduces_input_grad:
             is_wide = shard.float32_input_grad
-        found.append(of("dX", hidden=max(inputs), out_dtype=call.row_dtype if is_wide else dtype))
+        sizes.append(bytes_of("dX", hidden=max(inputs), out_dtype=call.row_dtype if is_wide else dtype))
     for hidden in _hidden_sizes(call, COLUMN):
-        found.append(of("dW", hidden=hidden, out_dtype=plan.sum_dtype(call, hidden, rows=call.tokens)))
-    return max(found)
+        sizes.append(bytes_of("dW", hidden=hidden, out_dtype=plan.sum_dtype(call, hidden, rows=call.tokens)))
+    return max(sizes)
 
 
 # The choice.
@@ -289,8 +289,8 @@ class _Choice:
         self.is_on_cpu = device.kind == "cpu"
         self.smallest = CPU_SMALLEST_CHUNK if self.is_on_cpu else SMALLEST_CHUNK
         # A rank's logits are narrower by the number of ranks, so its chunks need as many times more rows.
-        balance, of_h200 = (each.matmul_rate / each.bandwidth for each in (device, ABSENT_DEVICE))
-        bound_rows = int(CHUNK_ROWS * 2.0 ** max(min(round(log2(balance / of_h200)), 1), -1))
+        balance, h200_balance = (each.matmul_rate / each.bandwidth for each in (device, ABSENT_DEVICE))
+        bound_rows = int(CHUNK_ROWS * 2.0 ** max(min(round(log2(balance / h200_balance)), 1), -1))
         self.compute_bound_rows = bound_rows * (1 if call.shard is None else call.shard.ranks)
         # If ranks divide the tokens, a chunk has at least one row of each rank's part.
         parts = 1 if call.shard is None else call.shard.token_parts
@@ -328,7 +328,7 @@ class _Choice:
         if self.common.strategy == LOSS_ONLY:
             plan = self._plan_with_largest_chunk(self._default_rows(), self._plan_in_16_bits)
         elif self.common.strategy == SAVE_LOGITS:
-            plan = self._plan_saving(None, self._with(max(self.tokens, 1)))
+            plan = self._plan_saving(None, self._plan_of(max(self.tokens, 1)))
         else:
             plan = self._choose_saved_logits() or self._choose_sum()
         if self.limit is not None and (needed := self._bytes(plan)) > 1.01 * self.limit:
@@ -339,7 +339,7 @@ class _Choice:
             )
         return plan
 
-    def _with(self, rows: int, **fields: Any) -> Plan:
+    def _plan_of(self, rows: int, **fields: Any) -> Plan:
         return replace(self.common, chunk_rows=rows, **fields)
 
     def _bytes(self, plan: Plan) -> int:
@@ -376,10 +376,10 @@ class _Choice:
     def _rows_within(self, limit: float, most: int, plan_with: Callable[[int], Plan]) -> int:
         """Rows of the largest chunk, up to `most`, whose plan takes at most `limit` bytes, or of the smallest chunk."""
 
-        def taken(rows: int) -> int:
+        def bytes_with(rows: int) -> int:
             return self._bytes(plan_with(rows))
 
-        return most if taken(most) <= limit else max(bisect(range(1, most), limit, key=taken), self.smallest)
+        return most if bytes_with(most) <= limit else max(bisect(range(1, most), limit, key=bytes_with), self.smallest)
 
     def _balanced(self, largest: int) -> int:
         """Rows of a chunk that make all chunks about equal, in whole tiles of the matmul, and none above `largest`."""
@@ -401,15 +401,15 @@ class _Choice:
     def _plan_in_16_bits(self, rows: int) -> Plan:
         """Returns a plan that sums dW in 16 bits and, if there are several chunks, its frequent rows in float32."""
         has_targets = self.call.loss.divergence is None or self.call.loss.ignores_rows
-        if not self._rounds(rows) or not has_targets:
-            return self._with(rows)
+        if not self._rounds_sums(rows) or not has_targets:
+            return self._plan_of(rows)
         frequent = min(FREQUENT_ROWS, FREQUENT_BYTES // (4 * sum(self.weights)))
-        return self._with(rows, float32_rows=frequent * (FREQUENT_OF_SEVERAL if self.call.targets_per_token else 1))
+        return self._plan_of(rows, float32_rows=frequent * (FREQUENT_OF_SEVERAL if self.call.targets_per_token else 1))
 
     def _plan_in_float32(self, rows: int) -> Plan:
-        return self._with(rows, float32_accumulator=rows < self.tokens)
+        return self._plan_of(rows, float32_accumulator=rows < self.tokens)
 
-    def _rounds(self, rows: int) -> bool:
+    def _rounds_sums(self, rows: int) -> bool:
         """Whether a sum of dW over chunks of `rows` rows would be rounded in each chunk."""
         return bool(self.weights) and self.call.dtype.itemsize == 2 and rows < self.tokens
 
@@ -420,7 +420,7 @@ class _Choice:
         The K targets of `target_weights` count as one, though each adds to a row of dW. A sum in float32, or a
         compensated one, would take the memory of dW once more, and fewer chunks more memory for logits.
         """
-        if self.options.accumulate == "parameter" or not self._rounds(0):
+        if self.options.accumulate == "parameter" or not self._rounds_sums(0):
             return 0
         has_few_targets = self.tokens <= self.call.whole_vocab * EXACT_TOKENS_PER_COLUMN
         return -(-self.tokens // (EXACT_CHUNKS if has_few_targets else 1))
@@ -432,7 +432,7 @@ class _Choice:
         them, or dW is summed in a float32 accumulator.
         """
         call, default = self.call, self._default_rows()
-        if self.options.accumulate == "float32" and self._rounds(0):
+        if self.options.accumulate == "float32" and self._rounds_sums(0):
             return self._choose_float32_sum(default)
         plan = self._plan_with_largest_chunk(default, self._plan_in_16_bits)
         is_exact = plan.chunk_rows >= self._exact_rows
@@ -452,14 +452,14 @@ class _Choice:
             in_16_bits = self._plan_in_16_bits(self._balanced(self._exact_rows))
             plan = min(in_16_bits, self._choose_float32_sum(default), key=self._bytes)
         # One chunk of all tokens, if their logits take little memory.
-        one = self._plan_in_16_bits(max(self.tokens, 1))
-        little = max(ONE_CHUNK * call.gradient_bytes, ONE_CHUNK_BYTES)
-        is_little = self.row_bytes * self.tokens <= min(little, self.most_by_default)
-        if self.common.strategy == GRADIENTS_IN_FORWARD and is_little:
+        one_chunk = self._plan_in_16_bits(max(self.tokens, 1))
+        most_bytes = max(ONE_CHUNK * call.gradient_bytes, ONE_CHUNK_BYTES)
+        fits = self.row_bytes * self.tokens <= min(most_bytes, self.most_by_default)
+        if self.common.strategy == GRADIENTS_IN_FORWARD and fits:
             # The logits are written once by the matmul, then read and overwritten: three times their bytes.
-            of_one = matmul_seconds(call, self.device) + 3.0 * self.row_bytes * self.tokens / self.device.bandwidth
-            if division_seconds(call, plan, self.device) > WORTH_MEMORY * of_one:
-                return one
+            one_seconds = matmul_seconds(call, self.device) + 3.0 * self.row_bytes * self.tokens / self.device.bandwidth
+            if division_seconds(call, plan, self.device) > WORTH_MEMORY * one_seconds:
+                return one_chunk
         return plan
 
     def _choose_float32_sum(self, default: int) -> Plan:
@@ -491,17 +491,17 @@ class _Choice:
         may_save = self.options.strategy is None and self.call.loss.divergence is None
         if not allowed or self.common.strategy != RECOMPUTE_LOGITS or not may_save:
             return None
-        whole = self._plan_saving(None, self._with(max(self.tokens, 1)))
-        if self._bytes(whole) <= allowed:
-            return whole
+        all_saved = self._plan_saving(None, self._plan_of(max(self.tokens, 1)))
+        if self._bytes(all_saved) <= allowed:
+            return all_saved
         if shard is not None and shard.sequence_parallel:
             return None
         largest = min(self._default_rows(), max(allowed // (4 * self.row_bytes), self.smallest))
         rows = self.chosen_rows or self._balanced(largest)
-        some = (self._plan_in_16_bits if rows >= self._exact_rows else self._plan_in_float32)(rows)
+        chunked = (self._plan_in_16_bits if rows >= self._exact_rows else self._plan_in_float32)(rows)
         counts = range(TILE_ROWS, self.tokens + 1, TILE_ROWS)
-        saved = TILE_ROWS * bisect(counts, allowed, key=lambda count: self._bytes(self._plan_saving(count, some)))
-        return self._plan_saving(saved, some) if saved >= max(SMALLEST_SAVED_PART * self.tokens, 1) else None
+        saved = TILE_ROWS * bisect(counts, allowed, key=lambda count: self._bytes(self._plan_saving(count, chunked)))
+        return self._plan_saving(saved, chunked) if saved >= max(SMALLEST_SAVED_PART * self.tokens, 1) else None
 
 
 def _check_batch_invariant(call: Call, options: Options, device: Device) -> None:

@@ -41,12 +41,12 @@ def combined(
     """
     has_several = z_y.ndim > 1
     numbers = [*statistics, *([] if has_several else [z_y]), *([] if largest is None else largest[1:])]
-    maxima, log_sums, *others = all_gathered(shard, numbers)
+    maxima, log_sums, *remaining = all_gathered(shard, numbers)
     if has_several:
         z_y = z_y.contiguous()
         dist.all_reduce(z_y, group=process_group(shard))
     else:
-        z_y = others.pop(0).sum(0)
+        z_y = remaining.pop(0).sum(0)
     row_max = maxima.amax(0)
     # A rank without columns, or whose logits are all -inf, adds 0; the formula would give NaN, -inf - -inf.
     sums = torch.where(maxima == float("-inf"), 0, torch.exp(maxima - row_max + log_sums))
@@ -55,7 +55,7 @@ def combined(
     rest = sums.scatter_(0, rank, log_sums.gather(0, rank).expm1_()).sum(0)
     if largest is None:
         return row_max, rest.log1p_(), z_y, None
-    (values,), (columns,) = others, all_gathered(shard, largest[:1])
+    (values,), (columns,) = remaining, all_gathered(shard, largest[:1])
     # As in torch.argmax, NaN is the largest number; among equal numbers, the first column is taken.
     is_largest = (values == values.amax(0)) | values.isnan()
     return row_max, rest.log1p_(), z_y, torch.where(is_largest, columns, NO_COLUMN).amin(0)
@@ -116,4 +116,4 @@ def gathered(call: Call) -> Call:
         tensor = tensor.int() if tensor.dtype is torch.int16 else tensor
         return start_gathering(shard, tensor.reshape(call.own_tokens, *tensor.shape[dimensions:]))
 
-    return call.map(started).map(lambda _, each: each.wait() if isinstance(each, Pending) else each)
+    return call.map(started).map(lambda _, tensor: tensor.wait() if isinstance(tensor, Pending) else tensor)

@@ -39,17 +39,17 @@ def forward(ops: Primitives) -> dict[str, Tensor]:
     if ops.region.saves_unit_gradients:
         rows = ops.prepare(None, meanwhile=logits.start)
         # The backward multiplies rows by factors that include the class weights, but not the target weights.
-        units = copy(rows)
-        units.at_target, units.s = None, torch.ones(rows.count, dtype=call.row_dtype, device=rows.target.device)
-        coefficients = Coefficients(ops, units)
+        unit_rows = copy(rows)
+        unit_rows.at_target, unit_rows.s = None, torch.ones(rows.count, dtype=call.row_dtype, device=rows.target.device)
+        coefficients = Coefficients(ops, unit_rows)
     elif plan.finishes_in_forward:
         expected = call.tensors.get("expected_gradient")
         rows = ops.prepare(None if expected is None else usable(expected), meanwhile=logits.start)
         coefficients = Coefficients(ops, rows)
     else:
         rows, coefficients = ops.prepare(None, meanwhile=logits.start), None
-    found, gradients = run(ops, rows, coefficients, logits=logits)
-    return _results(ops, rows, row_loss.joined(ops, rows, found), gradients, logits.kept)
+    chunk_results, gradients = run(ops, rows, coefficients, logits=logits)
+    return _results(ops, rows, row_loss.joined(ops, rows, chunk_results), gradients, logits.kept)
 
 
 def backward(ops: Primitives, saved: Mapping[str, Tensor], upstream: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
@@ -63,24 +63,24 @@ def backward(ops: Primitives, saved: Mapping[str, Tensor], upstream: Mapping[str
             tokens. None for a result without an upstream gradient.
     """
     call = ops.call
-    of_loss = upstream["loss"]
-    if of_loss is None:
-        of_loss = torch.zeros((), dtype=call.row_dtype, device=call.device)
+    loss_grad = upstream["loss"]
+    if loss_grad is None:
+        loss_grad = torch.zeros((), dtype=call.row_dtype, device=call.device)
     if ops.plan.finishes_in_forward:
-        rows = ops.prepare_again(of_loss, call.tokens)
+        rows = ops.prepare_again(loss_grad, call.tokens)
         rows.target_weights = None
         # The loss has parallel row gradients: coefficient A multiplies dX for an upstream gradient of 1.
         factors = Coefficients(ops, rows, upstream).all_rows.probability
         return {"input": ops.scaled_rows(saved["dX"], rows.returned(factors))}
-    rows = ops.prepare_again(of_loss, ops.count_of(saved["computed_rows"]))
+    rows = ops.prepare_again(loss_grad, ops.count_of(saved["computed_rows"]))
     entropy = rows.received(saved["entropy"].reshape(-1)) if "entropy" in saved else None
     coefficients = Coefficients(ops, rows, upstream, entropy=entropy)
-    return run(ops, rows, coefficients, logits=_Logits(ops, call.linears, saved), known=saved)[1]
+    return run(ops, rows, coefficients, logits=_Logits(ops, call.linears, saved), saved=saved)[1]
 
 
 def run(
     ops: Primitives, rows: Rows, coefficients: Coefficients | None, *, logits: "_Logits",
-    known: Mapping[str, Tensor] | None = None,
+    saved: Mapping[str, Tensor] | None = None,
 ) -> tuple[list[RowResults], dict[str, Tensor]]:  # fmt: skip
     """Runs the loop over chunks, and returns each chunk's row results and the gradients by their operands' names.
 
@@ -89,30 +89,30 @@ def run(
         rows: the rows to compute.
         coefficients: the coefficients of the rows' gradients; None if no gradient is computed.
         logits: computes the logits of a chunk, or reads saved ones.
-        known: in a backward, the tensors that the forward saved.
+        saved: in a backward, the tensors that the forward saved.
     """
     statistics = None
-    if known is not None and "row_max" in known:
-        statistics = RowStatistics(rows.gather(known["row_max"]), rows.gather(known["row_log_sum"]))
+    if saved is not None and "row_max" in saved:
+        statistics = RowStatistics(rows.gather(saved["row_max"]), rows.gather(saved["row_log_sum"]))
     sums = None if coefficients is None else GradientSums(ops, rows, weights=coefficients.all_rows.one_hot)
-    found: list[RowResults] = []
+    chunk_results: list[RowResults] = []
     teacher_logits = None if ops.call.loss.divergence is None else _Logits(ops, (TEACHER,))
     for chunk in ops.chunks(rows):
-        memory = (None,) * len(ops.call.linears) if sums is None else sums.memory_for_inputs(chunk)
+        buffers = (None,) * len(ops.call.linears) if sums is None else sums.input_buffers(chunk)
         xs = [
             ops.gather(rows, ops.call.tensors[linear.x], chunk, out)
-            for linear, out in zip(ops.call.linears, memory, strict=True)
+            for linear, out in zip(ops.call.linears, buffers, strict=True)
         ]
         z = logits.of_chunk(chunk, xs)
         if teacher_logits is None:
             results, dlogits, bias_grad = _row_work(ops, rows, chunk, z, coefficients, statistics)
         else:
             factors = None if coefficients is None else rows.of_chunk(coefficients.all_rows.probability, chunk)
-            value, dlogits = ops.divergence_(
+            row_losses, dlogits = ops.divergence_(
                 z, teacher_logits.of_chunk(chunk, [ops.gather(rows, ops.call.tensors[TEACHER.x], chunk)]), factors
             )
-            results, bias_grad = RowResults(row_losses=value), None
-        found.append(results)
+            results, bias_grad = RowResults(row_losses=row_losses), None
+        chunk_results.append(results)
         if sums is not None:
             sums.add(dlogits, xs, chunk, bias_grad)
         # Otherwise these tensors would stay alive while the next chunk's are allocated.
@@ -120,15 +120,15 @@ def run(
     # Frees the chunk's memory before a float32 accumulator is rounded to a new dW.
     logits.free()
     teacher_logits = None
-    return found, {} if sums is None else sums.finish()
+    return chunk_results, {} if sums is None else sums.finish()
 
 
 class _Logits:
     """Computes the logits of each chunk, in a buffer that chunks share or in one that is kept for the backward."""
 
-    def __init__(self, ops: Primitives, linears: tuple[Linear, ...], known: Mapping[str, Tensor] | None = None):
-        """Logits are the sum of `linears`; in a backward, `known` has the tensors that the forward saved."""
-        self._ops, self._linears, self._known = ops, linears, known
+    def __init__(self, ops: Primitives, linears: tuple[Linear, ...], saved: Mapping[str, Tensor] | None = None):
+        """Logits are the sum of `linears`; in a backward, `saved` has the tensors that the forward saved."""
+        self._ops, self._linears, self._saved = ops, linears, saved
         self._keeps_first = ops.plan.rows_saved(ops.call.tokens) > 0
         self._buffer: Tensor | None = None
         self._started = 0
@@ -140,21 +140,21 @@ class _Logits:
         """Computes the logits of the tokens in `order`, (C,), before it is known which of them are valid."""
         ops, self._started = self._ops, order.shape[0]
         xs = [ops.call.tensors[linear.x].index_select(0, order) for linear in self._linears]
-        ops.logits_(self._memory(0, ops.first_rows)[: self._started], xs, self._linears)
+        ops.logits_(self._buffer_for(0, ops.first_rows)[: self._started], xs, self._linears)
 
     def of_chunk(self, chunk: slice, xs: list[Tensor]) -> Tensor:
         """Returns the logits (C, V) of a chunk, computed from its `xs`, (C, H) each, unless they exist already."""
         ops, count, started = self._ops, chunk.stop - chunk.start, 0 if chunk.start else self._started
-        if self._known is not None and self._keeps_first and not chunk.start:
-            return self._known["logits"][:count, : ops.call.vocab]
-        memory = self._memory(chunk.start, count)
-        z = memory if memory.shape[0] == count else memory[:count]
+        if self._saved is not None and self._keeps_first and not chunk.start:
+            return self._saved["logits"][:count, : ops.call.vocab]
+        buffer = self._buffer_for(chunk.start, count)
+        z = buffer if buffer.shape[0] == count else buffer[:count]
         if started < count:
             rest = [x[started:] for x in xs] if started else xs
             ops.logits_(z[started:] if started else z, rest, self._linears)
         return z
 
-    def _memory(self, start: int, count: int) -> Tensor:
+    def _buffer_for(self, start: int, count: int) -> Tensor:
         """Returns a buffer of at least `count` rows for the chunk whose first row is `start`."""
         ops = self._ops
         if self._keeps_first and not start:
@@ -183,42 +183,42 @@ def _row_work(
     if coefficients is not None and statistics is None and ops.region.takes_one_pass:
         return ops.one_pass_(z, target, coefficients.of_chunk(chunk)), z, None
     if statistics is not None:
-        of_chunk = statistics if chunk.stop - chunk.start == rows.count else statistics.rows(chunk)
-        found = RowResults(of_chunk, None)
+        chunk_statistics = statistics if chunk.stop - chunk.start == rows.count else statistics.rows(chunk)
+        results = RowResults(chunk_statistics, None)
     else:
-        found = ops.results(z, target)
+        results = ops.results(z, target)
         if ops.call.loss.token_loss:
             inputs = [rows.of_chunk(rows.gather(vector), chunk) for vector in ops.call.token_inputs]
             s = None if coefficients is None else rows.of_chunk(rows.s, chunk)
-            value, derived = ops.token_loss(found, inputs, s)
-            found = found._replace(row_losses=value, coefficients=derived)
+            row_losses, derived = ops.token_loss(results, inputs, s)
+            results = results._replace(row_losses=row_losses, coefficients=derived)
     if coefficients is None:
-        return found, z, None
-    return found, *ops.gradient_(z, found, coefficients.of_chunk(chunk, found), target)
+        return results, z, None
+    return results, *ops.gradient_(z, results, coefficients.of_chunk(chunk, results), target)
 
 
 def _results(
-    ops: Primitives, rows: Rows, found: RowResults, gradients: dict[str, Tensor], kept: Tensor | None
+    ops: Primitives, rows: Rows, row_results: RowResults, gradients: dict[str, Tensor], logits: Tensor | None
 ) -> dict[str, Tensor]:
     call, plan = ops.call, ops.plan
-    value, made = ops.loss(rows, found)
-    results = {"loss": rows.returned(value) if call.loss.reduction == "none" else value}
-    results |= {name: rows.returned(output) for name, output in made.items()}
-    if len(made) < len(call.loss.outputs):
-        row = found.row(ops)
-        results |= {name: row_loss.output(ops, rows, name, row) for name in call.loss.outputs if name not in made}
+    loss, outputs = ops.loss(rows, row_results)
+    results = {"loss": rows.returned(loss) if call.loss.reduction == "none" else loss}
+    results |= {name: rows.returned(output) for name, output in outputs.items()}
+    if len(outputs) < len(call.loss.outputs):
+        row = row_results.row(ops)
+        results |= {name: row_loss.output(ops, rows, name, row) for name in call.loss.outputs if name not in outputs}
     if plan.strategy != LOSS_ONLY:
         results["valid_count"] = rows.valid_count
     if ops.region.reads_statistics:
-        row_max, row_log_sum = map(rows.scatter, found.statistics)
+        row_max, row_log_sum = map(rows.scatter, row_results.statistics)
         results |= {"row_max": row_max, "row_log_sum": row_log_sum}
     if plan.strategy in (SAVE_LOGITS, RECOMPUTE_LOGITS):
         results["computed_rows"] = torch.tensor(rows.count)
     if plan.strategy == SAVE_LOGITS:
         rows_kept, stride = plan.saved_logits_shape(call)
-        kept = ops.empty((rows_kept, stride), ops.region.logits_dtype) if kept is None else kept
+        logits = ops.empty((rows_kept, stride), ops.region.logits_dtype) if logits is None else logits
         # Whole rows, with their padding, are contiguous for any number of rows.
-        results["logits"] = kept.as_strided((kept.shape[0], stride), (stride, 1))
+        results["logits"] = logits.as_strided((logits.shape[0], stride), (stride, 1))
     for name, gradient in gradients.items():
         results[gradient_name(name)] = gradient
     return results

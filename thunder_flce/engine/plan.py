@@ -100,7 +100,7 @@ class Plan(PlainValues):
             LOSS_ONLY: "loss only",
         }
         has_chunks = self.strategy != SAVE_LOGITS or self.saved_rows is not None
-        others = {
+        details = {
             f"chunks of {self.chunk_rows} tokens": has_chunks,
             "dW summed in float32": self.float32_accumulator,
             f"{self.float32_rows} rows of dW summed in float32": self.float32_rows,
@@ -110,4 +110,4 @@ class Plan(PlainValues):
             "products tuned": self.tune_products,
             "batch invariant": self.batch_invariant,
         }
-        return ", ".join([words[self.strategy], *(text for text, holds in others.items() if holds)])
+        return ", ".join([words[self.strategy], *(text for text, holds in details.items() if holds)])

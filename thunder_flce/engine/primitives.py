@@ -54,22 +54,22 @@ class Region:
 
     def call_of(self, tensors: Sequence[Tensor]) -> Call | None:
         """Returns the flat call of these tensors, in order; None if one has another dtype, device, layout or shape."""
-        dimensions, found = tensors[0].ndim - 1, {}
-        for each, (name, start, shape, dtype, device) in zip(tensors, self._layouts, strict=True):
-            if each.dtype is not dtype:
+        dimensions, flat = tensors[0].ndim - 1, {}
+        for tensor, (name, start, shape, dtype, device) in zip(tensors, self._layouts, strict=True):
+            if tensor.dtype is not dtype:
                 if argument(name).role is not SCALAR:
                     return None
-                each = each.to(dtype)
-            if each.device != device or not each.is_contiguous():
+                tensor = tensor.to(dtype)
+            if tensor.device != device or not tensor.is_contiguous():
                 return None
             if start and dimensions > 1:
-                each = each.flatten(0, dimensions - 1)
-            if each.shape[start:] != shape:
+                tensor = tensor.flatten(0, dimensions - 1)
+            if tensor.shape[start:] != shape:
                 return None
-            found[name] = each
-        shard, own = self.call.shard, found["input"].shape[0]
-        tokens = own if shard is None else own * shard.token_parts
-        return self.call.with_tensors(found, own_tokens=own, tokens=tokens)
+            flat[name] = tensor
+        shard, own_tokens = self.call.shard, flat["input"].shape[0]
+        tokens = own_tokens if shard is None else own_tokens * shard.token_parts
+        return self.call.with_tensors(flat, own_tokens=own_tokens, tokens=tokens)
 
     @cached_property
     def _layouts(self) -> list[tuple[str, int, tuple[int, ...], torch.dtype, torch.device]]:
@@ -87,8 +87,8 @@ class Region:
     @cached_property
     def kernels(self) -> RowKernels:
         """The softmax kernels of the plan."""
-        choice, of = self.plan.row_kernels, self.call.loss.logit_map
-        return dispatch.kernels_for(choice, dtype=self.logits_dtype, device_type=self.device_type, logit_map=of)
+        choice, logit_map = self.plan.row_kernels, self.call.loss.logit_map
+        return dispatch.kernels_for(choice, dtype=self.logits_dtype, device_type=self.device_type, logit_map=logit_map)
 
     @cached_property
     def vector_kernels(self) -> Any:
@@ -136,7 +136,7 @@ class Region:
         return self.logits_dtype == call.dtype and is_plain and not call.bias_grad
 
     @cached_property
-    def are_parts(self) -> bool:
+    def divides_tokens(self) -> bool:
         """Whether each rank has a part of the tokens."""
         return self.call.shard is not None and self.call.shard.sequence_parallel
 
@@ -151,7 +151,7 @@ class Region:
         """Whether the device computes the first logits while the host waits for the number of valid rows."""
         # A backward that computes the logits again must run the same matmuls to get the same bits.
         recomputes = self.plan.strategy == RECOMPUTE_LOGITS
-        return self.may_skip and self.device_type == "cuda" and not self.are_parts and not recomputes
+        return self.may_skip and self.device_type == "cuda" and not self.divides_tokens and not recomputes
 
 
 def _start_reading(numbers: Tensor) -> Callable[[], list[int]]:
@@ -191,22 +191,22 @@ class Primitives:
         call = self.call
         host_waits = self.region.device_type != "cuda" or (self.region.may_skip and not self._is_capturing())
         skips = self.region.may_skip and host_waits
-        found = self._prepared(upstream, ordered=skips)
+        prepared = self._prepared(upstream, ordered=skips)
         if not host_waits:
-            is_right = found.counts[1] == 0 if found.is_right is None else found.is_right
+            is_right = prepared.counts[1] == 0 if prepared.is_right is None else prepared.is_right
             allowed = f"[0, {call.whole_vocab}) nor ignore_index ({call.loss.ignore_index})"
             torch._assert_async(is_right, f"target is neither in {allowed}")
-            return self._selected(found, call.tokens)
-        counts = found.counts
-        if skips and self.region.are_parts:
-            counts = torch.stack([token_parts.most_valid(call, found), counts[1]])
+            return self._selected(prepared, call.tokens)
+        counts = prepared.counts
+        if skips and self.region.divides_tokens:
+            counts = torch.stack([token_parts.most_valid(call, prepared), counts[1]])
         read = _start_reading(counts)
-        if self.region.starts_early and found.order is not None and meanwhile is not None and call.tokens:
-            meanwhile(found.order[: min(-(-call.tokens // _EARLY_PART), self.first_rows)])
-        count, wrong = read()
-        if wrong:
-            self._raise_wrong(wrong)
-        return self._selected(found, count if skips else call.tokens)
+        if self.region.starts_early and prepared.order is not None and meanwhile is not None and call.tokens:
+            meanwhile(prepared.order[: min(-(-call.tokens // _EARLY_PART), self.first_rows)])
+        count, wrong_count = read()
+        if wrong_count:
+            self._raise_wrong_targets(wrong_count)
+        return self._selected(prepared, count if skips else call.tokens)
 
     def prepare_again(self, upstream: Tensor | None, count: int) -> Rows:
         """Returns, in a backward, the `count` rows that its forward computed.
@@ -215,25 +215,25 @@ class Primitives:
         """
         if upstream is not None and upstream.ndim:
             upstream = upstream.reshape(-1)
-            if self.region.are_parts and self.call.shard is not None:
+            if self.region.divides_tokens and self.call.shard is not None:
                 upstream = collectives.start_gathering(self.call.shard, upstream).wait()
         if upstream is not None and upstream.dtype is not self.call.row_dtype:
             upstream = upstream.to(self.call.row_dtype)
         return self._selected(self._prepared(upstream, ordered=count < self.call.tokens), count)
 
-    def _selected(self, found: Prepared, count: int) -> Rows:
+    def _selected(self, prepared: Prepared, count: int) -> Rows:
         """Returns the first `count` rows of the order, with their target weights."""
         selected: Rows
-        if self.region.are_parts:
-            selected = token_parts.rows_of_parts(self.call, found, chunk_rows=self.plan.chunk_rows, count=count)
+        if self.region.divides_tokens:
+            selected = token_parts.rows_of_parts(self.call, prepared, chunk_rows=self.plan.chunk_rows, count=count)
         else:
-            selected = rows.selected(found, count)
+            selected = rows.selected(prepared, count)
         return rows.with_target_weights(self.call, selected)
 
     def _prepared(self, upstream: Tensor | None, *, ordered: bool) -> Prepared:
         prepare = rows.prepare if self.region.vector_kernels is None else self.region.vector_kernels.prepare
         # If ranks divide the tokens, `token_parts` makes the order.
-        return prepare(self.call, upstream=upstream, ordered=ordered and not self.region.are_parts)
+        return prepare(self.call, upstream=upstream, ordered=ordered and not self.region.divides_tokens)
 
     def _is_capturing(self) -> bool:
         """Whether a CUDA graph is being captured, so that the host must not wait for the device."""
@@ -245,24 +245,24 @@ class Primitives:
         """Returns the number of rows that a forward computed; the host waits only if `computed_rows` is a copy."""
         if computed_rows.is_cpu:
             return int(computed_rows)
-        known = rows.recalled(computed_rows)
-        if known is not None:
-            return known
+        count = rows.recalled(computed_rows)
+        if count is not None:
+            return count
         if computed_rows.is_cuda and self._is_capturing():
             # A forward that was captured, too, has computed all rows.
-            skipped = "a CUDA graph captures this backward, but not its forward, which skipped ignored rows"
-            torch._assert_async(computed_rows == self.call.tokens, f'{skipped}: use ignored_rows="compute"')
+            problem = "a CUDA graph captures this backward, but not its forward, which skipped ignored rows"
+            torch._assert_async(computed_rows == self.call.tokens, f'{problem}: use ignored_rows="compute"')
             return self.call.tokens
         return int(computed_rows)
 
-    def _raise_wrong(self, wrong: int) -> NoReturn:
+    def _raise_wrong_targets(self, count: int) -> NoReturn:
         """Raises an IndexError with the number of wrong targets and the first of them."""
         call = self.call
         target, vocab, ignore_index = call.tensors["target"].long(), call.whole_vocab, call.loss.ignore_index
         values = target[(target != ignore_index) & ((target < 0) | (target >= vocab))]
-        what = "values" if target.ndim == 1 else "rows with values"
+        unit = "values" if target.ndim == 1 else "rows with values"
         raise IndexError(
-            f"target has {wrong} of {target.shape[0]} {what} that are neither in [0, {vocab}), the "
+            f"target has {count} of {target.shape[0]} {unit} that are neither in [0, {vocab}), the "
             f"vocabulary, nor ignore_index ({ignore_index}); the first is {values[0].item()}"
         )
 
@@ -300,10 +300,10 @@ class Primitives:
         """(V,) the class weights of this rank's columns, in the row dtype; None unless label smoothing needs them."""
         if "weight" not in self.call.tensors or not self.call.loss.label_smoothing:
             return None
-        shard, found = self.call.shard, self._all_class_weights
-        return found if shard is None else found[shard.start : shard.start + shard.columns]
+        shard, class_weights = self.call.shard, self._all_class_weights
+        return class_weights if shard is None else class_weights[shard.start : shard.start + shard.columns]
 
-    def columns_here(self, target: Tensor) -> tuple[Tensor, Tensor | None]:
+    def local_columns(self, target: Tensor) -> tuple[Tensor, Tensor | None]:
         """Returns each target's column on this rank, and a mask of the targets that this rank has; None: it has all.
 
         Targets of other ranks get an arbitrary column of this rank.
@@ -348,15 +348,15 @@ class Primitives:
             return
         bias, accumulate = call.tensors.get("linear_bias"), False
         if bias is not None:
-            bias = self._columns(bias)
+            bias = self._in_vocab(bias)
         terms = list(zip(linears, xs, strict=True))
         if len(terms) > 1:
-            terms.sort(key=lambda each: each[1].shape[1])
+            terms.sort(key=lambda term: term[1].shape[1])
         for linear, x in terms:
-            self.region.logits_(out, x, self._columns(call.tensors[linear.weight]), bias=bias, accumulate=accumulate)
+            self.region.logits_(out, x, self._in_vocab(call.tensors[linear.weight]), bias=bias, accumulate=accumulate)
             bias, accumulate = None, True
 
-    def _columns(self, parameter: Tensor) -> Tensor:
+    def _in_vocab(self, parameter: Tensor) -> Tensor:
         """Returns the rows of a weight or a bias that belong to columns of the logits."""
         return parameter if parameter.shape[0] == self.call.vocab else parameter[: self.call.vocab]
 
@@ -366,7 +366,7 @@ class Primitives:
         Returns a function that writes dX, rounded once, into a tensor (C, H). Without a sum over ranks, the matmul runs
         only there.
         """
-        weight, shard = self._columns(self.call.tensors[linear.weight]), self.call.shard
+        weight, shard = self._in_vocab(self.call.tensors[linear.weight]), self.call.shard
         if shard is None or not shard.reduces_input_grad:
             return lambda out: matmul.input_gradient_(out, dlogits, weight)
         dtype = self.call.row_dtype if shard.float32_input_grad else self.call.dtype
@@ -397,11 +397,11 @@ class Primitives:
             return RowResults(*self.region.kernels.one_pass_(z, target, coefficients))
         z_y = z.gather(1, target)
         # The kernel also writes the entry of the first target. Its value does not matter: it is overwritten below.
-        found, _ = self.region.kernels.one_pass_(
+        statistics, _ = self.region.kernels.one_pass_(
             z, target[:, 0], coefficients._replace(one_hot=coefficients.probability)
         )
-        self._write_entries_(z, z_y, found, coefficients, target)
-        return RowResults(found, z_y)
+        self._write_target_entries_(z, z_y, statistics, coefficients, target)
+        return RowResults(statistics, z_y)
 
     def results(self, z: Tensor, target: Tensor) -> RowResults:
         """Returns the row results of z (C, V), except for token losses; z stays as it is.
@@ -409,19 +409,19 @@ class Primitives:
         If ranks divide the vocabulary, the results are those of whole rows, with the same bits on all ranks.
         """
         call, names = self.call, self.call.loss.moments
-        found = self._whole_rows(z, target)
+        row_results = self._whole_row_results(z, target)
         if not names:
-            return found
+            return row_results
         if call.vocab:
-            moments = self.region.kernels.moments(z, found.statistics, self.class_weight, names)
+            moments = self.region.kernels.moments(z, row_results.statistics, self.class_weight, names)
         else:
-            moments = dict.fromkeys(names, torch.zeros_like(found.statistics.row_max))
+            moments = dict.fromkeys(names, torch.zeros_like(row_results.statistics.row_max))
         if call.shard is not None:
             parts = collectives.all_gathered(call.shard, [moments[name] for name in names])
-            moments = {name: each.sum(0) for name, each in zip(names, parts, strict=True)}
-        return found._replace(moments=moments)
+            moments = {name: part.sum(0) for name, part in zip(names, parts, strict=True)}
+        return row_results._replace(moments=moments)
 
-    def _whole_rows(self, z: Tensor, target: Tensor) -> RowResults:
+    def _whole_row_results(self, z: Tensor, target: Tensor) -> RowResults:
         shard, loss, dtype = self.call.shard, self.call.loss, self.call.row_dtype
         # The argmax of the logits is found in z: the logit map keeps the order, or reverses it for a negative scale.
         find = torch.argmax if loss.logit_scale > 0 else torch.argmin
@@ -437,9 +437,9 @@ class Primitives:
             if loss.needs_argmax:
                 largest = torch.full_like(nothing, collectives.NO_COLUMN, dtype=torch.int64), nothing
         else:
-            column, is_here = self.columns_here(target)
+            column, is_local = self.local_columns(target)
             z_y = z.gather(1, column if target.ndim > 1 else column[:, None]).reshape(target.shape)
-            z_y = torch.where(is_here, z_y.to(dtype), 0)  # type: ignore[arg-type]
+            z_y = torch.where(is_local, z_y.to(dtype), 0)  # type: ignore[arg-type]
             statistics, _ = self.region.kernels.statistics(z)
             if loss.needs_argmax:
                 argmax = find(z, 1)
@@ -449,7 +449,7 @@ class Primitives:
         return RowResults(RowStatistics(row_max, row_log_sum), z_y, {}, argmax)
 
     def gradient_(
-        self, z: Tensor, found: RowResults, coefficients: RowCoefficients, target: Tensor
+        self, z: Tensor, results: RowResults, coefficients: RowCoefficients, target: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Returns dz of some rows (C, V), in x's dtype, and its sum over rows, (V,), if the bias needs a gradient.
 
@@ -461,44 +461,44 @@ class Primitives:
         if not call.vocab:
             return out, self.empty((0,), call.row_dtype) if call.bias_grad else None
         if target.ndim > 1:
-            return out, self._gradient_of_several_(out, z, found, coefficients, target)
-        column, is_here = self.columns_here(target)
+            return out, self._gradient_of_several_targets_(out, z, results, coefficients, target)
+        column, is_local = self.local_columns(target)
         sums = self.region.kernels.gradient_(
-            z, found.statistics, coefficients, class_weight=self.class_weight, out=out, column_sums=call.bias_grad,
-            target=column if is_here is None else torch.where(is_here, column, -1),
+            z, results.statistics, coefficients, class_weight=self.class_weight, out=out, column_sums=call.bias_grad,
+            target=column if is_local is None else torch.where(is_local, column, -1),
         )  # fmt: skip
         return out, sums
 
-    def _gradient_of_several_(
-        self, out: Tensor, z: Tensor, found: RowResults, coefficients: RowCoefficients, target: Tensor
+    def _gradient_of_several_targets_(
+        self, out: Tensor, z: Tensor, results: RowResults, coefficients: RowCoefficients, target: Tensor
     ) -> Tensor | None:
         """`gradient_` for targets (C, K): runs the kernel, then writes the targets' entries, made from the old z."""
-        column, is_here = self.columns_here(target)
-        if is_here is not None:
-            coefficients = coefficients._replace(one_hot=torch.where(is_here, coefficients.one_hot, 0))
+        column, is_local = self.local_columns(target)
+        if is_local is not None:
+            coefficients = coefficients._replace(one_hot=torch.where(is_local, coefficients.one_hot, 0))
         z_y = z.gather(1, column)
         sums = self.region.kernels.gradient_(
-            z, found.statistics, coefficients._replace(one_hot=None), out=out, column_sums=self.call.bias_grad
+            z, results.statistics, coefficients._replace(one_hot=None), out=out, column_sums=self.call.bias_grad
         )
-        self._write_entries_(out, z_y, found.statistics, coefficients, column)
+        self._write_target_entries_(out, z_y, results.statistics, coefficients, column)
         if sums is not None:
             slope = self.call.loss.logit_map.slope(z_y.to(self.call.row_dtype))
-            added = coefficients.one_hot if slope is None else coefficients.one_hot * slope
-            sums.index_add_(0, column.reshape(-1), added.reshape(-1), alpha=-1)
+            one_hot = coefficients.one_hot if slope is None else coefficients.one_hot * slope
+            sums.index_add_(0, column.reshape(-1), one_hot.reshape(-1), alpha=-1)
         return sums
 
-    def _write_entries_(
-        self, dlogits: Tensor, z_y: Tensor, found: RowStatistics, coefficients: RowCoefficients, column: Tensor
+    def _write_target_entries_(
+        self, dlogits: Tensor, z_y: Tensor, statistics: RowStatistics, coefficients: RowCoefficients, column: Tensor
     ) -> None:
         """Writes the entries of the gradient at each row's K targets, with the one_hot term."""
         # Targets in the same column write the same number, their sum, so the order of the writes does not matter.
         count = column.shape[1]
         first = torch.searchsorted(column.sort(1).values, column)
         total = torch.zeros_like(coefficients.one_hot).scatter_add_(1, first, coefficients.one_hot).gather(1, first)
-        each = RowStatistics(*(vector.repeat_interleave(count) for vector in found))
+        repeated = RowStatistics(*(vector.repeat_interleave(count) for vector in statistics))
         vectors = (None if v is None else v.repeat_interleave(count) for v in coefficients._replace(one_hot=None))
-        of_each = RowCoefficients(*vectors)._replace(one_hot=total.reshape(-1))
-        entry = gradient(z_y.reshape(-1).to(self.call.row_dtype), self.call.loss.logit_map, each, of_each)
+        factors = RowCoefficients(*vectors)._replace(one_hot=total.reshape(-1))
+        entry = gradient(z_y.reshape(-1).to(self.call.row_dtype), self.call.loss.logit_map, repeated, factors)
         # Not scatter_: on a CPU, it would copy all of 16-bit dlogits to float32 and back.
         row = torch.arange(column.shape[0], device=column.device)[:, None]
         dlogits[row, column] = entry.view(column.shape).to(dlogits.dtype)
@@ -511,38 +511,38 @@ class Primitives:
         )
         out = z if factors is None else self.dlogits_buffer(z)
         is_invariant = self.plan.batch_invariant and factors is not None
-        value = compute(z, teacher, divergence, factors=None if is_invariant else factors, out=out)
+        divergences = compute(z, teacher, divergence, factors=None if is_invariant else factors, out=out)
         if is_invariant:
             # A kernel that computes values and gradients at once may add in another order.
             compute(z, teacher, divergence, factors=factors, out=out)
-        return value.to(call.row_dtype), out
+        return divergences.to(call.row_dtype), out
 
     def token_loss(
-        self, found: RowResults, inputs: Sequence[Tensor], s: Tensor | None
+        self, results: RowResults, inputs: Sequence[Tensor], s: Tensor | None
     ) -> tuple[Tensor, RowCoefficients | None]:
         """Returns the token losses of some rows, (C,), and with `s` the coefficients: see `row_loss.token_loss`."""
         kernel = self.region.token_kernel
         if kernel is None or s is None:
-            return row_loss.token_loss(self, found, inputs, s)
-        return kernel(found.statistics, found.z_y, found.moments, s, inputs, columns=self.call.whole_vocab)
+            return row_loss.token_loss(self, results, inputs, s)
+        return kernel(results.statistics, results.z_y, results.moments, s, inputs, columns=self.call.whole_vocab)
 
     # Results.
 
-    def loss(self, selected: Rows, found: RowResults) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, selected: Rows, results: RowResults) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the loss, () or (N,) for reduction "none", from all row results, and outputs of the same kernel."""
-        loss, logit, at_target, row_losses = self.call.loss, found.z_y, selected.at_target, found.row_losses
+        loss, logit, at_target, row_losses = self.call.loss, results.z_y, selected.at_target, results.row_losses
         if self.region.vector_kernels is None:
-            row: Any = None if found.z_y is None else found.row(self)
+            row: Any = None if results.z_y is None else results.row(self)
             row_losses = row_loss.cross_entropy(self, selected, row) if row_losses is None else row_losses
             return row_loss.reduced(self, selected, row_losses, loss.z_term(row)), {}
         if loss.maps_logits or loss.label_smoothing:
             # The kernel takes logits, without a map, and has no moments for smoothing.
-            row = found.row(self)
+            row = results.row(self)
             logit = row.target_logit
             if loss.label_smoothing:
                 row_losses, at_target = row_loss.cross_entropy(self, selected, row), None
         return self.region.vector_kernels.finish(
-            loss, found.statistics, logit, weight=selected.weight, at_target=at_target, divisors=selected.divisors,
+            loss, results.statistics, logit, weight=selected.weight, at_target=at_target, divisors=selected.divisors,
             row_losses=row_losses,
         )  # fmt: skip
 

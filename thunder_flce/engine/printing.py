@@ -68,11 +68,11 @@ class Program:
 @lru_cache(maxsize=256)
 def program(call: Call, plan: Plan) -> Program:
     """Returns the printed program of a call of specs."""
-    region, own = Region(call, plan), len(call.shape)
+    region, dimensions = Region(call, plan), len(call.shape)
 
     def without_memory(name: str, spec: Spec) -> Tensor:
-        is_of_parts = region.are_parts and argument(name).role == TOKEN
-        shape = (call.tokens, *spec.shape[own:]) if is_of_parts else spec.shape
+        is_gathered = region.divides_tokens and argument(name).role == TOKEN
+        shape = (call.tokens, *spec.shape[dimensions:]) if is_gathered else spec.shape
         return torch.empty(shape, dtype=spec.dtype, device="meta")
 
     ops = _Writer(call.map(without_memory).flat(), region)
@@ -80,8 +80,8 @@ def program(call: Call, plan: Plan) -> Program:
         results = engine.forward(ops)
         forward = _formatted(ops.take())
         if plan.finishes_in_forward and not plan.saves_unit_gradients(call):
-            names, of = sorted(map(gradient_name, call.needs_grad)), Spec((), call.dtype, call.device)
-            return Program(forward, scaling_lines(names, of, has_expected="expected_gradient" in call.tensors))
+            names, grad_spec = sorted(map(gradient_name, call.needs_grad)), Spec((), call.dtype, call.device)
+            return Program(forward, scaling_lines(names, grad_spec, has_expected="expected_gradient" in call.tensors))
         if plan.strategy != LOSS_ONLY:
             _run_backward(ops, results)
     return Program(forward, _formatted(ops.take()))
@@ -123,8 +123,8 @@ class _Writer(Primitives):
 
     def take(self) -> list[Line]:
         """Returns the lines written since the last call."""
-        found, self._lines = self._lines, []
-        return found
+        lines, self._lines = self._lines, []
+        return lines
 
     def _write(self, text: str, library: str = "") -> None:
         self._lines.append((text, library))
@@ -139,8 +139,8 @@ class _Writer(Primitives):
 
     def _prepare(self, upstream: Tensor | None, *, is_first: bool) -> Rows:
         call, region = self.call, self.region
-        if region.are_parts:
-            self._write(f"{self._named('y', call.tensors['target'])} = all_gather(y)", self._network)
+        if region.divides_tokens:
+            self._write(f"{self._typed('y', call.tensors['target'])} = all_gather(y)", self._network)
         note = "    targets are checked" if is_first else ""
         self._write(f"valid_count i64[] = count of valid rows{note}", self._vector_library)
         if region.may_skip:
@@ -148,8 +148,8 @@ class _Writer(Primitives):
             ahead = " while the first logits run" if region.starts_early else ""
             note = f"    the host waits for their number{ahead}" if region.device_type == "cuda" and is_first else ""
             self._write(f"{names} = valid rows of {names}{note}")
-        found = rows.prepare(call, upstream=upstream, ordered=False)
-        return rows.with_target_weights(call, rows.selected(found, call.tokens))
+        prepared = rows.prepare(call, upstream=upstream, ordered=False)
+        return rows.with_target_weights(call, rows.selected(prepared, call.tokens))
 
     def chunks(self, selected: Rows) -> Iterator[slice]:
         before, parts, chunks = self.take(), [], [*super().chunks(selected)]
@@ -158,8 +158,8 @@ class _Writer(Primitives):
             yield chunk
             parts.append((chunk.stop - chunk.start, self.take()))
         self._lines = before
-        for lines, alike in groupby(parts, key=lambda part: part[1]):
-            counts = Counter(size for size, _ in alike)
+        for lines, group in groupby(parts, key=lambda part: part[1]):
+            counts = Counter(size for size, _ in group)
             if len(chunks) > 1:
                 sizes = ", ".join(f"{count} × {size}" for size, count in counts.items())
                 self._write(f"for each chunk of C tokens ({sizes}):")
@@ -167,11 +167,11 @@ class _Writer(Primitives):
             self._lines += lines
 
     def gather(self, selected: Rows, tensor: Tensor, chunk: slice, out: Tensor | None = None) -> Tensor:
-        if not self.region.are_parts:
+        if not self.region.divides_tokens:
             return tensor[chunk]
-        found = tensor.new_empty(chunk.stop - chunk.start, tensor.shape[1])
-        self._write(f"{self._of_rows('x', found)} = all_gather(x)", self._network)
-        return found
+        gathered = tensor.new_empty(chunk.stop - chunk.start, tensor.shape[1])
+        self._write(f"{self._in_chunk('x', gathered)} = all_gather(x)", self._network)
+        return gathered
 
     # Memory.
 
@@ -181,9 +181,9 @@ class _Writer(Primitives):
     # Matmuls.
 
     def logits_(self, out: Tensor, xs: list[Tensor], linears: Sequence[Linear]) -> None:
-        name = self._of_rows("teacher" if TEACHER in linears else "logits", out)
+        name = self._in_chunk("teacher" if TEACHER in linears else "logits", out)
         sign, bias = "=", " + b" if "linear_bias" in self.call.tensors else ""
-        for linear, _ in sorted(zip(linears, xs, strict=True), key=lambda each: each[1].shape[1]):
+        for linear, _ in sorted(zip(linears, xs, strict=True), key=lambda term: term[1].shape[1]):
             words = f"{name} {sign} {letter(linear.x)} @ {letter(linear.weight)}.t(){bias}"
             self._write(words, self._logits_library)
             sign, bias = "+=", ""
@@ -193,10 +193,10 @@ class _Writer(Primitives):
             name, shard, part = gradient_name(linear.x), self.call.shard, out
             if is_summed := shard is not None and shard.reduces_input_grad:
                 part = out.to(self.call.row_dtype if shard.float32_input_grad else self.call.dtype)
-            words = f"{self._of_rows(name, part)} = dlogits @ {letter(linear.weight)}"
+            words = f"{self._in_chunk(name, part)} = dlogits @ {letter(linear.weight)}"
             self._write(words, self._matmul_library)
             if is_summed:
-                self._write(f"{self._of_rows(name, out)} = summed over the ranks", self._network)
+                self._write(f"{self._in_chunk(name, out)} = summed over the ranks", self._network)
 
         return finish
 
@@ -204,29 +204,29 @@ class _Writer(Primitives):
         self, out: Tensor, dlogits: Tensor, x: Tensor, *, linear: Linear, accumulate: bool, frequent: bool = False
     ) -> None:
         # "+=" stands for all chunks, although the first one writes dW without adding.
-        sign, of = "+=" if self._rows == "C" else "=", "dlogits[:, frequent]" if frequent else "dlogits"
+        sign, matrix = "+=" if self._rows == "C" else "=", "dlogits[:, frequent]" if frequent else "dlogits"
         name = "frequent rows of " * frequent + gradient_name(linear.weight)
-        words = f"{self._named(name, out)} {sign} {of}.t() @ {letter(linear.x)}"
+        words = f"{self._typed(name, out)} {sign} {matrix}.t() @ {letter(linear.x)}"
         self._write(words, self._matmul_library)
 
     def rounded(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        found = tensor.to(dtype)
+        result = tensor.to(dtype)
         if tensor.dtype != dtype:
-            self._write(f"{self._named('dW', found)} = rounded once")
-        return found
+            self._write(f"{self._typed('dW', result)} = rounded once")
+        return result
 
     # The row work.
 
     def one_pass_(self, z: Tensor, target: Tensor, coefficients: RowCoefficients) -> RowResults:
-        found = self._statistics(z, target)
+        results = self._statistics(z, target)
         how = "in place" if self._row_library == "PyTorch" else "in place, by the same kernel"
-        words = f"{self._of_rows('dlogits', z)} = s (softmax({self._u}) - one_hot(y))    {how}"
+        words = f"{self._in_chunk('dlogits', z)} = s (softmax({self._u}) - one_hot(y))    {how}"
         self._write(words, self._row_library)
-        return found
+        return results
 
     def results(self, z: Tensor, target: Tensor) -> RowResults:
         loss = self.call.loss
-        found = self._statistics(z, target)
+        row_results = self._statistics(z, target)
         if self.call.shard is not None:
             self._write("row_max, row_log_sum = combined over the ranks", self._network)
         if loss.moments:
@@ -234,24 +234,24 @@ class _Writer(Primitives):
         if loss.needs_argmax:
             self._write("argmax = column of the largest logit", "PyTorch")
         argmax = self.empty(z.shape[:1], torch.int64) if loss.needs_argmax else None
-        return found._replace(moments=dict.fromkeys(loss.moments, found.statistics.row_max), argmax=argmax)
+        return row_results._replace(moments=dict.fromkeys(loss.moments, row_results.statistics.row_max), argmax=argmax)
 
     def _statistics(self, z: Tensor, target: Tensor) -> RowResults:
         vector = self.empty(z.shape[:1], self.call.row_dtype)
         u = self._u
-        words = f"{self._of_rows('row_max, row_log_sum', vector)} = max({u}), log(sum(exp({u} - row_max))); logits[y]"
+        words = f"{self._in_chunk('row_max, row_log_sum', vector)} = max({u}), log(sum(exp({u} - row_max))); logits[y]"
         self._write(words, self._row_library)
         return RowResults(RowStatistics(vector, vector), self.empty(target.shape, z.dtype))
 
     def gradient_(
-        self, z: Tensor, found: RowResults, coefficients: RowCoefficients, target: Tensor
+        self, z: Tensor, results: RowResults, coefficients: RowCoefficients, target: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         out, has_sums = self.dlogits_buffer(z), self.call.bias_grad
         note = ("in place" if out is z else "in new memory") + (", with its sums over the rows" if has_sums else "")
         terms = f"A softmax({self._u}) - B one_hot(y)"
         terms += " - uniform" if coefficients.uniform is not None else ""
         terms += f" - g_e p ({self._u} - row_max)" if coefficients.entropy is not None else ""
-        words = f"{self._of_rows('dlogits', out)} = {f'u′ ({terms})' if self.call.loss.softcap else terms}    {note}"
+        words = f"{self._in_chunk('dlogits', out)} = {f'u′ ({terms})' if self.call.loss.softcap else terms}    {note}"
         self._write(words, self._row_library)
         return out, self.empty((self.call.vocab,), self.call.row_dtype) if has_sums else None
 
@@ -259,32 +259,32 @@ class _Writer(Primitives):
         value, divergence = self.empty(z.shape[:1], self.call.row_dtype), self.call.loss.divergence
         assert divergence is not None
         gradient = "" if factors is None else ", dlogits in place"
-        words = f"{self._of_rows('divergence', value)}{gradient} = {divergence.kind}, of logits from teacher"
+        words = f"{self._in_chunk('divergence', value)}{gradient} = {divergence.kind}, of logits from teacher"
         self._write(words, "Triton" if self._row_library == "Triton" else "PyTorch")
         return value, z
 
     # Results.
 
-    def loss(self, selected: Rows, found: RowResults) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, selected: Rows, results: RowResults) -> tuple[Tensor, dict[str, Tensor]]:
         call, reduction = self.call, self.call.loss.reduction
         shape = (call.own_tokens,) if reduction == "none" else ()
-        of_row = f"row_log_sum + row_max - {self._u}[y]" if call.loss.is_plain else "loss"
-        of_row = of_row if call.loss.divergence is None else "divergence"
+        row_loss = f"row_log_sum + row_max - {self._u}[y]" if call.loss.is_plain else "loss"
+        row_loss = row_loss if call.loss.divergence is None else "divergence"
         has_weights = "weight" in call.tensors or "token_weights" in call.tensors
-        words = f"{of_row} of each row" if reduction == "none" else f"{reduction} over valid rows of {of_row}"
+        words = f"{row_loss} of each row" if reduction == "none" else f"{reduction} over valid rows of {row_loss}"
         words += ", weighted" if has_weights else ""
         self._write(f"loss {_type(shape, call.row_dtype)} = {words}", self._vector_library)
         return self.empty((selected.count,) if reduction == "none" else (), call.row_dtype), {}
 
     def scaled_rows(self, gradient: Tensor, factors: Tensor) -> Tensor:
-        found = self.empty(tuple(gradient.shape), self.call.dtype)
-        self._write(f"{self._named('dX', found)} = dX * grad    each row", "PyTorch")
-        return found
+        result = self.empty(tuple(gradient.shape), self.call.dtype)
+        self._write(f"{self._typed('dX', result)} = dX * grad    each row", "PyTorch")
+        return result
 
-    def _named(self, name: str, tensor: Tensor) -> str:
+    def _typed(self, name: str, tensor: Tensor) -> str:
         return f"{name} {_type(tensor.shape, tensor.dtype)}"
 
-    def _of_rows(self, name: str, tensor: Tensor) -> str:
+    def _in_chunk(self, name: str, tensor: Tensor) -> str:
         """Returns `name` with its dtype and shape, whose first size is the printed number of rows in a chunk."""
         return f"{name} {_type((self._rows, *tensor.shape[1:]), tensor.dtype)}"
 
@@ -293,7 +293,7 @@ def _type(shape: Iterable[int | str], dtype: torch.dtype) -> str:
     return f"{_DTYPES.get(dtype, str(dtype).removeprefix('torch.'))}[{', '.join(map(str, shape))}]"
 
 
-def _formatted(found: Sequence[Line]) -> tuple[str, ...]:
+def _formatted(lines: Sequence[Line]) -> tuple[str, ...]:
     """Returns the lines as text, with the libraries aligned in a column."""
-    width = max((len(text) for text, library in found if library), default=0)
-    return tuple(f"{text:{width}}  {library}".rstrip() for text, library in found)
+    width = max((len(text) for text, library in lines if library), default=0)
+    return tuple(f"{text:{width}}  {library}".rstrip() for text, library in lines)

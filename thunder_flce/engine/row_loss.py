@@ -60,7 +60,7 @@ class Coefficients:
             # With one column, p is 1 and the gradient of the cross-entropy 0, however the exponentials are rounded.
             s = torch.zeros_like(s)
         self._s = s
-        found = row_coefficients(
+        result = row_coefficients(
             loss, s, call.whole_vocab, at_target=rows.at_target, total=ops.class_total,
             target_weights=rows.target_weights,
         )  # fmt: skip
@@ -69,16 +69,16 @@ class Coefficients:
                 continue
             row_grad = rows.masked(rows.received(grad.reshape(-1).to(call.row_dtype))).contiguous()
             if name == "log_prob":
-                found = found._replace(probability=found.probability - row_grad, one_hot=found.one_hot - row_grad)
+                result = result._replace(probability=result.probability - row_grad, one_hot=result.one_hot - row_grad)
             elif name == "log_sum_exp":
-                found = found._replace(probability=found.probability + row_grad)
+                result = result._replace(probability=result.probability + row_grad)
             elif name == "entropy":
-                found = found._replace(entropy=row_grad)
+                result = result._replace(entropy=row_grad)
             else:
                 uniform = row_grad / -call.whole_vocab
-                found = found._replace(uniform=uniform if found.uniform is None else found.uniform + uniform)
+                result = result._replace(uniform=uniform if result.uniform is None else result.uniform + uniform)
         # The coefficients of all rows, (N,) each, without the terms that depend on the rows' statistics.
-        self.all_rows, self._z_factors = found, None
+        self.all_rows, self._z_factors = result, None
         if loss.z_loss:
             z_factors = rows.s
             if rows.at_target is not None and rows.divisors is not None and "num_items" not in call.tensors:
@@ -86,26 +86,26 @@ class Coefficients:
                 z_factors = rows.masked(z_factors * (rows.divisors[0] / rows.divisors[1]))
             self._z_factors = 2 * loss.z_loss * z_factors
 
-    def of_chunk(self, chunk: slice, found: RowResults | None = None) -> RowCoefficients:
-        """Returns the chunk's coefficients, (C,) each; `found`, its row results, is None if the loss is plain."""
+    def of_chunk(self, chunk: slice, results: RowResults | None = None) -> RowCoefficients:
+        """Returns the chunk's coefficients, (C,) each; `results`, its row results, is None if the loss is plain."""
         scale, coefficients = self._ops.call.loss.logit_scale, self.all_rows
         if chunk.stop - chunk.start < self._rows.count:
-            coefficients = RowCoefficients(*[None if each is None else each[chunk] for each in coefficients])
-        if found is not None:
-            coefficients = self._with_statistics(coefficients, found, chunk)
+            coefficients = RowCoefficients(*[None if vector is None else vector[chunk] for vector in coefficients])
+        if results is not None:
+            coefficients = self._with_statistics(coefficients, results, chunk)
         if scale == 1:
             return coefficients
-        return RowCoefficients(*[None if each is None else each * scale for each in coefficients])
+        return RowCoefficients(*[None if vector is None else vector * scale for vector in coefficients])
 
-    def _with_statistics(self, coefficients: RowCoefficients, found: RowResults, chunk: slice) -> RowCoefficients:
-        """Returns the coefficients with the terms that depend on the chunk's row results, `found`."""
+    def _with_statistics(self, coefficients: RowCoefficients, results: RowResults, chunk: slice) -> RowCoefficients:
+        """Returns the coefficients with the terms that depend on the chunk's row results, `results`."""
         ops, loss = self._ops, self._ops.call.loss
-        row_max, log_sum = found.statistics
-        if found.coefficients is not None:
-            coefficients = found.coefficients
+        row_max, log_sum = results.statistics
+        if results.coefficients is not None:
+            coefficients = results.coefficients
         if loss.target_rest:
             weights, first = self._rows.target_weights[chunk], self._rows.first_targets[chunk]
-            rest = Rest.of(found.row(ops), weights, first)
+            rest = Rest.of(results.row(ops), weights, first)
             probability, one_hot = rest_coefficients(self._s[chunk], weights, rest)
             coefficients = coefficients._replace(probability=probability, one_hot=one_hot)
         if self._z_factors is not None:
@@ -118,13 +118,13 @@ class Coefficients:
 
 
 def token_loss(
-    ops: "Primitives", found: RowResults, inputs: Sequence[Tensor], s: Tensor | None
+    ops: "Primitives", results: RowResults, inputs: Sequence[Tensor], s: Tensor | None
 ) -> tuple[Tensor, RowCoefficients | None]:
     """Returns the token losses of some rows, (C,), from their results and the token `inputs`, (C,) each.
 
     With the upstream gradient of each row's loss, `s` (C,), also returns the coefficients of its gradient.
     """
-    text, row, columns = ops.call.loss.token_loss, found.row(ops), ops.call.whole_vocab
+    text, row, columns = ops.call.loss.token_loss, results.row(ops), ops.call.whole_vocab
     values = {name: OUTPUTS[name].of(row, columns) for name in VARIABLES if uses(text, name)}
     values |= {input_name(number): vector for number, vector in enumerate(inputs)}
     if s is None:
@@ -158,9 +158,9 @@ def joined(ops: "Primitives", rows: Rows, chunks: list[RowResults]) -> RowResult
     def cat(vectors: list[Any]) -> Any:
         return None if vectors[0] is None else torch.cat(vectors)
 
-    each_statistics = [chunk.statistics for chunk in chunks]
+    statistics = [chunk.statistics for chunk in chunks]
     return RowResults(
-        each_statistics[0] and RowStatistics(*(torch.cat(of) for of in zip(*each_statistics, strict=True))),
+        statistics[0] and RowStatistics(*(torch.cat(vectors) for vectors in zip(*statistics, strict=True))),
         cat([chunk.z_y for chunk in chunks]),
         {name: torch.cat([chunk.moments[name] for chunk in chunks]) for name in chunks[0].moments},
         cat([chunk.argmax for chunk in chunks]),

@@ -43,16 +43,16 @@ def prepare(call: Call, *, upstream: Tensor | None, ordered: bool) -> Prepared:
     target = torch.where(is_label if target.ndim > 1 else valid, column, 0)
     weight = valid.to(row_dtype) if weights is None else torch.where(valid, weights, 0)
     at_target, divisors = None, None
-    if (of_class := call.tensors.get("weight")) is not None:
-        at_target = of_class.detach().to(row_dtype)[target]
+    if (class_weights := call.tensors.get("weight")) is not None:
+        at_target = class_weights.detach().to(row_dtype)[target]
     if loss.reduction == "mean":
-        items = call.tensors.get("num_items")
-        if items is not None:
-            items = torch.where(items == 0, float("inf"), items)
-            divisors = (items, items)
+        num_items = call.tensors.get("num_items")
+        if num_items is not None:
+            num_items = torch.where(num_items == 0, float("inf"), num_items)
+            divisors = (num_items, num_items)
         else:
-            of_z = weight.sum()
-            divisors = (of_z if at_target is None else torch.where(valid, weight * at_target, 0).sum(), of_z)
+            z_divisor = weight.sum()
+            divisors = (z_divisor if at_target is None else torch.where(valid, weight * at_target, 0).sum(), z_divisor)
     s = weight if upstream is None else torch.where(valid, weight * upstream, 0)
     if divisors is not None:
         s = torch.where(valid, s / divisors[0], 0)
@@ -71,21 +71,21 @@ class Rows:
     first_targets: Any = None
     """(N, K) 1 for the first of a row's targets in a column, 0 for further and ignored ones; with `Loss.target_rest`"""
 
-    def __init__(self, found: Prepared, count: int, *, index: Any = None, order: Tensor | None = None):
-        """Selects the rows from `found` by `index`, or takes all of them.
+    def __init__(self, prepared: Prepared, count: int, *, index: Any = None, order: Tensor | None = None):
+        """Selects the rows from `prepared` by `index`, or takes all of them.
 
         `order` is (T,): the N tokens of the rows, then the other tokens; None if row t is token t for all T tokens.
         """
-        self.count, self.total, self.order = count, found.target.shape[0], order
+        self.count, self.total, self.order = count, prepared.target.shape[0], order
         # (N,) the token of each row; None without an order.
         self.index: Any = None if order is None else order[:count]
         # (N,) each, as in `Prepared`; with target weights, the target is (N, K). In a forward, s is for the expected
         # upstream gradient.
-        self.target, self.weight, self.s, self.at_target = found[:4]
+        self.target, self.weight, self.s, self.at_target = prepared[:4]
         if index is not None:
             self.target, self.weight, self.s = self.target[index], self.weight[index], self.s[index]
             self.at_target = None if self.at_target is None else self.at_target[index]
-        self.divisors, self._counts = found.divisors, found.counts
+        self.divisors, self._counts = prepared.divisors, prepared.counts
 
     @property
     def valid_count(self) -> Tensor:
@@ -159,12 +159,12 @@ class Rows:
         return torch.where(self.weight != 0, vector, fill)
 
 
-def selected(found: Prepared, count: int) -> Rows:
-    """Returns the first `count` rows of `found`, without an order if that is all of them."""
-    if found.order is None or count == found.target.shape[0]:
-        return Rows(found, count)
+def selected(prepared: Prepared, count: int) -> Rows:
+    """Returns the first `count` rows of `prepared`, without an order if that is all of them."""
+    if prepared.order is None or count == prepared.target.shape[0]:
+        return Rows(prepared, count)
     # A slice gives views, without launches: the host has just waited for the count, and the device is idle.
-    return Rows(found, count, index=slice(count), order=found.order)
+    return Rows(prepared, count, index=slice(count), order=prepared.order)
 
 
 def with_target_weights(call: Call, rows: Rows) -> Rows:
@@ -172,20 +172,20 @@ def with_target_weights(call: Call, rows: Rows) -> Rows:
     if call.targets_per_token is None:
         return rows
     weights, target = call.tensors["target_weights"], call.tensors["target"].long()
-    counts = (rows.gather(target) != call.loss.ignore_index) & (rows.weight != 0).unsqueeze(1)
-    weights = torch.where(counts, rows.gather(weights), 0)
+    is_counted = (rows.gather(target) != call.loss.ignore_index) & (rows.weight != 0).unsqueeze(1)
+    weights = torch.where(is_counted, rows.gather(weights), 0)
     if call.loss.target_rest:
-        rows.first_targets = _first_in_column(rows.target, counts).to(weights.dtype)
-    rows.target, rows.target_weights = torch.where(counts, rows.target, 0), weights
+        rows.first_targets = _first_in_column(rows.target, is_counted).to(weights.dtype)
+    rows.target, rows.target_weights = torch.where(is_counted, rows.target, 0), weights
     return rows
 
 
-def _first_in_column(target: Tensor, counts: Tensor) -> Tensor:
-    """Returns (N, K) bool: True for a row's first target in a column, among the targets for which `counts` is True."""
-    columns, order = torch.where(counts, target, -1).sort(dim=1, stable=True)
-    is_first = torch.ones_like(counts)
+def _first_in_column(target: Tensor, is_counted: Tensor) -> Tensor:
+    """Returns (N, K) bool: True for a row's first target in a column, among the targets that `is_counted` marks."""
+    columns, order = torch.where(is_counted, target, -1).sort(dim=1, stable=True)
+    is_first = torch.ones_like(is_counted)
     is_first[:, 1:] = columns[:, 1:] != columns[:, :-1]
-    return torch.zeros_like(counts).scatter(1, order, is_first) & counts
+    return torch.zeros_like(is_counted).scatter(1, order, is_first) & is_counted
 
 
 # Number of rows that a forward has computed, by the storage of `computed_rows`, so that its backward need not wait for
@@ -195,9 +195,9 @@ _known_counts: dict[StorageWeakRef, int] = {}
 
 def remember(count: Tensor, value: int) -> None:
     """Records that `count`, () int64, holds `value`; nobody may overwrite `count` while its storage lives."""
-    for memory in list(_known_counts):  # Another thread may add to it.
-        if memory.expired():
-            _known_counts.pop(memory, None)
+    for storage in list(_known_counts):  # Another thread may add to it.
+        if storage.expired():
+            _known_counts.pop(storage, None)
     _known_counts[StorageWeakRef(count.untyped_storage())] = value
 
 

@@ -34,17 +34,17 @@ class GradientSums:
                 self._sums[linear.x] = ops.empty(shape, call.row_dtype if is_unit else call.dtype)
             if linear.weight in call.needs_grad:
                 dtype = ops.plan.sum_dtype(call, shape[1], rows=rows.count)
-                of_weight = self._sums[linear.weight] = ops.empty(call.tensors[linear.weight].shape, dtype)
+                weight_sum = self._sums[linear.weight] = ops.empty(call.tensors[linear.weight].shape, dtype)
                 has_16_bits = has_16_bits or dtype.itemsize == 2
-                if call.vocab < of_weight.shape[0]:
+                if call.vocab < weight_sum.shape[0]:
                     # Zeros the rows of dW beyond the vocabulary: they are no columns of the logits.
-                    of_weight[call.vocab :] = 0
-        self._bias: Tensor | None = None
+                    weight_sum[call.vocab :] = 0
+        self._bias_sum: Tensor | None = None
         self._row_weights = weights
         self._has_frequent = bool(ops.plan.float32_rows and has_16_bits and call.vocab)
         self._frequent: FrequentRows | None = None
 
-    def memory_for_inputs(self, chunk: slice) -> list[Tensor | None]:
+    def input_buffers(self, chunk: slice) -> list[Tensor | None]:
         """Returns a (C, H) buffer for each linear into which its rows of x are gathered: the chunk's part of dX.
 
         dX overwrites them later. None if there is no dX of x's dtype, or if no rows are skipped and a view suffices.
@@ -53,7 +53,7 @@ class GradientSums:
         if self._rows.order is None:
             return [None] * len(call.linears)
         sums = (self._sums.get(linear.x) for linear in call.linears)
-        return [None if each is None or each.dtype != call.dtype else each[chunk] for each in sums]
+        return [None if buffer is None or buffer.dtype != call.dtype else buffer[chunk] for buffer in sums]
 
     def add(self, dlogits: Tensor, xs: list[Tensor], chunk: slice, bias_grad: Tensor | None) -> None:
         """Adds the gradients of `chunk`, from dlogits (C, V) and their sum over rows, (V,), for db.
@@ -66,23 +66,23 @@ class GradientSums:
             self._frequent = FrequentRows(ops, self._rows.target, self._row_weights)
         frequent = self._frequent
         for linear, x in zip(ops.call.linears, xs, strict=True):
-            of_input, of_weight = self._sums.get(linear.x), self._sums.get(linear.weight)
+            input_sum, weight_sum = self._sums.get(linear.x), self._sums.get(linear.weight)
             finish_input = None
-            if of_input is not None:
+            if input_sum is not None:
                 # The collective that sums dX over the ranks overlaps with the matmul of dW.
                 finish_input = ops.start_input_gradient(dlogits, linear)
-            if of_weight is not None:
-                memory = of_weight if of_weight.shape[0] == dlogits.shape[1] else of_weight[: dlogits.shape[1]]
-                ops.weight_gradient_(memory, dlogits, x, linear=linear, accumulate=not self._is_first)
-                if frequent is not None and of_weight.dtype.itemsize == 2:
+            if weight_sum is not None:
+                out = weight_sum if weight_sum.shape[0] == dlogits.shape[1] else weight_sum[: dlogits.shape[1]]
+                ops.weight_gradient_(out, dlogits, x, linear=linear, accumulate=not self._is_first)
+                if frequent is not None and weight_sum.dtype.itemsize == 2:
                     columns = frequent.columns_of(dlogits) if columns is None else columns
                     frequent.add(linear, columns, x)
-            if of_input is not None and finish_input is not None:
+            if input_sum is not None and finish_input is not None:
                 part = self._rows.own_slice(chunk)
-                is_all = part.start == 0 and part.stop == of_input.shape[0]
-                finish_input(of_input if is_all else of_input[part])
+                is_all = part.start == 0 and part.stop == input_sum.shape[0]
+                finish_input(input_sum if is_all else input_sum[part])
         if bias_grad is not None:
-            self._bias = bias_grad if self._bias is None else self._bias.add_(bias_grad)
+            self._bias_sum = bias_grad if self._bias_sum is None else self._bias_sum.add_(bias_grad)
         self._is_first = False
 
     def finish(self) -> dict[str, Tensor]:
@@ -93,18 +93,18 @@ class GradientSums:
                 gradients[linear.x] = self._sums.pop(linear.x)
                 self._rows.scatter_(gradients[linear.x])
             if linear.weight in self._sums:
-                of_weight = self._sums.pop(linear.weight)
+                weight_sum = self._sums.pop(linear.weight)
                 if self._is_first:
-                    of_weight.zero_()
-                elif self._frequent is not None and of_weight.dtype.itemsize == 2:
-                    self._frequent.write(linear, of_weight)
-                gradients[linear.weight] = self._ops.rounded(of_weight, call.dtype)
+                    weight_sum.zero_()
+                elif self._frequent is not None and weight_sum.dtype.itemsize == 2:
+                    self._frequent.write(linear, weight_sum)
+                gradients[linear.weight] = self._ops.rounded(weight_sum, call.dtype)
         if call.bias_grad:
-            bias, total = call.tensors["linear_bias"], self._bias
+            bias, total = call.tensors["linear_bias"], self._bias_sum
             if total is None or total.shape != bias.shape:
                 # The bias has elements beyond the vocabulary, or no chunk was added.
-                found = bias.new_empty(0) if total is None else total
-                total = torch.nn.functional.pad(found, (0, bias.shape[0] - found.shape[0]))
+                bias_sum = bias.new_empty(0) if total is None else total
+                total = torch.nn.functional.pad(bias_sum, (0, bias.shape[0] - bias_sum.shape[0]))
             gradients["linear_bias"] = total.to(bias.dtype)
         return gradients
 
@@ -120,10 +120,10 @@ class FrequentRows:
     def __init__(self, ops: "Primitives", target: Tensor, weights: Tensor):
         self._ops, vocab = ops, ops.call.vocab
         self._count = min(ops.plan.float32_rows, vocab)
-        column, is_here = ops.columns_here(target)
-        added = weights.abs().float() if is_here is None else torch.where(is_here, weights.abs().float(), 0)
+        column, is_local = ops.local_columns(target)
+        updates = weights.abs().float() if is_local is None else torch.where(is_local, weights.abs().float(), 0)
         total = torch.zeros(vocab, dtype=torch.float32, device=target.device)
-        total.scatter_add_(0, column.reshape(-1), added.reshape(-1))
+        total.scatter_add_(0, column.reshape(-1), updates.reshape(-1))
         self._columns = total.topk(self._count, sorted=False).indices
         self._sums: dict[Linear, Tensor] = {}
 

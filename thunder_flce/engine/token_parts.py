@@ -21,10 +21,10 @@ from thunder_flce.operation.call import Call, Shard
 class RowsOfParts(Rows):
     """The rows that are computed, ordered by chunk and, in a chunk, by rank; `order` is (N,)."""
 
-    def __init__(self, found: Prepared, index: Tensor, *, shard: Shard, own: Rows, part_chunk: int):
-        """`own` are this rank's M rows of its part; a chunk has `part_chunk` rows of each part, the last one fewer."""
-        super().__init__(found, shard.ranks * own.count, index=index, order=index)
-        self.shard, self.own, self.part_chunk = shard, own, part_chunk
+    def __init__(self, prepared: Prepared, index: Tensor, *, shard: Shard, own_rows: Rows, part_chunk: int):
+        """`own_rows` are this rank's M rows; a chunk has `part_chunk` rows of each part, the last one fewer."""
+        super().__init__(prepared, shard.ranks * own_rows.count, index=index, order=index)
+        self.shard, self.own_rows, self.part_chunk = shard, own_rows, part_chunk
         # Gathers that were started ahead; the key is the id of the tensor with the chunk's first row.
         self._ahead: dict[tuple[int, int], collectives.Pending] = {}
 
@@ -39,62 +39,62 @@ class RowsOfParts(Rows):
 
     def gather_chunk(self, tensor: Tensor, chunk: slice, out: Tensor | None = None) -> Tensor:
         """Returns the rows of `chunk`, (C, H), from all ranks' (P, H); starts to gather those of the next chunk."""
-        found = self._ahead.pop((id(tensor), chunk.start), None) or self._start(tensor, chunk)
+        pending = self._ahead.pop((id(tensor), chunk.start), None) or self._start_gathering(tensor, chunk)
         if chunk.stop < self.count:
             size = self.part_chunk * self.shard.ranks
             following = slice(chunk.stop, min(chunk.stop + size, self.count))
-            self._ahead[id(tensor), following.start] = self._start(tensor, following)
-        return found.wait()
+            self._ahead[id(tensor), following.start] = self._start_gathering(tensor, following)
+        return pending.wait()
 
-    def _start(self, tensor: Tensor, chunk: slice) -> collectives.Pending:
-        return collectives.start_gathering(self.shard, self.own.gather_chunk(tensor, self.own_slice(chunk)))
+    def _start_gathering(self, tensor: Tensor, chunk: slice) -> collectives.Pending:
+        return collectives.start_gathering(self.shard, self.own_rows.gather_chunk(tensor, self.own_slice(chunk)))
 
     def scatter_(self, tensor: Tensor) -> None:
         """Moves the first M rows of `tensor` (P, H) to their tokens, in place, and writes 0 to all other rows."""
-        self.own.scatter_(tensor)
+        self.own_rows.scatter_(tensor)
 
     def returned(self, vector: Tensor, fill: float = 0) -> Tensor:
         """Returns a vector (N,) as one over this rank's tokens, (P,), with `fill` for skipped tokens."""
-        start = self.shard.rank * self.own.total
-        return self.scatter(vector, fill)[start : start + self.own.total]
+        start = self.shard.rank * self.own_rows.total
+        return self.scatter(vector, fill)[start : start + self.own_rows.total]
 
     def received(self, vector: Tensor) -> Tensor:
         """Gathers a vector (P,) from all ranks, and returns the entries that belong to the rows, (N,)."""
         return self.gather(collectives.start_gathering(self.shard, vector).wait())
 
 
-def most_valid(call: Call, found: Prepared) -> Tensor:
+def most_valid(call: Call, prepared: Prepared) -> Tensor:
     """Returns () int64 number of rows to compute: from each part as many as the part with the most valid rows has."""
     assert call.shard is not None
-    return _valid(found, call.shard.ranks).sum(1).max() * call.shard.ranks
+    return _valid_by_part(prepared, call.shard.ranks).sum(1).max() * call.shard.ranks
 
 
-def _valid(found: Prepared, ranks: int) -> Tensor:
+def _valid_by_part(prepared: Prepared, ranks: int) -> Tensor:
     """Returns (R, P) bool: which tokens of each part are valid."""
-    return (found.weight != 0).view(ranks, found.weight.shape[0] // ranks)
+    return (prepared.weight != 0).view(ranks, prepared.weight.shape[0] // ranks)
 
 
-def rows_of_parts(call: Call, found: Prepared, *, chunk_rows: int, count: int) -> Rows:
+def rows_of_parts(call: Call, prepared: Prepared, *, chunk_rows: int, count: int) -> Rows:
     """Returns the rows to compute of all parts.
 
     Args:
         call: a flat call, with the targets of all ranks.
-        found: `Prepared` from these targets.
+        prepared: `Prepared` from these targets.
         chunk_rows: the largest number of rows in a chunk, of all parts together; 0 for a single chunk.
         count: the number of rows to compute, of all parts together.
     """
-    shard, total = call.shard, found.target.shape[0]
+    shard, total = call.shard, prepared.target.shape[0]
     assert shard is not None
     tokens, count = total // shard.ranks, count // shard.ranks
-    valid_first = torch.argsort(_valid(found, shard.ranks), dim=1, descending=True, stable=True)
+    valid_first = torch.argsort(_valid_by_part(prepared, shard.ranks), dim=1, descending=True, stable=True)
     # Ascending, as `Rows.scatter_` needs it.
     order = torch.cat([valid_first[:, :count].sort(1).values, valid_first[:, count:]], 1)
     largest = max((chunk_rows or total) // shard.ranks, 1)
     part_chunk = max(-(-count // max(-(-count // largest), 1)), 1)
-    offsets = torch.arange(shard.ranks, device=found.target.device)[:, None] * tokens
-    chosen = (order[:, :count] + offsets).split(part_chunk, 1)
-    index = torch.cat([part.reshape(-1) for part in chosen])
-    # `own` only tells where this rank's rows are in its x and dX; its other vectors are not used.
-    own = Rows(found, count, order=None if count == tokens else order[shard.rank])
-    own.total = tokens
-    return RowsOfParts(found, index, shard=shard, own=own, part_chunk=part_chunk)
+    offsets = torch.arange(shard.ranks, device=prepared.target.device)[:, None] * tokens
+    chunks = (order[:, :count] + offsets).split(part_chunk, 1)
+    index = torch.cat([chunk.reshape(-1) for chunk in chunks])
+    # `own_rows` only tells where this rank's rows are in its x and dX; its other vectors are not used.
+    own_rows = Rows(prepared, count, order=None if count == tokens else order[shard.rank])
+    own_rows.total = tokens
+    return RowsOfParts(prepared, index, shard=shard, own_rows=own_rows, part_chunk=part_chunk)
