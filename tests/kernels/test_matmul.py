@@ -121,7 +121,7 @@ def fresh(monkeypatch):
     monkeypatch.setattr(algorithms, "TUNED_OPERATIONS", 0)
     monkeypatch.setattr(algorithms, "_TURNS_SECONDS", 1e-3)
     monkeypatch.setattr(algorithms, "_tunings", {})
-    monkeypatch.setattr(algorithms, "_met", Counter())
+    monkeypatch.setattr(algorithms, "_call_counts", Counter())
     algorithms._descriptor.cache_clear()
 
 

@@ -53,7 +53,7 @@ _MOST_TUNINGS, _MOST_KINDS = 64, 256
 # Logits that are computed early, while the host waits, have a number of tokens of their own.
 _AT_ONCE = 2
 _OFTEN = 1000
-_MOST_MET = 4096
+_MOST_COUNTED = 4096
 
 _descriptor = lru_cache(maxsize=64)(MatmulDescriptor)
 
@@ -83,24 +83,24 @@ class Tuning:
 
 _tunings: dict[tuple[Any, ...], dict[Signature, Tuning]] = {}
 """Tunings by kind, which leaves out the number of tokens, and by signature"""
-_met: Counter[tuple[Any, Signature]] = Counter()
+_call_counts: Counter[tuple[Any, Signature]] = Counter()
 """How often matmuls without a tuning have come"""
 
 
 def tunings() -> list[Tuning]:
     """Returns the measurements of this process, grouped by kind of matmul, the oldest first."""
-    return [tuning for of_kind in _tunings.values() for tuning in of_kind.values()]
+    return [tuning for kind_tunings in _tunings.values() for tuning in kind_tunings.values()]
 
 
 @contextmanager
-def alone(own: dict[Any, Any]) -> Iterator[None]:
-    """Uses `own` measurements, at first an empty dict, in place of the process's: for benchmarks."""
-    global _tunings, _met
-    others, _tunings, _met = (_tunings, _met), own, Counter()
+def alone(measurements: dict[Any, Any]) -> Iterator[None]:
+    """Uses `measurements`, at first an empty dict, in place of the process's: for benchmarks."""
+    global _tunings, _call_counts
+    previous, _tunings, _call_counts = (_tunings, _call_counts), measurements, Counter()
     try:
         yield
     finally:
-        _tunings, _met = others
+        _tunings, _call_counts = previous
 
 
 def may_gain(m: int, n: int, k: int) -> bool:
@@ -132,19 +132,19 @@ def _tuning(matmul: Matmul, signature: Signature) -> Tuning | None:
     # V and H: the sizes of b for logits, the sizes of out for sums of dW.
     sizes = matmul.out.shape if matmul.accumulate else matmul.b.shape
     kind = (*sizes, matmul.accumulate, signature.device_index, signature.a.dtype, signature.out.dtype)
-    known = _tunings.get(kind, {})
-    tuning = known.get(signature)
+    kind_tunings = _tunings.get(kind, {})
+    tuning = kind_tunings.get(signature)
     if tuning is not None or torch.cuda.is_current_stream_capturing():
         return tuning
-    if len(known) >= _AT_ONCE:
-        if len(_met) >= _MOST_MET:
-            _met.clear()
-        _met[kind, signature] += 1
-        if _met[kind, signature] < _OFTEN or len(known) >= _MOST_TUNINGS:
+    if len(kind_tunings) >= _AT_ONCE:
+        if len(_call_counts) >= _MOST_COUNTED:
+            _call_counts.clear()
+        _call_counts[kind, signature] += 1
+        if _call_counts[kind, signature] < _OFTEN or len(kind_tunings) >= _MOST_TUNINGS:
             return None
-    elif not known and len(_tunings) >= _MOST_KINDS:
+    elif not kind_tunings and len(_tunings) >= _MOST_KINDS:
         _tunings.clear()
-    _tunings[kind] = known | {signature: (tuning := _measure(matmul, signature))}
+    _tunings[kind] = kind_tunings | {signature: (tuning := _measure(matmul, signature))}
     return tuning
 
 
@@ -153,8 +153,8 @@ def _measure(matmul: Matmul, signature: Signature) -> Tuning:
     runs = []
     try:
         descriptor = _descriptor(signature)
-        same = _with_the_bits_of_the_first(matmul, descriptor.candidates)
-        tries = [partial(descriptor.run, matmul, each, alpha=_MEASURED_FACTOR) for each in same]
+        candidates = _bitwise_equal_candidates(matmul, descriptor.candidates)
+        tries = [partial(descriptor.run, matmul, candidate, alpha=_MEASURED_FACTOR) for candidate in candidates]
         runs = [run for run in tries if run()]
     except RuntimeError as error:
         warnings.warn(f"tune_products has no effect, because cuBLASLt lists no algorithms: {error}", stacklevel=2)
@@ -163,14 +163,14 @@ def _measure(matmul: Matmul, signature: Signature) -> Tuning:
         index, gain, seconds = fastest(runs, _seconds)
         algorithm = runs[index].args[1]
     (m, n), k = matmul.out.shape, matmul.a.shape[1]
-    taken = {"milliseconds": seconds * 1e3, "seconds": time.perf_counter() - start}
-    return Tuning(sizes=(m, n, k), algorithm=algorithm, gain=gain, **taken)
+    times = {"milliseconds": seconds * 1e3, "seconds": time.perf_counter() - start}
+    return Tuning(sizes=(m, n, k), algorithm=algorithm, gain=gain, **times)
 
 
-def _with_the_bits_of_the_first(matmul: Matmul, candidates: Sequence[Algorithm]) -> list[Algorithm]:
+def _bitwise_equal_candidates(matmul: Matmul, candidates: Sequence[Algorithm]) -> list[Algorithm]:
     """Returns the candidates that compute the first rows of a matmul with the same bits as the first candidate."""
     part = matmul._replace(a=matmul.a[:_COMPARED_ROWS], accumulate=False)
-    signature, found, first = None, [], None
+    signature, equal, first = None, [], None
     for algorithm in candidates:
         # Filled with NaN, so that an element that was not written differs.
         out = matmul.out.new_full((part.a.shape[0], matmul.out.shape[1]), math.nan)
@@ -182,8 +182,8 @@ def _with_the_bits_of_the_first(matmul: Matmul, candidates: Sequence[Algorithm])
             continue
         first = out if first is None else first
         if torch.equal(out.view(_BITS[out.itemsize]), first.view(_BITS[out.itemsize])):
-            found.append(algorithm)
-    return found
+            equal.append(algorithm)
+    return equal
 
 
 def fastest(

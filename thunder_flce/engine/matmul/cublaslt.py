@@ -88,12 +88,12 @@ class Signature(NamedTuple):
         if bias is not None:
             if bias.dtype != out.dtype or not bias.is_contiguous() or bias.data_ptr() % ALIGNED_BYTES:
                 return None
-        of_out, of_a, of_b = map(StoredMatrix.of, (out, a, b))
-        if of_out is None or of_out.is_transposed or of_a is None or of_b is None:
+        out_matrix, a_matrix, b_matrix = map(StoredMatrix.of, (out, a, b))
+        if out_matrix is None or out_matrix.is_transposed or a_matrix is None or b_matrix is None:
             return None
         if not a.is_cuda or loaded() is None:
             return None
-        return cls(a.device.index, of_out, of_a, of_b, bias is not None)
+        return cls(a.device.index, out_matrix, a_matrix, b_matrix, bias is not None)
 
 
 class Algorithm(ctypes.Structure):
@@ -116,7 +116,7 @@ class MatmulDescriptor:
 
     def __init__(self, signature: Signature):
         self._handle = _handle(signature.device_index)
-        self._descriptor = _created("MatmulDesc", _COMPUTE_32F, _DATA_TYPES[torch.float32])
+        self._descriptor = _create("MatmulDesc", _COMPUTE_32F, _DATA_TYPES[torch.float32])
         for attribute, stored in ((_DESC_TRANSA, signature.b), (_DESC_TRANSB, signature.a)):
             if stored.is_transposed:
                 _set("MatmulDesc", self._descriptor, attribute, _TRANSPOSED)
@@ -135,16 +135,16 @@ class MatmulDescriptor:
         Algorithms that need a workspace or split the sum over K between thread blocks are left out. On Hopper, the
         others all add in the same order and give the same bits; `algorithms` checks that nevertheless.
         """
-        preference = _created("MatmulPreference")
+        preference = _create("MatmulPreference")
         _set("MatmulPreference", preference, _PREFERENCE_WORKSPACE, ctypes.c_uint64(0))
         for attribute in _PREFERENCE_ALIGNMENTS:
             _set("MatmulPreference", preference, attribute, ctypes.c_uint32(ALIGNED_BYTES))
-        found, count = (_HeuristicResult * _ASKED_FOR)(), ctypes.c_int()
+        buffer, count = (_HeuristicResult * _ASKED_FOR)(), ctypes.c_int()
         operands = self._descriptor, self._b, self._a, self._out, self._out, preference
-        status = _status("MatmulAlgoGetHeuristic", self._handle, *operands, _ASKED_FOR, found, ctypes.byref(count))
+        status = _status("MatmulAlgoGetHeuristic", self._handle, *operands, _ASKED_FOR, buffer, ctypes.byref(count))
         _call("MatmulPreferenceDestroy", preference)
         # If no algorithm fits, cuBLAS returns a status other than 0.
-        results = [] if status else found[: count.value]
+        results = [] if status else buffer[: count.value]
         return [r.algorithm for r in results if r.status == 0 and _split_k(r.algorithm) == 1][:_MOST_CANDIDATES]
 
     def run(self, matmul: Matmul, algorithm: Algorithm, *, alpha: float = 1.0) -> bool:
@@ -156,13 +156,13 @@ class MatmulDescriptor:
         factor, beta = ctypes.byref(ctypes.c_float(alpha)), ctypes.byref(ctypes.c_float(matmul.accumulate))
         operands = factor, b, self._b, a, self._a, beta, out, self._out, out, self._out
         stream = ctypes.c_void_p(torch.cuda.current_stream(matmul.out.device).cuda_stream)
-        how = ctypes.byref(algorithm), ctypes.c_void_p(), ctypes.c_size_t(0), stream  # Without a workspace
+        execution = ctypes.byref(algorithm), ctypes.c_void_p(), ctypes.c_size_t(0), stream  # Without a workspace
         # The descriptor holds the bias's address, and a handle must not be used by two threads at a time.
         with _running:
             if matmul.bias is not None:
                 pointer = ctypes.c_void_p(matmul.bias.data_ptr())
                 _set("MatmulDesc", self._descriptor, _DESC_BIAS_POINTER, pointer)
-            return _status("Matmul", self._handle, self._descriptor, *operands, *how) == 0
+            return _status("Matmul", self._handle, self._descriptor, *operands, *execution) == 0
 
 
 def library_name() -> str | None:
@@ -194,10 +194,10 @@ def _call(function: str, *arguments: object) -> None:
 def _handle(device_index: int) -> ctypes.c_void_p:
     """Returns the device's handle, which is created once and never destroyed."""
     with torch.cuda.device(device_index):
-        return _created("")
+        return _create("")
 
 
-def _created(kind: str, *arguments: object) -> ctypes.c_void_p:
+def _create(kind: str, *arguments: object) -> ctypes.c_void_p:
     value = ctypes.c_void_p()
     _call(f"{kind}Create", ctypes.byref(value), *arguments)
     return value
@@ -210,12 +210,12 @@ def _set(kind: str, descriptor: ctypes.c_void_p, attribute: int, value: ctypes._
 def _layout(stored: StoredMatrix) -> ctypes.c_void_p:
     """Returns the layout descriptor of a stored matrix, whose rows are columns to cuBLAS."""
     sizes = ctypes.c_uint64(stored.columns), ctypes.c_uint64(stored.rows), ctypes.c_int64(stored.row_stride)
-    return _created("MatrixLayout", _DATA_TYPES[stored.dtype], *sizes)
+    return _create("MatrixLayout", _DATA_TYPES[stored.dtype], *sizes)
 
 
 def _split_k(algorithm: Algorithm) -> int:
     value, written = ctypes.c_int32(), ctypes.c_size_t()
-    into = ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value)), ctypes.byref(written)
-    _call("MatmulAlgoConfigGetAttribute", ctypes.byref(algorithm), _ALGORITHM_SPLIT_K, *into)
+    destination = ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value)), ctypes.byref(written)
+    _call("MatmulAlgoConfigGetAttribute", ctypes.byref(algorithm), _ALGORITHM_SPLIT_K, *destination)
     # 0 if the algorithm has no such setting
     return max(value.value, 1)

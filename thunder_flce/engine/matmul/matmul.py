@@ -51,8 +51,8 @@ def logits_(
     if step < columns:
         biases = repeat(None) if bias is None else bias.split(step)
         # Not `strict`: repeat(None) has no end.
-        for of_out, of_weight, of_bias in zip(out.split(step, 1), weight.split(step), biases, strict=False):
-            logits_(of_out, x, of_weight, bias=of_bias, accumulate=accumulate, tune=tune)
+        for out_part, weight_part, bias_part in zip(out.split(step, 1), weight.split(step), biases, strict=False):
+            logits_(out_part, x, weight_part, bias=bias_part, accumulate=accumulate, tune=tune)
         return
     inner_bias = None if is_wider else bias
     _multiply(out, x, weight.t(), bias=inner_bias, accumulate=accumulate, tune=tune and not accumulate)
@@ -69,15 +69,15 @@ def invariant_logits_(
     """
     hidden = x.shape[1]
     # MKL adds in another order if a float64 row does not start at a multiple of 16 bytes.
-    block = x.new_zeros(_BLOCK_ROWS, -(-hidden // ROW_MULTIPLE) * ROW_MULTIPLE)[:, :hidden]
-    of_block = out.new_zeros(_BLOCK_ROWS, out.shape[1])
-    for of_x, of_out in zip(x.split(_BLOCK_ROWS), out.split(_BLOCK_ROWS), strict=True):
-        rows = slice(0, of_x.shape[0])
-        block[rows] = of_x
+    x_block = x.new_zeros(_BLOCK_ROWS, -(-hidden // ROW_MULTIPLE) * ROW_MULTIPLE)[:, :hidden]
+    out_block = out.new_zeros(_BLOCK_ROWS, out.shape[1])
+    for x_rows, out_rows in zip(x.split(_BLOCK_ROWS), out.split(_BLOCK_ROWS), strict=True):
+        rows = slice(0, x_rows.shape[0])
+        x_block[rows] = x_rows
         if accumulate:
-            of_block[rows] = of_out
-        logits_(of_block, block, weight, bias=bias, accumulate=accumulate)
-        of_out.copy_(of_block[rows])
+            out_block[rows] = out_rows
+        logits_(out_block, x_block, weight, bias=bias, accumulate=accumulate)
+        out_rows.copy_(out_block[rows])
 
 
 def input_gradient_(out: Tensor, dlogits: Tensor, weight: Tensor) -> None:
@@ -93,8 +93,8 @@ def input_gradient_(out: Tensor, dlogits: Tensor, weight: Tensor) -> None:
     # dX is a sum over V. In 16 bits, adding the tail's part to the rounded main part would round twice.
     total = torch.empty_like(out, dtype=torch.float32) if out.dtype.itemsize == 2 else out
     main = columns - tail
-    for number, (of_dlogits, of_weight) in enumerate(zip(dlogits.split(main, 1), weight.split(main), strict=True)):
-        _multiply(total, of_dlogits, of_weight, accumulate=number > 0)
+    for number, (dlogits_part, weight_part) in enumerate(zip(dlogits.split(main, 1), weight.split(main), strict=True)):
+        _multiply(total, dlogits_part, weight_part, accumulate=number > 0)
     if total is not out:
         out.copy_(total)
 
@@ -110,8 +110,8 @@ def weight_gradient_(out: Tensor, dlogits: Tensor, x: Tensor, *, accumulate: boo
         _multiply(out, dlogits.t(), x, accumulate=accumulate, tune=tune and accumulate)
         return
     main = columns - tail
-    for of_out, of_dlogits in zip(out.split(main), dlogits.split(main, 1), strict=True):
-        _multiply(of_out, of_dlogits.t(), x, accumulate=accumulate, tune=tune and accumulate)
+    for out_part, dlogits_part in zip(out.split(main), dlogits.split(main, 1), strict=True):
+        _multiply(out_part, dlogits_part.t(), x, accumulate=accumulate, tune=tune and accumulate)
 
 
 def library(device_type: str) -> str:
@@ -194,8 +194,8 @@ def _multiply_with_bias(out: Tensor, a: Tensor, b: Tensor, *, bias: Tensor) -> N
         return
     for start in range(0, out.shape[1], _FLOAT32_COLUMNS):
         block = slice(start, start + _FLOAT32_COLUMNS)
-        of_out = out[:, block]
-        columns = torch.empty(of_out.shape, dtype=torch.float32, device=out.device)
-        _multiply(columns, a, b[:, block])
-        torch.add(columns, bias[block], out=of_out)
-        del columns  # Or two blocks would be alive at once.
+        out_block = out[:, block]
+        product = torch.empty(out_block.shape, dtype=torch.float32, device=out.device)
+        _multiply(product, a, b[:, block])
+        torch.add(product, bias[block], out=out_block)
+        del product  # Or two blocks would be alive at once.
