@@ -63,16 +63,16 @@ def check_available(choice: str, *, dtype: torch.dtype, device_type: str) -> Non
     """
     if choice == "auto":
         return
-    asked = f'row_kernels="{choice}"'
-    if not _takes(choice, dtype, device_type):
+    option = f'row_kernels="{choice}"'
+    if not _supports(choice, dtype, device_type):
         where = f"the logits are {str(dtype).removeprefix('torch.')} on {device_type!r}"
         takes = "runs on CUDA, in float32, bfloat16 and float16"
-        raise ValueError(f'{asked} {takes}, but {where}: choose row_kernels="auto" or "torch"')
-    if (lacking := _lacking(choice)) is not None:
+        raise ValueError(f'{option} {takes}, but {where}: choose row_kernels="auto" or "torch"')
+    if (requirement := _missing_requirement(choice)) is not None:
         problem = "does not run on this GPU"
-        if lacking == BACKENDS[choice].install:
+        if requirement == BACKENDS[choice].install:
             problem = f"needs the package {BACKENDS[choice].package}, which is not installed"
-        raise ValueError(f'{asked} {problem}: {lacking}, or choose row_kernels="auto"')
+        raise ValueError(f'{option} {problem}: {requirement}, or choose row_kernels="auto"')
 
 
 @cache
@@ -81,7 +81,7 @@ def is_installed(name: str) -> bool:
     return importlib.util.find_spec(BACKENDS[name].package) is not None
 
 
-def _lacking(name: str) -> str | None:
+def _missing_requirement(name: str) -> str | None:
     """Returns what a backend lacks on the current GPU, such as the command that installs it; None if it runs."""
     if name == "torch":
         return None
@@ -100,8 +100,8 @@ def _lacking(name: str) -> str | None:
 def missing(*, dtype: torch.dtype, device_type: str) -> str | None:
     """Returns the library that "auto" would use for such logits if it ran, and what it lacks; None if it does run."""
     name = FASTEST[0]
-    lacking = _lacking(name) if _takes(name, dtype, device_type) else None
-    return None if lacking is None else f"{BACKENDS[name].library} ({lacking})"
+    requirement = _missing_requirement(name) if _supports(name, dtype, device_type) else None
+    return None if requirement is None else f"{BACKENDS[name].library} ({requirement})"
 
 
 def divergence_for(choice: str = "auto", *, dtypes: Sequence[torch.dtype], device_type: str) -> Callable[..., Tensor]:
@@ -136,10 +136,10 @@ def _backend(choice: str, dtype: torch.dtype, device_type: str) -> str:
 
 def runs(name: str, dtype: torch.dtype, device_type: str) -> bool:
     """Whether a backend runs on logits of this dtype on this type of device."""
-    return _takes(name, dtype, device_type) and _lacking(name) is None
+    return _supports(name, dtype, device_type) and _missing_requirement(name) is None
 
 
-def _takes(name: str, dtype: torch.dtype, device_type: str) -> bool:
+def _supports(name: str, dtype: torch.dtype, device_type: str) -> bool:
     return name == "torch" or (device_type == "cuda" and dtype in (torch.float32, torch.bfloat16, torch.float16))
 
 

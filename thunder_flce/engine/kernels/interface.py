@@ -120,8 +120,8 @@ def gradient(
 
 def write_at_targets_(out: Tensor, target: Tensor, entry: Tensor) -> None:
     """Writes each row's entry (C,) into out (C, V) at the row's target (C,), unless the target is -1."""
-    at = target.clamp(min=0)[:, None]
-    out.scatter_(1, at, torch.where(target[:, None] < 0, out.gather(1, at), entry[:, None].to(out.dtype)))
+    column = target.clamp(min=0)[:, None]
+    out.scatter_(1, column, torch.where(target[:, None] < 0, out.gather(1, column), entry[:, None].to(out.dtype)))
 
 
 def at_columns(z: Tensor, column: Tensor) -> Tensor:

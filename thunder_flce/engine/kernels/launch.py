@@ -25,12 +25,12 @@ def kernel(aligned: int, *integers: str) -> Callable[..., Any]:
     The other tensors are vectors, which may be slices of longer ones.
     """
 
-    def compiled(function: Callable[..., None]) -> Any:
+    def decorate(function: Callable[..., None]) -> Any:
         parameters = inspect.signature(function).parameters.items()
-        tensors = [name for name, each in parameters if each.annotation is not tl.constexpr and name not in integers]
+        tensors = [name for name, param in parameters if param.annotation is not tl.constexpr and name not in integers]
         return triton.jit(function, do_not_specialize=integers, do_not_specialize_on_alignment=tensors[aligned:])
 
-    return compiled
+    return decorate
 
 
 @lru_cache(maxsize=1024)
@@ -41,9 +41,9 @@ def settings_of(**settings: Any) -> dict[str, Any]:
 
 def for_compiler(device: Device, *, threads: int, registers: int | None = None, **constants: Any) -> dict[str, Any]:
     """Returns Triton's options to compile a kernel with these settings; AMD's compiler takes no limit of registers."""
-    of_registers = {} if registers is None or device.is_hip else {"maxnreg": registers}
+    register_limit = {} if registers is None or device.is_hip else {"maxnreg": registers}
     # Fuses multiplications with additions, which newer versions of Triton do only on request.
-    return {**constants, "num_warps": threads // device.warp_size, "enable_fp_fusion": True, **of_registers}
+    return {**constants, "num_warps": threads // device.warp_size, "enable_fp_fusion": True, **register_limit}
 
 
 def contiguous(*vectors: Tensor | None) -> list[Tensor | None]:
@@ -72,19 +72,19 @@ def launch(jitted: Any, programs: int, tensors: Sequence[Any], settings: dict[st
     addresses: list[int | None] = []
     # Triton compiles anew for dtypes, for addresses at multiples of 16 bytes, and for integers beyond 32 bits.
     kinds: list[Any] = [id(jitted), id(settings), device]
-    for each in tensors:
-        addresses.append(None if each is None else each.data_ptr())
-        kinds.append(None if each is None else each.dtype)
+    for tensor in tensors:
+        addresses.append(None if tensor is None else tensor.data_ptr())
+        kinds.append(None if tensor is None else tensor.dtype)
     for address in addresses[:3]:
         kinds.append(address is None or address % 16 == 0)
     for integer in integers:
         kinds.append(-(2**31) <= integer < 2**31)
     if torch.version.hip is not None:
         # For AMD's GPUs, also for memory within 2 GiB, which vectors never exceed.
-        kinds += [each is None or each.untyped_storage().nbytes() < 2**31 for each in tensors[:3]]
-    known = _compiled.get(key := tuple(kinds))
-    if known is not None:
-        run, function, metadata, constants, _ = known
+        kinds += [tensor is None or tensor.untyped_storage().nbytes() < 2**31 for tensor in tensors[:3]]
+    cached = _compiled.get(key := tuple(kinds))
+    if cached is not None:
+        run, function, metadata, constants, _ = cached
         stream = torch._C._cuda_getCurrentRawStream(device)
         # No launch metadata and hooks: Triton has hooks only while one of its own profilers runs.
         run(programs, 1, 1, stream, function, metadata, None, None, None, *addresses, *integers, *constants)

@@ -108,10 +108,10 @@ class _Builder:
     def inputs(self) -> tuple[Expression, dict[str, Expression]]:
         """Defines the inputs: z (C, stride), and the statistics and vectors, (C, 1) or (1, stride)."""
         stride = self.fusion.stride
-        z, given = self.input(self.rows, stride, dtype=self.fusion.dtype), {}
+        z, vectors = self.input(self.rows, stride, dtype=self.fusion.dtype), {}
         for name in (*RowStatistics._fields, *self.fusion.vectors):
-            given[name] = self.input(*((1, stride) if name == "class_weight" else (self.rows, 1)))
-        return z, given
+            vectors[name] = self.input(*((1, stride) if name == "class_weight" else (self.rows, 1)))
+        return z, vectors
 
     def output(self, result: Expression, dtype: torch.dtype = torch.float32, alias: Expression | None = None) -> None:
         """Adds an output, which overwrites the input `alias`, if given."""
@@ -145,16 +145,16 @@ class _Builder:
         is_column = ops.lt(columns, self.fd.define_scalar(self.fusion.vocab, DataType.Int))
         return Expression(self.fd, is_column).apply("where", values, other)
 
-    def gradient(self, z: Expression, given: dict[str, Expression]) -> Expression:
+    def gradient(self, z: Expression, vectors: dict[str, Expression]) -> Expression:
         """Returns the gradient of `RowCoefficients`, float32, with the terms whose vectors are given."""
         u, tanh = self.logits(z)
-        shifted = u - given["row_max"]
-        p = (shifted - given["row_log_sum"]).apply("exp")
-        gradient = p * given["probability"]
-        if "entropy" in given:
-            gradient = gradient - p * _finite(shifted) * given["entropy"]
-        if "uniform" in given:
-            uniform, weight = given["uniform"], given.get("class_weight")
+        shifted = u - vectors["row_max"]
+        p = (shifted - vectors["row_log_sum"]).apply("exp")
+        gradient = p * vectors["probability"]
+        if "entropy" in vectors:
+            gradient = gradient - p * _finite(shifted) * vectors["entropy"]
+        if "uniform" in vectors:
+            uniform, weight = vectors["uniform"], vectors.get("class_weight")
             gradient = gradient - (uniform if weight is None else uniform * weight)
         return gradient if tanh is None else gradient * (1.0 - tanh * tanh)
 
@@ -164,27 +164,27 @@ def _finite(shifted: Expression) -> Expression:
     return shifted.apply("eq", -math.inf).apply("where", torch.finfo(torch.float32).min, shifted)
 
 
-def _part_statistics(build: _Builder) -> None:
+def _part_statistics(builder: _Builder) -> None:
     """From z (C, S, L): each part's maximum, Σ exp(logit - maximum), and the sum of terms below 3/4; float32 (C, S)."""
-    fusion = build.fusion
+    fusion = builder.fusion
     parts = parts_of(fusion.stride)
     shape = (parts, fusion.stride // parts)
-    u, _ = build.logits(build.input(build.rows, *shape, dtype=fusion.dtype))
-    if _is_masked(fusion.padding, build.logit_map):
-        u = build.masked(u, shape, -math.inf)
+    u, _ = builder.logits(builder.input(builder.rows, *shape, dtype=fusion.dtype))
+    if _is_masked(fusion.padding, builder.logit_map):
+        u = builder.masked(u, shape, -math.inf)
     part_max = u.apply("max", [2])
     # The sum of a part of only -inf must be 0, not NaN, exp(-inf - -inf).
     shift = part_max.apply("eq", -math.inf).apply("where", 0.0, part_max).apply("broadcast", [False, False, True])
-    build.output(part_max)
+    builder.output(part_max)
     exponential = (u - shift).apply("exp")
-    build.output(exponential.apply("sum", [2]))
-    build.output(exponential.apply("lt", 0.75).apply("where", exponential, 0.0).apply("sum", [2]))
+    builder.output(exponential.apply("sum", [2]))
+    builder.output(exponential.apply("lt", 0.75).apply("where", exponential, 0.0).apply("sum", [2]))
 
 
-def _merge_parts(build: _Builder) -> None:
+def _merge_parts(builder: _Builder) -> None:
     """From statistics of parts (C, S): row_max and row_log_sum, float32 (C,); NaN for a row of only -inf."""
-    parts = parts_of(build.fusion.stride)
-    part_max, part_sum, part_below = (build.input(build.rows, parts) for _ in range(3))
+    parts = parts_of(builder.fusion.stride)
+    part_max, part_sum, part_below = (builder.input(builder.rows, parts) for _ in range(3))
     row_max = part_max.apply("max", [1])
     shifted = part_max - row_max.apply("broadcast", [False, True])
     total = (part_sum * shifted.apply("exp")).apply("sum", [1])
@@ -192,31 +192,31 @@ def _merge_parts(build: _Builder) -> None:
     # 1. No other exponential is above 0.5 then.
     below = shifted.apply("lt", 0.0).apply("where", part_sum * shifted.apply("exp"), part_below).apply("sum", [1])
     row_log_sum = total.apply("lt", 1.5).apply("where", below, total - 1.0).apply("log1p")
-    build.output(row_max)
-    build.output(row_log_sum)
+    builder.output(row_max)
+    builder.output(row_log_sum)
 
 
-def _moments(build: _Builder) -> None:
+def _moments(builder: _Builder) -> None:
     """From z and statistics: the sums of `Fusion.moments`, float32 (C,) each."""
-    z, given = build.inputs()
-    shifted = build.logits(z)[0] - given["row_max"]
-    p = (shifted - given["row_log_sum"]).apply("exp")
-    terms = shifted, _finite(shifted), p, given.get("class_weight", 1.0)
-    for name in build.fusion.moments:
+    z, vectors = builder.inputs()
+    shifted = builder.logits(z)[0] - vectors["row_max"]
+    p = (shifted - vectors["row_log_sum"]).apply("exp")
+    terms = shifted, _finite(shifted), p, vectors.get("class_weight", 1.0)
+    for name in builder.fusion.moments:
         term = MOMENTS[name](*terms)
-        if build.fusion.padding:
-            term = build.masked(term, (build.fusion.stride,), 0.0)
-        build.output(term.apply("sum", [1]))
+        if builder.fusion.padding:
+            term = builder.masked(term, (builder.fusion.stride,), 0.0)
+        builder.output(term.apply("sum", [1]))
 
 
-def _gradient(build: _Builder) -> None:
+def _gradient(builder: _Builder) -> None:
     """From z and its vectors: the sums over rows, (stride,), if named, and the gradient in `out_dtype`, if given."""
-    (z, given), fusion = build.inputs(), build.fusion
-    result = build.gradient(z, given)
+    (z, vectors), fusion = builder.inputs(), builder.fusion
+    result = builder.gradient(z, vectors)
     if "column_sums" in fusion.name:
-        build.output(result.apply("sum", [0]))
+        builder.output(result.apply("sum", [0]))
     if fusion.out_dtype is not None:
-        build.output(result, fusion.out_dtype, alias=z if fusion.in_place else None)
+        builder.output(result, fusion.out_dtype, alias=z if fusion.in_place else None)
 
 
 _DEFINITIONS = {
@@ -260,21 +260,21 @@ class NvFuserRowKernels:
             return self._fused[key].execute(inputs, _enable_options=["fast_math"] if is_fast else [])
 
     def statistics(self, z: Tensor, target: Tensor | None = None) -> tuple[RowStatistics, Tensor | None]:
-        found = RowStatistics(*self._run(Fusion("merge_parts", *_kind(z)), self._of_parts(z)))
-        return found, None if target is None else at_columns(z, target)
+        statistics = RowStatistics(*self._run(Fusion("merge_parts", *_layout(z)), self._run_part_statistics(z)))
+        return statistics, None if target is None else at_columns(z, target)
 
-    def _of_parts(self, z: Tensor) -> list[Tensor]:
-        kind = dtype, stride, vocab = _kind(z)
+    def _run_part_statistics(self, z: Tensor) -> list[Tensor]:
+        layout = dtype, stride, vocab = _layout(z)
         padded, parts = whole_rows(z), parts_of(stride)
         if stride > vocab and not _is_masked(stride - vocab, self.logit_map):
             padded[:, vocab:] = math.copysign(math.inf, -self.logit_map.scale)
-        return self._run(Fusion("part_statistics", *kind), [padded.view(-1, parts, stride // parts)])
+        return self._run(Fusion("part_statistics", *layout), [padded.view(-1, parts, stride // parts)])
 
     def moments(
         self, z: Tensor, statistics: RowStatistics, class_weight: Tensor | None, names: tuple[str, ...]
     ) -> dict[str, Tensor]:
         weight = padded_weight(class_weight, z.stride(0))
-        fusion = Fusion("moments", *_kind(z), () if weight is None else ("class_weight",), names)
+        fusion = Fusion("moments", *_layout(z), () if weight is None else ("class_weight",), names)
         sums = self._run(fusion, _inputs(fusion, z, statistics, {"class_weight": weight}))
         return dict(zip(names, sums, strict=True))
 
@@ -286,7 +286,7 @@ class NvFuserRowKernels:
         vectors, in_place = coefficients._replace(one_hot=None)._asdict() | {"class_weight": weight}, out is z
         names = tuple(name for name, vector in vectors.items() if vector is not None)
         name = "gradient_with_column_sums" if column_sums else "gradient"
-        fusions = [whole := Fusion(name, *_kind(z), names, (), out.dtype, in_place)]
+        fusions = [whole := Fusion(name, *_layout(z), names, (), out.dtype, in_place)]
         # A fusion that sums over one or five float32 rows and overwrites them gave wrong gradients (nvFuser 0.2.36, one
         # H200; not in 16 bits). So float32 in place takes two fusions: the sums first, then the gradient.
         if column_sums and in_place and z.dtype == torch.float32:
@@ -294,9 +294,9 @@ class NvFuserRowKernels:
         z_y = entry = None
         if target is not None:
             column = target.clamp(min=0)
-            of_column, z_y = None if class_weight is None else class_weight[column], at_columns(z, column).float()
-            entry = gradient(z_y, self.logit_map, statistics, coefficients, class_weight=of_column)
-        outputs = [each for one in fusions for each in self._run(one, _inputs(one, z, statistics, vectors))]
+            column_weight, z_y = None if class_weight is None else class_weight[column], at_columns(z, column).float()
+            entry = gradient(z_y, self.logit_map, statistics, coefficients, class_weight=column_weight)
+        outputs = [each for fusion in fusions for each in self._run(fusion, _inputs(fusion, z, statistics, vectors))]
         if out is not z:
             out.copy_(outputs[-1][:, : z.shape[1]])
         sums = outputs[0][: z.shape[1]] if column_sums else None
@@ -316,13 +316,13 @@ class NvFuserRowKernels:
         return statistics, z_y
 
 
-def _kind(z: Tensor) -> tuple[torch.dtype, int, int]:
+def _layout(z: Tensor) -> tuple[torch.dtype, int, int]:
     return z.dtype, z.stride(0), z.shape[1]
 
 
 def _inputs(fusion: Fusion, z: Tensor, statistics: RowStatistics, vectors: dict[str, Any]) -> list[Tensor]:
-    of_rows = [*statistics, *(vectors[name] for name in fusion.vectors if name != "class_weight")]
-    inputs = [whole_rows(z), *(vector.contiguous().unsqueeze(1) for vector in of_rows)]
+    row_vectors = [*statistics, *(vectors[name] for name in fusion.vectors if name != "class_weight")]
+    inputs = [whole_rows(z), *(vector.contiguous().unsqueeze(1) for vector in row_vectors)]
     return [*inputs, vectors["class_weight"].unsqueeze(0)] if "class_weight" in fusion.vectors else inputs
 
 

@@ -20,17 +20,17 @@ def divergence_(
         if (shares := divergence.log_shares) is not None:
             log_m = torch.logaddexp(log_p + shares[0], log_q + shares[1])
         p, q = log_p.exp(), log_q.exp()
-        value, of_student = result[rows].zero_(), None
+        value, student_ratio = result[rows].zero_(), None
         if divergence.of_teacher:
-            of_teacher = _ratio(log_q, log_p if log_m is None else log_m, q)
-            value += divergence.of_teacher * sums_of_rows(of_teacher.mul_(q))
+            teacher_ratio = _ratio(log_q, log_p if log_m is None else log_m, q)
+            value += divergence.of_teacher * sums_of_rows(teacher_ratio.mul_(q))
         if divergence.of_student:
-            of_student = _ratio(log_p, log_q if log_m is None else log_m, p)
-            mean = sums_of_rows(p * of_student)
+            student_ratio = _ratio(log_p, log_q if log_m is None else log_m, p)
+            mean = sums_of_rows(p * student_ratio)
             value += divergence.of_student * mean
-            of_student.sub_(mean[:, None])
+            student_ratio.sub_(mean[:, None])
         if factors is not None:
-            gradient = p.sub_(q) if of_student is None else p.mul_(of_student).mul_(divergence.of_student)
+            gradient = p.sub_(q) if student_ratio is None else p.mul_(student_ratio).mul_(divergence.of_student)
             out[rows] = gradient.mul_(factors[rows, None] / divergence.temperature).to(out.dtype)
     return result
 

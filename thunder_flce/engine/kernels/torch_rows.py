@@ -77,9 +77,9 @@ class TorchRowKernels:
         for rows in row_blocks(z):
             shifted = self._logits(z[rows]) - row_max[rows, None]
             probability = (shifted - row_log_sum[rows, None]).exp_()
-            given = shifted, finite(shifted), probability, weight
+            operands = shifted, finite(shifted), probability, weight
             for name in names:
-                sums[name][rows] = sums_of_rows(MOMENTS[name](*given))
+                sums[name][rows] = sums_of_rows(MOMENTS[name](*operands))
         return sums
 
     def gradient_(
@@ -94,17 +94,17 @@ class TorchRowKernels:
         sums = torch.zeros(z.shape[1], dtype=dtype, device=z.device) if column_sums else None
         coefficients = coefficients._replace(one_hot=None)
         for rows in row_blocks(z):
-            block, written = z[rows].to(dtype), out[rows]
-            memory = written if written.dtype == dtype else block if z.dtype != dtype else None
-            of_rows = RowCoefficients(*(None if vector is None else vector[rows, None] for vector in coefficients))
-            of_block = statistics.rows((rows, None))
-            found = gradient(block, self.logit_map, of_block, of_rows, class_weight=class_weight, out=memory)
+            block, out_block = z[rows].to(dtype), out[rows]
+            buffer = out_block if out_block.dtype == dtype else block if z.dtype != dtype else None
+            factors = RowCoefficients(*(None if vector is None else vector[rows, None] for vector in coefficients))
+            row_statistics = statistics.rows((rows, None))
+            result = gradient(block, self.logit_map, row_statistics, factors, class_weight=class_weight, out=buffer)
             if target is not None and entry is not None:
-                write_at_targets_(found, target[rows], entry[rows])
+                write_at_targets_(result, target[rows], entry[rows])
             if sums is not None:
-                sums.add_(found.sum(0))
-            if found is not written:
-                written.copy_(found)
+                sums.add_(result.sum(0))
+            if result is not out_block:
+                out_block.copy_(result)
         return sums
 
     def one_pass_(self, z: Tensor, target: Tensor, coefficients: RowCoefficients) -> tuple[RowStatistics, Tensor]:
@@ -118,24 +118,24 @@ class TorchRowKernels:
     def _statistics(self, z: Tensor, factors: Tensor | None = None) -> RowStatistics:
         """Returns the statistics. With `factors` (C,), overwrites z by factor · derivative of the row's log-sum-exp."""
         row_max = torch.empty(z.shape[0], dtype=torch.promote_types(z.dtype, torch.float32), device=z.device)
-        others = torch.empty_like(row_max)
+        other_sums = torch.empty_like(row_max)
         for rows in row_blocks(z):
             logits, slope = self._logits(z[rows]), None
-            memory = logits if logits.data_ptr() != z[rows].data_ptr() else None
+            buffer = logits if logits.data_ptr() != z[rows].data_ptr() else None
             if factors is not None:
-                memory, slope = logits, self.logit_map.slope(z[rows].to(row_max.dtype))
+                buffer, slope = logits, self.logit_map.slope(z[rows].to(row_max.dtype))
             row_max[rows], column = largest(logits)
-            exponential = torch.sub(logits, row_max[rows, None], out=memory).exp_()
+            exponential = torch.sub(logits, row_max[rows, None], out=buffer).exp_()
             # The maximum's own exponential is 1 (or NaN): a small sum of the others would lose digits beside it.
-            at = column[:, None]
-            own = exponential.gather(1, at)
-            others[rows] = sums_of_rows(exponential.scatter_(1, at, own - 1))
+            index = column[:, None]
+            at_max = exponential.gather(1, index)
+            other_sums[rows] = sums_of_rows(exponential.scatter_(1, index, at_max - 1))
             if factors is not None:
-                found = exponential.scatter_(1, at, own).mul_((factors[rows] / (1 + others[rows]))[:, None])
-                found = found if slope is None else found.mul_(slope)
-                if found.data_ptr() != z[rows].data_ptr():
-                    z[rows] = found
-        return RowStatistics(row_max, others.log1p_())
+                result = exponential.scatter_(1, index, at_max).mul_((factors[rows] / (1 + other_sums[rows]))[:, None])
+                result = result if slope is None else result.mul_(slope)
+                if result.data_ptr() != z[rows].data_ptr():
+                    z[rows] = result
+        return RowStatistics(row_max, other_sums.log1p_())
 
     def _logits(self, z: Tensor) -> Tensor:
         return self.logit_map(z.to(torch.promote_types(z.dtype, torch.float32)))

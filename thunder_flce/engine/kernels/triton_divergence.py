@@ -42,7 +42,7 @@ def _weighted(probability, log, log_other):
 def _divergence_kernel(
     student, teacher, out, factors, divergence,
     STUDENT_STRIDE: tl.constexpr, TEACHER_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, VOCAB: tl.constexpr,
-    SCALE: tl.constexpr, OF_STUDENT: tl.constexpr, OF_TEACHER: tl.constexpr,
+    SCALE: tl.constexpr, STUDENT_WEIGHT: tl.constexpr, TEACHER_WEIGHT: tl.constexpr,
     LOG_STUDENT: tl.constexpr, LOG_TEACHER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     EXACT_STUDENT: tl.constexpr = student.dtype.element_ty == tl.float32
@@ -58,32 +58,32 @@ def _divergence_kernel(
         factor = tl.load(factors + index) * SCALE
         out += index.to(tl.int64) * OUT_STRIDE
 
-    of_student, of_teacher = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    student_terms, teacher_terms = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for start in range(0, VOCAB, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         log_p = _log_probabilities(student, columns, p_max, p_log_sum, VOCAB, SCALE, IS_EXACT)
         log_q = _log_probabilities(teacher, columns, q_max, q_log_sum, VOCAB, SCALE, IS_EXACT)
         p, q = _exp(log_p, IS_EXACT), _exp(log_q, IS_EXACT)
-        if OF_STUDENT == 0:
-            of_teacher += _weighted(q, log_q, log_p)
+        if STUDENT_WEIGHT == 0:
+            teacher_terms += _weighted(q, log_q, log_p)
             if factors is not None:
                 tl.store(out + columns, ((p - q) * factor).to(out.dtype.element_ty), mask=columns < VOCAB)
-        elif OF_TEACHER == 0:
-            of_student += _weighted(p, log_p, log_q)
+        elif TEACHER_WEIGHT == 0:
+            student_terms += _weighted(p, log_p, log_q)
         else:
             log_m = _log_mixture(log_p, log_q, LOG_STUDENT, LOG_TEACHER, IS_EXACT)
-            of_student += _weighted(p, log_p, log_m)
-            of_teacher += _weighted(q, log_q, log_m)
-    mean = tl.sum(of_student, 0)
-    tl.store(divergence + index, OF_STUDENT * mean + OF_TEACHER * tl.sum(of_teacher, 0))
+            student_terms += _weighted(p, log_p, log_m)
+            teacher_terms += _weighted(q, log_q, log_m)
+    mean = tl.sum(student_terms, 0)
+    tl.store(divergence + index, STUDENT_WEIGHT * mean + TEACHER_WEIGHT * tl.sum(teacher_terms, 0))
 
-    if factors is not None and OF_STUDENT != 0:
-        factor *= OF_STUDENT
+    if factors is not None and STUDENT_WEIGHT != 0:
+        factor *= STUDENT_WEIGHT
         for start in range(0, VOCAB, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             log_p = _log_probabilities(student, columns, p_max, p_log_sum, VOCAB, SCALE, IS_EXACT)
             log_other = _log_probabilities(teacher, columns, q_max, q_log_sum, VOCAB, SCALE, IS_EXACT)
-            if OF_TEACHER != 0:
+            if TEACHER_WEIGHT != 0:
                 log_other = _log_mixture(log_p, log_other, LOG_STUDENT, LOG_TEACHER, IS_EXACT)
             p = _exp(log_p, IS_EXACT)
             gradient = (_weighted(p, log_p, log_other) - p * mean) * factor
@@ -99,7 +99,7 @@ def divergence_(
     log_student, log_teacher = divergence.log_shares or (0.0, 0.0)
     settings = settings_of(
         STUDENT_STRIDE=student.stride(0), TEACHER_STRIDE=teacher.stride(0), OUT_STRIDE=out.stride(0), VOCAB=vocab,
-        SCALE=1 / divergence.temperature, OF_STUDENT=divergence.of_student, OF_TEACHER=divergence.of_teacher,
+        SCALE=1 / divergence.temperature, STUDENT_WEIGHT=divergence.of_student, TEACHER_WEIGHT=divergence.of_teacher,
         LOG_STUDENT=log_student, LOG_TEACHER=log_teacher, **_block_for(vocab, _STATISTICS_BLOCKS).settings,
     )  # fmt: skip
     launch(_divergence_kernel, rows, [student, teacher, out, *contiguous(factors), result], settings)

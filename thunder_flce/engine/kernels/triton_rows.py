@@ -114,25 +114,25 @@ def _statistics(row, vocab, rest_columns, rest, SCALE: tl.constexpr, SOFTCAP: tl
         group_max, group_sum = _add_groups(u, group_max, group_sum, IS_EXACT)
     largest = tl.max(group_max, 0)
     relative = _relative(group_max, group_sum, largest, IS_EXACT)
-    others = tl.sum(relative, 0) - 1.0
-    if others < 0.5:
+    other_sum = tl.sum(relative, 0) - 1.0
+    if other_sum < 0.5:
         # No other exponential is above 0.5. Only the sum of the maximum's group, which includes the 1, has lost digits.
         has_largest = group_max == largest
         group = tl.sum(tl.where(has_largest, tl.arange(0, GROUPS), 0), 0)
-        others = tl.sum(tl.where(has_largest, 0.0, relative), 0)
-        others += _sum_below(row, vocab, group, largest, SCALE, SOFTCAP, BLOCK, WIDTH)
-    return largest, others
+        other_sum = tl.sum(tl.where(has_largest, 0.0, relative), 0)
+        other_sum += _sum_below(row, vocab, group, largest, SCALE, SOFTCAP, BLOCK, WIDTH)
+    return largest, other_sum
 
 
 @triton.jit
-def _merge_parts(largest, others, slots, part, PARTS: tl.constexpr, SLOTS: tl.constexpr, IS_EXACT: tl.constexpr):
+def _merge_parts(largest, other_sum, slots, part, PARTS: tl.constexpr, SLOTS: tl.constexpr, IS_EXACT: tl.constexpr):
     """Returns the statistics of a row from its parts', which other programs write to their slots; waits for them.
 
     Maximum and sum are packed into one number of 64 bits, which is written at once. The sum's sign bit is set to 1, so
     that the number is never 0, the value of an empty slot.
     """
     packed = largest.to(tl.int32, bitcast=True).to(tl.int64) << 32
-    packed |= others.to(tl.int32, bitcast=True).to(tl.int64) & 0x7FFFFFFF | 0x80000000
+    packed |= other_sum.to(tl.int32, bitcast=True).to(tl.int64) & 0x7FFFFFFF | 0x80000000
     tl.atomic_xchg(slots + part, packed, sem="relaxed")
     number = tl.arange(0, SLOTS)
     is_part = number < PARTS
@@ -144,8 +144,8 @@ def _merge_parts(largest, others, slots, part, PARTS: tl.constexpr, SLOTS: tl.co
     part_max = tl.where(is_part, part_max, float("-inf"))
     largest = tl.max(part_max, 0)
     has_largest = part_max == largest
-    others = tl.where(has_largest, part_sum, _relative(part_max, 1.0 + part_sum, largest, IS_EXACT))
-    return largest, tl.sum(others, 0) + (tl.sum(has_largest.to(tl.float32), 0) - 1.0)
+    other_sums = tl.where(has_largest, part_sum, _relative(part_max, 1.0 + part_sum, largest, IS_EXACT))
+    return largest, tl.sum(other_sums, 0) + (tl.sum(has_largest.to(tl.float32), 0) - 1.0)
 
 
 @triton.jit
@@ -196,8 +196,8 @@ def _row_statistics(row, VOCAB: tl.constexpr, STRIDE: tl.constexpr, SCALE: tl.co
     columns, rest = None, None
     if VOCAB % BLOCK:
         columns, rest = _last_block(row, VOCAB, STRIDE, BLOCK)
-    largest, others = _statistics(row, VOCAB, columns, rest, SCALE, SOFTCAP, BLOCK)
-    return largest, libdevice.log1p(others)
+    largest, other_sum = _statistics(row, VOCAB, columns, rest, SCALE, SOFTCAP, BLOCK)
+    return largest, libdevice.log1p(other_sum)
 
 
 @kernel(1)
@@ -236,22 +236,22 @@ def _moments_kernel(
         weight = 1.0
         if class_weight is not None:
             weight = tl.load(class_weight + columns, mask=columns < STRIDE, other=0.0)
-        added = ()
+        new_sums = ()
         for i in tl.static_range(len(TERMS)):
             term = TERMS[i](shifted, _finite(shifted), p, weight)
-            added = added + (sums[i] + tl.where(is_column, term, 0.0),)  # type: ignore[assignment]
-        sums = added
+            new_sums = new_sums + (sums[i] + tl.where(is_column, term, 0.0),)  # type: ignore[assignment]
+        sums = new_sums
     for i in tl.static_range(len(TERMS)):
         tl.store(moments + i * tl.num_programs(0) + index, tl.sum(sums[i], 0))
 
 
 @kernel(1)
 def _one_pass_kernel(
-    z, target, probability, one_hot, found, exchange,
+    z, target, probability, one_hot, results, exchange,
     STRIDE: tl.constexpr, VOCAB: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
     PARTS: tl.constexpr, PART: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """found: row_max, row_log_sum and z at the targets, (3, rows).
+    """results: row_max, row_log_sum and z at the targets, (3, rows).
 
     PART: columns of each part but the last, with padding. SLOTS: slots of each row in `exchange`, after the counter.
     """
@@ -273,7 +273,7 @@ def _one_pass_kernel(
     offset = tl.load(target + index) - start
     has_target = (offset >= 0) & (offset < vocab)
     at_target = tl.load(row + offset, mask=has_target, other=0.0)
-    tl.store(found + 2 * rows + index, at_target.to(tl.float32), mask=has_target)
+    tl.store(results + 2 * rows + index, at_target.to(tl.float32), mask=has_target)
     # The partial block stays in registers until the gradient: loading it again took 5% longer.
     rest_columns, rest = None, None
     if PARTS > 1 or VOCAB % BLOCK:
@@ -282,8 +282,8 @@ def _one_pass_kernel(
     if PARTS > 1:
         largest, others = _merge_parts(largest, others, exchange + 1 + index * SLOTS, part, PARTS, SLOTS, IS_EXACT)
     log_sum = libdevice.log1p(others)
-    tl.store(found + index, largest, mask=part == 0)
-    tl.store(found + rows + index, log_sum, mask=part == 0)
+    tl.store(results + index, largest, mask=part == 0)
+    tl.store(results + rows + index, log_sum, mask=part == 0)
 
     share = tl.load(probability + index)
     if rest is not None:
@@ -326,11 +326,11 @@ def _gradient_kernel(
         largest, log_sum = _load_rows(row_max, index, is_row), _load_rows(row_log_sum, index, is_row)
         share = _load_rows(probability, index, is_row)
         # Two statements, because Triton cannot unpack a tuple that contains None.
-        of_uniform = _load_rows(uniform, index, is_row)
-        of_entropy = _load_rows(entropy, index, is_row)
+        row_uniform = _load_rows(uniform, index, is_row)
+        row_entropy = _load_rows(entropy, index, is_row)
         gradient = _gradient(
             tl.load(z + row * STRIDE + columns[None, :], mask=mask, other=0.0),
-            largest, log_sum, share, SCALE, SOFTCAP, IS_EXACT, None, of_uniform, of_entropy, weight,
+            largest, log_sum, share, SCALE, SOFTCAP, IS_EXACT, None, row_uniform, row_entropy, weight,
         )  # fmt: skip
         if target is not None:
             column = tl.load(target + index, mask=is_row, other=-1)[:, None]
@@ -343,7 +343,7 @@ def _gradient_kernel(
                 entry = _gradient(
                     tl.load(z + row * STRIDE + column, mask=is_here, other=0.0),
                     largest, log_sum, share, SCALE, SOFTCAP, IS_EXACT,
-                    _load_rows(one_hot, index, is_row), of_uniform, of_entropy, at_target,
+                    _load_rows(one_hot, index, is_row), row_uniform, row_entropy, at_target,
                 )  # fmt: skip
                 gradient = tl.where(columns[None, :] == column, entry, gradient)
                 # Ensures that all threads have read z at the target before a thread overwrites it.
@@ -418,25 +418,25 @@ class TritonRowKernels:
     def __init__(self, logit_map: LogitMap = LogitMap()):  # noqa: B008
         self.logit_map = logit_map
         # Settings of launches, by the operation and everything they depend on, to save the host's time.
-        self._known: dict[tuple[Any, ...], Any] = {}
+        self._settings: dict[tuple[Any, ...], Any] = {}
 
     def statistics(self, z: Tensor, target: Tensor | None = None) -> tuple[RowStatistics, Tensor | None]:
         (rows, vocab), stride = z.shape, z.stride(0)
-        settings = self._known.get(key := ("statistics", vocab, stride))
+        settings = self._settings.get(key := ("statistics", vocab, stride))
         if settings is None:
-            settings = self._remember(key, _block_for(vocab, _STATISTICS_BLOCKS), STRIDE=stride, VOCAB=vocab)
-        found = RowStatistics(*torch.empty(2, rows, dtype=torch.float32, device=z.device).unbind())
+            settings = self._make_settings(key, _block_for(vocab, _STATISTICS_BLOCKS), STRIDE=stride, VOCAB=vocab)
+        statistics = RowStatistics(*torch.empty(2, rows, dtype=torch.float32, device=z.device).unbind())
         z_y = None if target is None else torch.empty(rows, dtype=z.dtype, device=z.device)
-        launch(_statistics_kernel, rows, [z, *contiguous(target), *found, z_y], settings)
-        return found, z_y
+        launch(_statistics_kernel, rows, [z, *contiguous(target), *statistics, z_y], settings)
+        return statistics, z_y
 
     def moments(
         self, z: Tensor, statistics: RowStatistics, class_weight: Tensor | None, names: tuple[str, ...]
     ) -> dict[str, Tensor]:
         (rows, vocab), stride = z.shape, z.stride(0)
-        settings = self._known.get(key := ("moments", vocab, stride, names))
+        settings = self._settings.get(key := ("moments", vocab, stride, names))
         if settings is None:
-            settings = self._remember(key, _MOMENTS_BLOCK, STRIDE=stride, VOCAB=vocab, **_terms(names))
+            settings = self._make_settings(key, _MOMENTS_BLOCK, STRIDE=stride, VOCAB=vocab, **_terms(names))
         sums = torch.empty(len(names), rows, dtype=torch.float32, device=z.device)
         weight = padded_weight(class_weight, stride)
         launch(_moments_kernel, rows, [z, weight, *contiguous(*statistics), sums], settings)
@@ -447,11 +447,11 @@ class TritonRowKernels:
         class_weight: Tensor | None = None, out: Tensor, target: Tensor | None = None, column_sums: bool = False,
     ) -> Tensor | None:  # fmt: skip
         (rows, vocab), stride, out_stride = z.shape, z.stride(0), out.stride(0)
-        settings = self._known.get(key := ("gradient_", vocab, stride, out_stride, column_sums))
+        settings = self._settings.get(key := ("gradient_", vocab, stride, out_stride, column_sums))
         if settings is None:
             block, at_once = (_SUMS_BLOCK, _SUMS_ROWS) if column_sums else (_GRADIENT_BLOCK, 1)
             constants = {"STRIDE": stride, "OUT_STRIDE": out_stride, "VOCAB": vocab, "ROWS": at_once}
-            settings = self._remember(key, block, **constants)
+            settings = self._make_settings(key, block, **constants)
         programs, rows_each, sums = _ceil(min(stride, out_stride), settings["BLOCK"]), 1, None
         if column_sums:
             rows_each = max(_ceil(rows * programs, _SUMS_PROGRAMS * _SUMS_ROWS) * _SUMS_ROWS, _SUMS_FEWEST_ROWS)
@@ -465,28 +465,28 @@ class TritonRowKernels:
 
     def one_pass_(self, z: Tensor, target: Tensor, coefficients: RowCoefficients) -> tuple[RowStatistics, Tensor]:
         (rows, vocab), stride = z.shape, z.stride(0)
-        settings = self._known.get(key := ("one_pass_", vocab, stride, z.dtype, z.device))
+        settings = self._settings.get(key := ("one_pass_", vocab, stride, z.dtype, z.device))
         if settings is None:
             device = Device.of(z.device)
             parts = _parts(stride, z.element_size(), device)
             block = (_PART_BLOCK if parts["PARTS"] > 1 else _block_for(vocab, _ONE_PASS_BLOCKS)).on(device)
-            settings = self._remember(key, block, STRIDE=stride, VOCAB=vocab, **parts)
+            settings = self._make_settings(key, block, STRIDE=stride, VOCAB=vocab, **parts)
         parts_each, exchange = settings["PARTS"], None
         if parts_each > 1:
             exchange = _exchange(rows, settings["SLOTS"], z.device)
-        found = torch.empty(3, rows, dtype=torch.float32, device=z.device)
+        results = torch.empty(3, rows, dtype=torch.float32, device=z.device)
         vectors = contiguous(target, coefficients.probability, coefficients.one_hot)
-        launch(_one_pass_kernel, rows * parts_each, [z, *vectors, found, exchange], settings)
-        row_max, row_log_sum, z_y = found.unbind()
+        launch(_one_pass_kernel, rows * parts_each, [z, *vectors, results, exchange], settings)
+        row_max, row_log_sum, z_y = results.unbind()
         return RowStatistics(row_max, row_log_sum), z_y
 
-    def _remember(self, key: tuple[Any, ...], block: _Block, **constants: Any) -> dict[str, Any]:
+    def _make_settings(self, key: tuple[Any, ...], block: _Block, **constants: Any) -> dict[str, Any]:
         for name in ("STRIDE", "OUT_STRIDE"):
             if constants.get(name, 0) % ROW_MULTIPLE:
                 raise ValueError(f"the stride of rows must be a multiple of {ROW_MULTIPLE}, but is {constants[name]}")
-        of_map = {"SCALE": self.logit_map.scale, "SOFTCAP": self.logit_map.softcap}
-        self._known[key] = constants | of_map | block.settings
-        return self._known[key]
+        map_constants = {"SCALE": self.logit_map.scale, "SOFTCAP": self.logit_map.softcap}
+        self._settings[key] = constants | map_constants | block.settings
+        return self._settings[key]
 
 
 def _parts(stride: int, itemsize: int, device: Device) -> dict[str, int]:
@@ -520,8 +520,8 @@ def _terms(names: tuple[str, ...]) -> dict[str, Any]:
     terms = [MOMENTS[name] for name in names]
     compiled = [triton.jit(term) for term in terms]
     # Triton's interpreter calls plain functions; `triton.jit` of one would need `tl` among its module's names.
-    used = tuple(c if isinstance(c, triton.JITFunction) else t for c, t in zip(compiled, terms, strict=True))
-    return {"TERMS": used, "KEY": "".join(getattr(t, "cache_key", "") for t in used)}
+    functions = tuple(c if isinstance(c, triton.JITFunction) else t for c, t in zip(compiled, terms, strict=True))
+    return {"TERMS": functions, "KEY": "".join(getattr(t, "cache_key", "") for t in functions)}
 
 
 def _block_for(vocab: int, blocks: tuple[_Block, ...]) -> _Block:

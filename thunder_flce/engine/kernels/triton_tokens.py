@@ -44,11 +44,11 @@ _NUMBERS = {
 _FRACTIONS = ("div", "reciprocal", "exp", "expm1", "log", "log1p", "sqrt", "rsqrt", "tanh", "sigmoid")
 """Operations among these that give floating-point numbers for integers, too."""
 _POWERS = {"1": 1, "2": 2, "3": 3, "4": 4, "2.0": 2, "3.0": 3, "4.0": 4}
-_COMPARED = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
-_OF_MASKS = {"logical_and": "&", "logical_or": "|", "bitwise_and": "&", "bitwise_or": "|"}
+_COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+_MASK_OPERATORS = {"logical_and": "&", "logical_or": "|", "bitwise_and": "&", "bitwise_or": "|"}
 
 
-class _Written:
+class _Statements:
     """The statements of a token loss in Triton's language; raises a KeyError for an operation without an expression."""
 
     def __init__(self, text: TokenLoss, masks: Sequence[str], integers: Mapping[str, torch.dtype]):
@@ -58,54 +58,54 @@ class _Written:
         small integers that operations make of masks and numbers"""
         for statement in ast.parse(text.replace("; ", "\n")).body:
             assert isinstance(statement, ast.Assign) and isinstance(target := statement.targets[0], ast.Name)
-            self.lines.append(f"{target.id} = {self._value(target.id, statement.value)}")
+            self.lines.append(f"{target.id} = {self._expression(target.id, statement.value)}")
 
-    def _value(self, name: str, node: Any) -> str:
+    def _expression(self, name: str, node: Any) -> str:
         if isinstance(node, ast.Name):
             if node.id in self._masks:
                 self._masks.add(name)
             return node.id
-        by_name = {each.arg: ast.unparse(each.value) for each in node.keywords}
-        if by_name not in ({}, {"dtype": "row"}):
+        keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+        if keywords not in ({}, {"dtype": "row"}):
             raise KeyError(node.func.attr)
-        operation, given = node.func.attr, [ast.unparse(each) for each in node.args]
-        are_masks = [each in self._masks for each in given]
-        are_integers = [each in (*self._integers, "None") or each.lstrip("-").isdigit() for each in given]
-        if operation in _COMPARED and all(are_integers):
-            for limits in [torch.iinfo(self._integers[each]) for each in given if each in self._integers]:
-                if any(each not in self._integers and not limits.min <= int(each) <= limits.max for each in given):
+        operation, operands = node.func.attr, [ast.unparse(operand) for operand in node.args]
+        are_masks = [operand in self._masks for operand in operands]
+        are_integers = [operand in (*self._integers, "None") or operand.lstrip("-").isdigit() for operand in operands]
+        if operation in _COMPARISONS and all(are_integers):
+            for limits in [torch.iinfo(self._integers[operand]) for operand in operands if operand in self._integers]:
+                if any(each not in self._integers and not limits.min <= int(each) <= limits.max for each in operands):
                     raise KeyError(operation)  # PyTorch converts the constant to the input's dtype, which changes it.
             self._masks.add(name)
-            return f" {_COMPARED[operation]} ".join(given)
-        if operation in _OF_MASKS and all(are_masks):
+            return f" {_COMPARISONS[operation]} ".join(operands)
+        if operation in _MASK_OPERATORS and all(are_masks):
             self._masks.add(name)
-            return f" {_OF_MASKS[operation]} ".join(given)
+            return f" {_MASK_OPERATORS[operation]} ".join(operands)
         if operation in ("logical_not", "bitwise_not") and all(are_masks):
             self._masks.add(name)
-            return f"{given[0]} == 0"
-        if not by_name and operation not in (*_COMPARED, *_FRACTIONS):
-            decide = slice(1 if operation in ("full_like", "masked_fill") else None)
-            if all(map(operator.or_, are_integers[decide], are_masks[decide])):
-                if all(are_masks[decide]) or not set(given[decide]).isdisjoint(self._integers):
+            return f"{operands[0]} == 0"
+        if not keywords and operation not in (*_COMPARISONS, *_FRACTIONS):
+            typed = slice(1 if operation in ("full_like", "masked_fill") else None)
+            if all(map(operator.or_, are_integers[typed], are_masks[typed])):
+                if all(are_masks[typed]) or not set(operands[typed]).isdisjoint(self._integers):
                     raise KeyError(operation)  # The result would be a mask or an integer of the input's dtype.
                 self._integers[name] = torch.int64
-        if operation == "full_like" and (by_name or not are_masks[0]):
-            return f"tl.full([BLOCK], {self._number(given[1])}, tl.float32)"
+        if operation == "full_like" and (keywords or not are_masks[0]):
+            return f"tl.full([BLOCK], {self._number(operands[1])}, tl.float32)"
         if operation == "where" and are_masks[0]:
-            return f"tl.where({given[0]}, {self._number(given[1])}, {self._number(given[2])})"
+            return f"tl.where({operands[0]}, {self._number(operands[1])}, {self._number(operands[2])})"
         if operation == "masked_fill" and are_masks[1]:
-            return f"tl.where({given[1]}, {self._number(given[2])}, {self._number(given[0])})"
-        numbers = [self._number(each) for each in given]
-        if operation in _COMPARED:
+            return f"tl.where({operands[1]}, {self._number(operands[2])}, {self._number(operands[0])})"
+        numbers = [self._number(operand) for operand in operands]
+        if operation in _COMPARISONS:
             self._masks.add(name)
-            return f" {_COMPARED[operation]} ".join(numbers)
+            return f" {_COMPARISONS[operation]} ".join(numbers)
         if operation == "clamp":
-            least, most = [*given[1:], "None"][:2]
+            least, most = [*operands[1:], "None"][:2]
             value = numbers[0] if least == "None" else _NUMBERS["clamp_min"].format(numbers[0], self._number(least))
             return value if most == "None" else _NUMBERS["clamp_max"].format(f"({value})", self._number(most))
-        if operation == "pow" and given[1] in _POWERS:
-            return " * ".join(numbers[:1] * _POWERS[given[1]])
-        if (operation == "_to_copy") != bool(by_name) or (operation in ("add", "mul", "clone") and all(are_masks)):
+        if operation == "pow" and operands[1] in _POWERS:
+            return " * ".join(numbers[:1] * _POWERS[operands[1]])
+        if (operation == "_to_copy") != bool(keywords) or (operation in ("add", "mul", "clone") and all(are_masks)):
             raise KeyError(operation)  # A cast to another dtype, or a sum of masks, which is a mask.
         return _NUMBERS[operation].format(*numbers)
 
@@ -172,21 +172,21 @@ def kernel_for(
         dtypes = dict(zip(names, input_dtypes, strict=True))
         masks = [name for name in names if dtypes[name] is torch.bool]
         integers = {name: dtypes[name] for name in names if not dtypes[name].is_floating_point and name not in masks}
-        lines = _Written(token_loss, masks, integers).lines
+        lines = _Statements(token_loss, masks, integers).lines
     except (KeyError, SyntaxError):
         return None
     loads = [f"{name} = tl.load({name}_of + number, mask=is_row, other=0)" for name in names]
     # Integers of all dtypes are computed in int64.
     loads += [f"{name} = {name}.to(tl.int64)" for name in integers]
-    given = {line.partition(" = ")[0] for line in lines}
+    assigned = {line.partition(" = ")[0] for line in lines}
     source = _KERNEL.format(
         inputs="".join(f"{name}_of, " for name in names), loads="\n    ".join(loads), statements="\n    ".join(lines),
-        **{f"d_{name}": f"d_{name}" if f"d_{name}" in given else "0.0" for name in VARIABLES},
+        **{f"d_{name}": f"d_{name}" if f"d_{name}" in assigned else "0.0" for name in VARIABLES},
     )  # fmt: skip
     # Triton gets a function's source from Python's linecache.
     file = f"<token loss {abs(hash(source))}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    scope: dict[str, Any] = {each.__name__: each for each in (_logits, _product)}
+    scope: dict[str, Any] = {function.__name__: function for function in (_logits, _product)}
     scope |= {"tl": tl, "libdevice": libdevice, "__name__": __name__}
     exec(compile(source, file, "exec"), scope)  # noqa: S102 (made of the expressions above)
     jitted = kernel(0, "rows", "columns")(scope["token_kernel"])
@@ -197,12 +197,12 @@ def kernel_for(
         columns: int,
     ) -> tuple[Tensor, RowCoefficients]:  # fmt: skip
         rows = z_y.shape[0]
-        names = [name for name in ("d_mean_logit", "d_entropy") if name in given]
+        names = [name for name in ("d_mean_logit", "d_entropy") if name in assigned]
         value, probability, one_hot, *others = z_y.new_empty(3 + len(names), rows, dtype=torch.float32).unbind()
-        of_names = dict(zip(names, others, strict=True))
-        found = [value, probability, one_hot, of_names.get("d_mean_logit"), of_names.get("d_entropy")]
+        optional = dict(zip(names, others, strict=True))
+        outputs = [value, probability, one_hot, optional.get("d_mean_logit"), optional.get("d_entropy")]
         vectors = contiguous(*statistics, z_y, moments.get("expected"), moments.get("shifted_sum"), s, *inputs)
-        launch(jitted, -(-rows // _BLOCK), [*vectors, *found], settings, rows, columns)
-        return value, RowCoefficients(*found[1:])
+        launch(jitted, -(-rows // _BLOCK), [*vectors, *outputs], settings, rows, columns)
+        return value, RowCoefficients(*outputs[1:])
 
     return run

@@ -66,9 +66,9 @@ def _prepare_kernel(
         tl.store(weights + place, weight, mask=is_row)
         product = weight
         if class_weight is not None:
-            of_class = tl.load(class_weight + label, mask=is_token, other=0.0).to(tl.float32)
-            tl.store(at_target + place, of_class, mask=is_row)
-            product = tl.where(valid, weight * of_class, 0.0)
+            label_weight = tl.load(class_weight + label, mask=is_token, other=0.0).to(tl.float32)
+            tl.store(at_target + place, label_weight, mask=is_row)
+            product = tl.where(valid, weight * label_weight, 0.0)
         total += product
         total_z += weight
         wrong += is_wrong.to(tl.int32)
@@ -129,8 +129,8 @@ def prepare(call: Call, *, upstream: Tensor | None, ordered: bool) -> Prepared:
     sizes_of_floats = [2, tokens, tokens] if class_weight is None else [2, tokens, tokens, tokens]
     integers = torch.empty(sum(sizes_of_integers), dtype=torch.int64, device=device)
     floats = torch.empty(sum(sizes_of_floats), dtype=torch.float32, device=device)
-    given = contiguous(target, get("token_weights"), class_weight, get("num_items"), upstream)
-    launch(_prepare_kernel, 1, [*given, integers, floats], settings, tokens, call.whole_vocab, loss.ignore_index)
+    inputs = contiguous(target, get("token_weights"), class_weight, get("num_items"), upstream)
+    launch(_prepare_kernel, 1, [*inputs, integers, floats], settings, tokens, call.whole_vocab, loss.ignore_index)
     counts, is_right, column, *order = integers.split_with_sizes(sizes_of_integers)
     divisors, weight, s, *at_target = floats.split_with_sizes(sizes_of_floats)
     return Prepared(
@@ -197,12 +197,12 @@ def finish(
     rows, reduces = z_y.shape[0], loss.reduction != "none"
     settings = settings_of(Z_LOSS=loss.z_loss, REDUCES=reduces, BLOCK=_BLOCK, threads=_THREADS)
     result = torch.empty(() if reduces else rows, dtype=torch.float32, device=z_y.device)
-    found = {name: torch.empty_like(statistics.row_max) for name in loss.outputs if name in ("log_prob", "log_sum_exp")}
+    extra = {name: torch.empty_like(statistics.row_max) for name in loss.outputs if name in ("log_prob", "log_sum_exp")}
     tensors = [*contiguous(*statistics, z_y, weight, at_target, row_losses), divisors, result]
-    tensors += [found.get("log_prob"), found.get("log_sum_exp")]
+    tensors += [extra.get("log_prob"), extra.get("log_sum_exp")]
     if programs := 1 if reduces else -(-rows // _BLOCK):
         launch(_finish_kernel, programs, tensors, settings, rows)
-    return result, found
+    return result, extra
 
 
 @triton.jit
@@ -250,9 +250,9 @@ def scale_(
         expected: () the upstream gradient for which the gradients were computed; None for 1.
     """
     for number in range(0, len(gradients), 3):
-        given: list[Any] = [*gradients[number : number + 3], None, None][:3]
-        sizes = [0 if each is None else each.numel() for each in given]
-        most = Device.of(given[0].device).multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR
+        batch: list[Any] = [*gradients[number : number + 3], None, None][:3]
+        sizes = [0 if gradient is None else gradient.numel() for gradient in batch]
+        most = Device.of(batch[0].device).multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR
         if programs := min(-(-max(sizes) // _SCALE_BLOCK), most):
             settings = settings_of(BLOCK=_SCALE_BLOCK, threads=_THREADS)
-            launch(_scale_kernel, programs, [*given, grad, valid_count, expected], settings, *sizes)
+            launch(_scale_kernel, programs, [*batch, grad, valid_count, expected], settings, *sizes)
