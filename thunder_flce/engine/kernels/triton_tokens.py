@@ -123,7 +123,7 @@ def _product(upstream, derivative):
 
 _KERNEL = """
 def token_kernel(
-    row_max, row_log_sum, z_y, expected, shifted_sum, s, {inputs}value, probability, one_hot, uniform, of_entropy,
+    row_max, row_log_sum, z_y, expected, shifted_sum, s, {inputs}value, probability, one_hot, uniform, entropy_out,
     rows, columns,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
 ):
@@ -143,17 +143,17 @@ def token_kernel(
     {statements}
     tl.store(value + number, loss, mask=is_row)
     upstream = tl.load(s + number, mask=is_row, other=0.0)
-    of_log_prob = _product(upstream, {d_log_prob})
-    share = _product(upstream, {d_log_sum_exp}) - of_log_prob
-    if of_entropy is not None:
+    g_log_prob = _product(upstream, {d_log_prob})
+    share = _product(upstream, {d_log_sum_exp}) - g_log_prob
+    if entropy_out is not None:
         factor = _product(upstream, {d_entropy})
         share += factor * (log_sum - entropy)
-        tl.store(of_entropy + number, factor, mask=is_row)
+        tl.store(entropy_out + number, factor, mask=is_row)
     if uniform is not None:
         factor = _product(upstream, {d_mean_logit})
         tl.store(uniform + number, -factor / columns, mask=is_row)
     tl.store(probability + number, share, mask=is_row)
-    tl.store(one_hot + number, -of_log_prob, mask=is_row)
+    tl.store(one_hot + number, -g_log_prob, mask=is_row)
 """
 _BLOCK, _THREADS = 512, 128
 
@@ -175,12 +175,12 @@ def kernel_for(
         lines = _Statements(token_loss, masks, integers).lines
     except (KeyError, SyntaxError):
         return None
-    loads = [f"{name} = tl.load({name}_of + number, mask=is_row, other=0)" for name in names]
+    loads = [f"{name} = tl.load({name}_ptr + number, mask=is_row, other=0)" for name in names]
     # Integers of all dtypes are computed in int64.
     loads += [f"{name} = {name}.to(tl.int64)" for name in integers]
     assigned = {line.partition(" = ")[0] for line in lines}
     source = _KERNEL.format(
-        inputs="".join(f"{name}_of, " for name in names), loads="\n    ".join(loads), statements="\n    ".join(lines),
+        inputs="".join(f"{name}_ptr, " for name in names), loads="\n    ".join(loads), statements="\n    ".join(lines),
         **{f"d_{name}": f"d_{name}" if f"d_{name}" in assigned else "0.0" for name in VARIABLES},
     )  # fmt: skip
     # Triton gets a function's source from Python's linecache.
