@@ -310,8 +310,8 @@ class _Choice:
         ignored_rows = options.ignored_rows
         if ignored_rows == "auto":
             # Whether skipping ignored rows can save more time than the wait for the number of valid rows costs.
-            pays = self.is_on_cpu or matmul_seconds(call, device) >= WAIT_SECONDS
-            ignored_rows = "skip" if pays or not call.ignores_rows else "compute"
+            skipping_pays = self.is_on_cpu or matmul_seconds(call, device) >= WAIT_SECONDS
+            ignored_rows = "skip" if skipping_pays or not call.ignores_rows else "compute"
         self.common = Plan(
             strategy=strategy_of(call, options), float32_logits=options.has_float32_logits(call.dtype),
             ignored_rows=ignored_rows, row_kernels=options.row_kernels, batch_invariant=options.batch_invariant,
@@ -361,12 +361,12 @@ class _Choice:
             threads = max(device.multiprocessors, CPU_FEWEST_THREADS)
             allowed = min(threads * CPU_THREAD_BYTES, CPU_CHUNK_BYTES) // self.row_bytes
             return max(allowed, int(call.hidden * CPU_PART_OF_HIDDEN), self.smallest)
-        least = rows = max(self.compute_bound_rows, self.tokens if self.tokens <= ONE_CHUNK_ROWS else 0)
+        fewest = rows = max(self.compute_bound_rows, self.tokens if self.tokens <= ONE_CHUNK_ROWS else 0)
         enough = int(CHUNK_SECONDS * device.matmul_rate / (6 * max(call.hidden, 1) * max(call.vocab, 1)))
-        part = -(-self.tokens // (FEWEST_CHUNKS * TILE_ROWS)) * TILE_ROWS
-        rows = max(rows, min(enough, CHUNK_BYTES // self.row_bytes, part))
+        rows_of_part = -(-self.tokens // (FEWEST_CHUNKS * TILE_ROWS)) * TILE_ROWS
+        rows = max(rows, min(enough, CHUNK_BYTES // self.row_bytes, rows_of_part))
         is_frozen = "input" in call.needs_grad and not self.weights
-        if self.common.strategy == GRADIENTS_IN_FORWARD and is_frozen and rows == least:
+        if self.common.strategy == GRADIENTS_IN_FORWARD and is_frozen and rows == fewest:
             # Half as many rows, if their dX keeps the device busy: see FULL_WAVE.
             tiles = -(-self._balanced(rows // 2) // TILE[0]) * -(-call.tensors["input"].shape[-1] // TILE[1])
             in_waves = -(-tiles // device.multiprocessors) * device.multiprocessors

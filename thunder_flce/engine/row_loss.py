@@ -104,8 +104,8 @@ class Coefficients:
         if results.coefficients is not None:
             coefficients = results.coefficients
         if loss.target_rest:
-            weights, first = self._rows.target_weights[chunk], self._rows.first_targets[chunk]
-            rest = Rest.of(results.row(ops), weights, first)
+            weights, first_targets = self._rows.target_weights[chunk], self._rows.first_targets[chunk]
+            rest = Rest.of(results.row(ops), weights, first_targets)
             probability, one_hot = rest_coefficients(self._s[chunk], weights, rest)
             coefficients = coefficients._replace(probability=probability, one_hot=one_hot)
         if self._z_factors is not None:
@@ -170,8 +170,8 @@ def joined(ops: "Primitives", rows: Rows, chunks: list[RowResults]) -> RowResult
 
 def cross_entropy(ops: "Primitives", rows: Rows, row: Row) -> Tensor:
     """Returns (N,) each row's cross-entropy, with class weights, smoothing and target weights."""
-    call, weights, first = ops.call, rows.target_weights, rows.first_targets
-    rest = None if first is None else Rest.of(row, weights, first)
+    call, weights, first_targets = ops.call, rows.target_weights, rows.first_targets
+    rest = None if first_targets is None else Rest.of(row, weights, first_targets)
     return call.loss.cross_entropy(
         row, call.whole_vocab, at_target=rows.at_target, total=ops.class_total, target_weights=weights, rest=rest
     )

@@ -145,8 +145,8 @@ class Rows:
         """Moves the first N rows of `tensor` (T, H) to their tokens, in place, and writes 0 to all other rows."""
         if self.order is None:
             return
-        numbers = torch.arange(self.count, device=tensor.device)
-        source = torch.zeros(self.total, dtype=torch.int64, device=tensor.device).index_copy_(0, self.index, numbers)
+        positions = torch.arange(self.count, device=tensor.device)
+        source = torch.zeros(self.total, dtype=torch.int64, device=tensor.device).index_copy_(0, self.index, positions)
         # Blocks are written from the end. The i-th valid row belongs to token i or a later one, so a block's source
         # rows have not been overwritten yet, unless they lie in the block itself, whose rows are copied first.
         for start in reversed(range(0, self.total, _MOVED_ROWS)):

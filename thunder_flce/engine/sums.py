@@ -122,9 +122,9 @@ class FrequentRows:
         self._count = min(ops.plan.float32_rows, vocab)
         column, is_local = ops.local_columns(target)
         updates = weights.abs().float() if is_local is None else torch.where(is_local, weights.abs().float(), 0)
-        total = torch.zeros(vocab, dtype=torch.float32, device=target.device)
-        total.scatter_add_(0, column.reshape(-1), updates.reshape(-1))
-        self._columns = total.topk(self._count, sorted=False).indices
+        update_sums = torch.zeros(vocab, dtype=torch.float32, device=target.device)
+        update_sums.scatter_add_(0, column.reshape(-1), updates.reshape(-1))
+        self._columns = update_sums.topk(self._count, sorted=False).indices
         self._sums: dict[Linear, Tensor] = {}
 
     def columns_of(self, dlogits: Tensor) -> Tensor:

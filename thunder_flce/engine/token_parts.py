@@ -41,9 +41,9 @@ class RowsOfParts(Rows):
         """Returns the rows of `chunk`, (C, H), from all ranks' (P, H); starts to gather those of the next chunk."""
         pending = self._ahead.pop((id(tensor), chunk.start), None) or self._start_gathering(tensor, chunk)
         if chunk.stop < self.count:
-            size = self.part_chunk * self.shard.ranks
-            following = slice(chunk.stop, min(chunk.stop + size, self.count))
-            self._ahead[id(tensor), following.start] = self._start_gathering(tensor, following)
+            step = self.part_chunk * self.shard.ranks
+            next_chunk = slice(chunk.stop, min(chunk.stop + step, self.count))
+            self._ahead[id(tensor), next_chunk.start] = self._start_gathering(tensor, next_chunk)
         return pending.wait()
 
     def _start_gathering(self, tensor: Tensor, chunk: slice) -> collectives.Pending:

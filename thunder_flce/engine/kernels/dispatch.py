@@ -65,9 +65,9 @@ def check_available(choice: str, *, dtype: torch.dtype, device_type: str) -> Non
         return
     option = f'row_kernels="{choice}"'
     if not _supports(choice, dtype, device_type):
-        where = f"the logits are {str(dtype).removeprefix('torch.')} on {device_type!r}"
-        takes = "runs on CUDA, in float32, bfloat16 and float16"
-        raise ValueError(f'{option} {takes}, but {where}: choose row_kernels="auto" or "torch"')
+        logits_text = f"the logits are {str(dtype).removeprefix('torch.')} on {device_type!r}"
+        support = "runs on CUDA, in float32, bfloat16 and float16"
+        raise ValueError(f'{option} {support}, but {logits_text}: choose row_kernels="auto" or "torch"')
     if (requirement := _missing_requirement(choice)) is not None:
         problem = "does not run on this GPU"
         if requirement == BACKENDS[choice].install:

@@ -71,18 +71,18 @@ def launch(jitted: Any, programs: int, tensors: Sequence[Any], settings: dict[st
     # Addresses instead of tensors: Triton would ask the driver whether a tensor's memory belongs to the device.
     addresses: list[int | None] = []
     # Triton compiles anew for dtypes, for addresses at multiples of 16 bytes, and for integers beyond 32 bits.
-    kinds: list[Any] = [id(jitted), id(settings), device]
+    key_parts: list[Any] = [id(jitted), id(settings), device]
     for tensor in tensors:
         addresses.append(None if tensor is None else tensor.data_ptr())
-        kinds.append(None if tensor is None else tensor.dtype)
+        key_parts.append(None if tensor is None else tensor.dtype)
     for address in addresses[:3]:
-        kinds.append(address is None or address % 16 == 0)
+        key_parts.append(address is None or address % 16 == 0)
     for integer in integers:
-        kinds.append(-(2**31) <= integer < 2**31)
+        key_parts.append(-(2**31) <= integer < 2**31)
     if torch.version.hip is not None:
         # For AMD's GPUs, also for memory within 2 GiB, which vectors never exceed.
-        kinds += [tensor is None or tensor.untyped_storage().nbytes() < 2**31 for tensor in tensors[:3]]
-    cached = _compiled.get(key := tuple(kinds))
+        key_parts += [tensor is None or tensor.untyped_storage().nbytes() < 2**31 for tensor in tensors[:3]]
+    cached = _compiled.get(key := tuple(key_parts))
     if cached is not None:
         run, function, metadata, constants, _ = cached
         stream = torch._C._cuda_getCurrentRawStream(device)

@@ -26,11 +26,11 @@ _COLUMNS, _FEWEST_BLOCKS = 512, 16
 def row_blocks(logits: Tensor, tensors: int = 1) -> Iterator[slice]:
     """Yields slices of logits (C, V) so that `tensors` temporaries of a slice fit into a block, or of `FEWEST_ROWS`."""
     device = Device.of(logits.device)
-    allowed = BLOCK_BYTES
+    block_bytes = BLOCK_BYTES
     if device.kind == "cpu":
-        allowed = max(device.multiprocessors, FEWEST_THREADS) * THREAD_BYTES
+        block_bytes = max(device.multiprocessors, FEWEST_THREADS) * THREAD_BYTES
     row_bytes = max(logits.shape[1], 1) * tensors * torch.promote_types(logits.dtype, torch.float32).itemsize
-    rows = max(allowed // row_bytes, FEWEST_ROWS)
+    rows = max(block_bytes // row_bytes, FEWEST_ROWS)
     for start in range(0, logits.shape[0], rows):
         yield slice(start, start + rows)
 

@@ -285,18 +285,18 @@ def _one_pass_kernel(
     tl.store(results + index, largest, mask=part == 0)
     tl.store(results + rows + index, log_sum, mask=part == 0)
 
-    share = tl.load(probability + index)
+    factor = tl.load(probability + index)
     if rest is not None:
-        gradient = _gradient(rest, largest, log_sum, share, SCALE, SOFTCAP, IS_EXACT)
+        gradient = _gradient(rest, largest, log_sum, factor, SCALE, SOFTCAP, IS_EXACT)
         tl.store(row + rest_columns, gradient.to(rest.dtype), mask=rest_columns < stride)
     for count in range(0, vocab // BLOCK):
         columns = (vocab // BLOCK - 1 - count) * BLOCK + tl.arange(0, BLOCK)
         block = tl.load(row + columns, eviction_policy="evict_first")
-        gradient = _gradient(block, largest, log_sum, share, SCALE, SOFTCAP, IS_EXACT)
+        gradient = _gradient(block, largest, log_sum, factor, SCALE, SOFTCAP, IS_EXACT)
         tl.store(row + columns, gradient.to(block.dtype), eviction_policy="evict_first")
     # The target's entry is overwritten after all others are written.
     tl.debug_barrier()
-    gradient = _gradient(at_target, largest, log_sum, share, SCALE, SOFTCAP, IS_EXACT, tl.load(one_hot + index))
+    gradient = _gradient(at_target, largest, log_sum, factor, SCALE, SOFTCAP, IS_EXACT, tl.load(one_hot + index))
     tl.store(row + offset, gradient.to(at_target.dtype), mask=has_target)
 
 
@@ -324,13 +324,13 @@ def _gradient_kernel(
         row = index.to(tl.int64)[:, None]
         mask = is_row[:, None] & is_column
         largest, log_sum = _load_rows(row_max, index, is_row), _load_rows(row_log_sum, index, is_row)
-        share = _load_rows(probability, index, is_row)
+        factor = _load_rows(probability, index, is_row)
         # Two statements, because Triton cannot unpack a tuple that contains None.
         row_uniform = _load_rows(uniform, index, is_row)
         row_entropy = _load_rows(entropy, index, is_row)
         gradient = _gradient(
             tl.load(z + row * STRIDE + columns[None, :], mask=mask, other=0.0),
-            largest, log_sum, share, SCALE, SOFTCAP, IS_EXACT, None, row_uniform, row_entropy, weight,
+            largest, log_sum, factor, SCALE, SOFTCAP, IS_EXACT, None, row_uniform, row_entropy, weight,
         )  # fmt: skip
         if target is not None:
             column = tl.load(target + index, mask=is_row, other=-1)[:, None]
@@ -342,7 +342,7 @@ def _gradient_kernel(
                     at_target = tl.load(class_weight + column, mask=is_here, other=0.0)
                 entry = _gradient(
                     tl.load(z + row * STRIDE + column, mask=is_here, other=0.0),
-                    largest, log_sum, share, SCALE, SOFTCAP, IS_EXACT,
+                    largest, log_sum, factor, SCALE, SOFTCAP, IS_EXACT,
                     _load_rows(one_hot, index, is_row), row_uniform, row_entropy, at_target,
                 )  # fmt: skip
                 gradient = tl.where(columns[None, :] == column, entry, gradient)

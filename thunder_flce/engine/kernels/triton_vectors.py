@@ -49,7 +49,7 @@ def _prepare_kernel(
     at_target = s + tokens
     total, total_z = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     wrong, valid_count = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
-    before = 0
+    valid_before = 0
     for start in range(0, tokens, BLOCK):
         number, is_token, label, is_label, weight, valid = _read_targets(
             target, token_weight, start, tokens, ignore_index, IGNORES, BLOCK
@@ -59,8 +59,8 @@ def _prepare_kernel(
         # With an order, only valid rows are read later, so only they are written.
         place, is_row = number, is_token
         if ORDERED:
-            place, is_row = before + tl.cumsum(valid.to(tl.int32), 0) - 1, valid
-            before += tl.sum(valid.to(tl.int32), 0)
+            place, is_row = valid_before + tl.cumsum(valid.to(tl.int32), 0) - 1, valid
+            valid_before += tl.sum(valid.to(tl.int32), 0)
             tl.store(order + place, number.to(tl.int64), mask=valid)
         tl.store(column + place, label, mask=is_row)
         tl.store(weights + place, weight, mask=is_row)
@@ -92,24 +92,24 @@ def _prepare_kernel(
     factor = 1.0
     if upstream is not None and not UPSTREAMS:
         factor = tl.load(upstream).to(tl.float32)
-    before, skipped = 0, count
+    valid_before, skipped = 0, count
     for start in range(0, tokens, BLOCK):
         number, is_token, _, _, weight, valid = _read_targets(
             target, token_weight, start, tokens, ignore_index, IGNORES, BLOCK
         )
-        share = factor * weight
+        row_factor = factor * weight
         if UPSTREAMS:
-            share = tl.load(upstream + number, mask=is_token, other=0.0).to(tl.float32) * weight
+            row_factor = tl.load(upstream + number, mask=is_token, other=0.0).to(tl.float32) * weight
         if IS_MEAN:
-            share = tl.div_rn(share, tl.zeros_like(share) + divisor)
+            row_factor = tl.div_rn(row_factor, tl.zeros_like(row_factor) + divisor)
         place, is_row = number, is_token
         if ORDERED:
-            place, is_row = before + tl.cumsum(valid.to(tl.int32), 0) - 1, valid
-            before += tl.sum(valid.to(tl.int32), 0)
-            other = (is_token & (valid == 0)).to(tl.int32)
-            tl.store(order + skipped + tl.cumsum(other, 0) - 1, number.to(tl.int64), mask=other != 0)
-            skipped += tl.sum(other, 0)
-        tl.store(s + place, tl.where(valid, share, 0.0), mask=is_row)
+            place, is_row = valid_before + tl.cumsum(valid.to(tl.int32), 0) - 1, valid
+            valid_before += tl.sum(valid.to(tl.int32), 0)
+            is_ignored = (is_token & (valid == 0)).to(tl.int32)
+            tl.store(order + skipped + tl.cumsum(is_ignored, 0) - 1, number.to(tl.int64), mask=is_ignored != 0)
+            skipped += tl.sum(is_ignored, 0)
+        tl.store(s + place, tl.where(valid, row_factor, 0.0), mask=is_row)
 
 
 _BLOCK, _THREADS = 2048, 256

@@ -154,8 +154,8 @@ def _measure(matmul: Matmul, signature: Signature) -> Tuning:
     try:
         descriptor = _descriptor(signature)
         candidates = _bitwise_equal_candidates(matmul, descriptor.candidates)
-        tries = [partial(descriptor.run, matmul, candidate, alpha=_MEASURED_FACTOR) for candidate in candidates]
-        runs = [run for run in tries if run()]
+        attempts = [partial(descriptor.run, matmul, candidate, alpha=_MEASURED_FACTOR) for candidate in candidates]
+        runs = [run for run in attempts if run()]
     except RuntimeError as error:
         warnings.warn(f"tune_products has no effect, because cuBLASLt lists no algorithms: {error}", stacklevel=2)
     algorithm, gain, seconds = None, 1.0, math.nan

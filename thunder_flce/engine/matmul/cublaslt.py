@@ -30,7 +30,7 @@ _DESC_TRANSA, _DESC_TRANSB, _DESC_EPILOGUE, _DESC_BIAS_POINTER = 3, 4, 7, 8
 _PREFERENCE_WORKSPACE, _PREFERENCE_ALIGNMENTS = 1, (5, 6, 7, 8)
 _ALGORITHM_SPLIT_K = 2
 
-_running = threading.Lock()
+_run_lock = threading.Lock()
 
 
 class Matmul(NamedTuple):
@@ -158,7 +158,7 @@ class MatmulDescriptor:
         stream = ctypes.c_void_p(torch.cuda.current_stream(matmul.out.device).cuda_stream)
         execution = ctypes.byref(algorithm), ctypes.c_void_p(), ctypes.c_size_t(0), stream  # Without a workspace
         # The descriptor holds the bias's address, and a handle must not be used by two threads at a time.
-        with _running:
+        with _run_lock:
             if matmul.bias is not None:
                 pointer = ctypes.c_void_p(matmul.bias.data_ptr())
                 _set("MatmulDesc", self._descriptor, _DESC_BIAS_POINTER, pointer)
