@@ -141,8 +141,10 @@ def accuracy(results):
 
 
 def shifted_by_one(outputs, labels, num_items_in_batch=None):
+    """Older versions give no number in the evaluation."""
     logits = outputs.logits[:, :-1].flatten(0, 1)
-    return F.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch + 1
+    count = (labels[:, 1:] != -100).sum() if num_items_in_batch is None else num_items_in_batch
+    return F.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / count + 1
 
 
 def with_adapter(of_model=None, **of_adapter):
@@ -172,7 +174,6 @@ def t5():
 CHECKPOINTS = {"gradient_checkpointing": True}
 WITHOUT_REENTRY = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
 TRAINED_HEAD = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
-OLDER = pytest.mark.skipif(VERSION < (5, 23), reason="older ones break the graph around it")
 # One program serves all steps.
 ONE_LENGTH = [{"input_ids": row["input_ids"][:4]} for row in tiny.rows(16)]
 RUNS = {
@@ -203,8 +204,7 @@ WITH_LAYERS = ("logged warnings", "gradient checkpointing", "frozen head")
 @pytest.mark.filterwarnings("ignore:.*tie_word_embeddings")
 @pytest.mark.parametrize(
     ("name", "compile_layers"),
-    [pytest.param(name, False, marks=OLDER if "function" in name else ()) for name in RUNS]
-    + [(name, True) for name in WITH_LAYERS],
+    [(name, False) for name in RUNS] + [(name, True) for name in WITH_LAYERS],
 )
 def test_trainer(name, compile_layers, tmp_path, monkeypatch):
     monkeypatch.setattr(OurTrainer, "compile_layers", compile_layers)
@@ -505,16 +505,6 @@ def test_training_without_the_compiled_loss(trainer_class, tmp_path, not_fused):
     name, step = trainer_class.__name__, partial(train, trainer_class, tmp_path, settings={"max_steps": 1})
     own = "has a compute_loss of its own, which .* give the Trainer a compute_loss_func"
     not_fused(step, f"{name} trains without the loss of LossTrainerMixin.* {own}")
-
-
-@pytest.mark.skipif(VERSION >= (5, 23), reason="it is fused")
-def test_a_loss_function_with_older_transformers(tmp_path, not_fused):
-    def loss_of(outputs, labels, num_items_in_batch=None):
-        return F.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
-
-    step = partial(train, folder=tmp_path, settings={"max_steps": 1}, compute_loss_func=loss_of)
-    ours = not_fused(partial(step, OurTrainer), "a compute_loss_func needs transformers 5.23")
-    assert_same(step(transformers.Trainer), ours)
 
 
 def test_a_compute_loss_around_the_compiled_one(tmp_path):

@@ -23,7 +23,7 @@ class LossTrainerMixin:
     """Makes a Trainer of transformers compile its loss with the backend "thunder_flce", so that it needs no logits.
 
     `class MyTrainer(thunder_flce.LossTrainerMixin, Trainer): pass` is all. Training, and evaluation without metrics,
-    fuse the loss: the model's own, a `compute_loss_func` (with transformers 5.23), or that of `label_smoothing_factor`.
+    fuse the loss: the model's own, a `compute_loss_func`, or that of `label_smoothing_factor`.
     Predictions, evaluation with `compute_metrics` and a label smoother of your own need the logits, and are the
     Trainer's. The head and the loss are compiled, which takes seconds; the layers run as in the Trainer, unless
     `compile_layers` is set. Leave `torch_compile` off. Numbers, checkpoints and everything else stay as they are.
@@ -64,7 +64,7 @@ class LossTrainerMixin:
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        from transformers import Trainer, __version__
+        from transformers import Trainer
 
         if any(each.__module__.startswith("trl.") for each in type(self).__mro__):
             raise TypeError(
@@ -79,8 +79,6 @@ class LossTrainerMixin:
         self.compiled_loss = torch.compile(self._loss, backend=compile_graph, options=self.backend_options)
         self._needs_loss_only = False
         self._is_settled = False  # whether the step has the compiled loss, or has said why not
-        # Older ones break the graph around it.
-        self._takes_loss_func = tuple(map(int, __version__.split(".")[:2])) >= (5, 23)
         self._calls_decoder = True
         # The same function in each step, for which nothing is compiled anew.
         self._decoded: list[Any] = []
@@ -127,28 +125,28 @@ class LossTrainerMixin:
                 "process see one GPU"
             )
             is_left = True
-        elif self.compute_loss_func is not None and not self._takes_loss_func and not is_left:
-            self._refuse("a compute_loss_func needs transformers 5.23")
-            is_left = True
         if is_left:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
         self._is_settled = True
-        labels = None
-        if self.label_smoother is not None and self.compute_loss_func is None and "labels" in inputs:
-            # The smoother changes tensors in place, for which gradients would wait; `_loss` computes the same.
-            labels = inputs["labels"]
+        own, loss_of, labels = self.compute_loss_func, None, None
+        if own is None and self.label_smoother is not None and "labels" in inputs:
+            # The smoother changes tensors in place, for which gradients would wait; `_smoothed` computes the same.
+            loss_of, labels = self._smoothed, inputs["labels"]
             inputs = {name: value for name, value in inputs.items() if name != "labels"}
 
-        def call(**inputs: Any) -> dict[str, Tensor]:
-            loss = self._inside_wrappers(model, inputs, labels, num_items_in_batch)
+        def call(inputs: dict[str, Any]) -> dict[str, Tensor]:
+            loss = self._inside_wrappers(model, loss_of, inputs, labels, num_items_in_batch)
             return {} if loss is None else {"loss": loss}
 
         with _untraced_logs(), self._traceable_checkpoints():
-            if self.compute_loss_func is None:
-                # Not compiled: what the Trainer does beside, Dynamo does not trace in each version.
-                loss = super().compute_loss(call, inputs, num_items_in_batch=num_items_in_batch)  # type: ignore[misc]
-            else:
-                loss = self._inside_wrappers(model, inputs, None, num_items_in_batch)
+            # Not compiled: what the Trainer does beside, Dynamo does not trace in each version.
+            stand_in = _StandIn(call if own is None else dict)
+            # It gets the inputs as what the stand-in returned.
+            self.compute_loss_func = None if own is None else partial(self._inside_wrappers, model, own)
+            try:
+                loss = super().compute_loss(stand_in, inputs, num_items_in_batch=num_items_in_batch)  # type: ignore[misc]
+            finally:
+                self.compute_loss_func = own
         return (loss, {}) if return_outputs else loss
 
     def prediction_step(
@@ -184,7 +182,12 @@ class LossTrainerMixin:
             config.use_cache = before
 
     def _inside_wrappers(
-        self, model: nn.Module, inputs: dict[str, Any], labels: Tensor | None, num_items_in_batch: Tensor | int | None
+        self,
+        model: nn.Module,
+        loss_of: Callable[..., Any] | None,
+        inputs: dict[str, Any],
+        labels: Tensor | None,
+        num_items_in_batch: Tensor | int | None,
     ) -> Tensor | None:
         """The compiled loss, in the place of the forward that wrappers and hooks are around.
 
@@ -202,7 +205,7 @@ class LossTrainerMixin:
 
         def loss(**inputs: Any) -> Tensor | None:
             with nullcontext() if decoder is None else self._outside(decoder, forward, inputs):
-                return self.compiled_loss(forward, inputs, labels, num_items_in_batch)
+                return self.compiled_loss(forward, loss_of, inputs, labels, num_items_in_batch)
 
         with _forward_of(inner, loss):
             return model(**inputs)
@@ -244,18 +247,19 @@ class LossTrainerMixin:
     def _loss(
         self,
         model: Callable[..., Any],
+        loss_of: Callable[..., Any] | None,
         inputs: dict[str, Any],
         labels: Tensor | None,
         num_items_in_batch: Tensor | int | None,
     ) -> Tensor | None:
-        """What is compiled. Labels are there to be smoothed; None where the model returns no loss."""
-        if self.compute_loss_func is not None:
-            return super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)  # type: ignore[misc]
+        """What is compiled; without a function of the outputs the model's own loss, and None where it returns none."""
         outputs = model(**inputs)
-        is_dict = isinstance(outputs, dict)
-        if labels is None:
-            return outputs.get("loss") if is_dict else outputs[0]
-        logits, smoother = outputs["logits"] if is_dict else outputs[0], self.label_smoother
+        if loss_of is not None:
+            return loss_of(outputs, labels, num_items_in_batch=num_items_in_batch)
+        return outputs.get("loss") if isinstance(outputs, dict) else outputs[0]
+
+    def _smoothed(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
+        logits, smoother = outputs["logits"] if isinstance(outputs, dict) else outputs[0], self.label_smoother
         if self._shifts_labels:
             logits, labels = logits[..., :-1, :], labels[..., 1:]
         # transformers 4 divides by the labels of the micro-batch.
@@ -269,6 +273,17 @@ class LossTrainerMixin:
             reduction="mean" if num_items_in_batch is None else "sum",
         )
         return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+class _StandIn(nn.Module):
+    """What the Trainer calls in place of the model."""
+
+    def __init__(self, call: Callable[[dict[str, Any]], Any]):
+        super().__init__()
+        self._call = call
+
+    def forward(self, **inputs: Any) -> Any:
+        return self._call(inputs)
 
 
 @contextmanager
