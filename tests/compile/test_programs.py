@@ -2053,3 +2053,16 @@ def test_what_looks_like_a_number_of_a_row(name):
         return (found * a.flatten()[: found.numel()].view(found.shape)).sum()
 
     check(program, ANY, by_dynamo(program), (6,))
+
+
+@pytest.mark.parametrize(("detail", "logits"), [
+    ("a tensor that is no bias", lambda h, w: F.linear(h, w) + (w[:, 0] - 1) * F.linear(h, w)),
+    ("two linears that each have a bias", lambda h, w: F.linear(h, w, w[:, 0]) + F.linear(h, w * 2, w[:, 1])),
+    ("a linear whose bias has a factor", lambda h, w: F.linear(h, w) + 4 * F.linear(h, w * 2, w[:, 0])),
+])  # fmt: skip
+def test_linears_whose_sum_is_none(detail, logits):
+    """As of DoRA, of an adapter with a bias, and of one whose bias is scaled with it."""
+    h, w, y = torch.randn(5, H), torch.randn(V, H, requires_grad=True), torch.randint(V, (5,))
+    step = torch.compile(lambda h, w, y: F.cross_entropy(logits(h, w), y), backend="thunder_flce")
+    with pytest.warns(thunder_flce.NotFusedWarning, match=f"by add .*{detail}"):
+        step(h, w, y)

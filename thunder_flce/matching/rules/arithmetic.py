@@ -198,7 +198,9 @@ def _with_bias(of: Class, bias: Tensor, changes: int) -> Class:
     logits = of.logits
     is_plain = of.is_logits and of.dim == len(of.shape) - 1 and logits.is_linear and len(of.shape) > 1
     is_row = bias.ndim <= len(of.shape) and same_shape(bias.shape, (*[1] * (bias.ndim - 1), of.columns))
-    if not is_plain or not is_row:
+    if not is_row:
+        raise Unknown("with a tensor that is no bias, which has one number for each column")
+    if not is_plain:
         raise Unknown
     if logits.bias is not None or logits.scale != 1:
         raise Unknown("with a bias after another or after a factor")
@@ -217,13 +219,15 @@ def _sum_of_linears(interpreter: "Interpreter", a: Class, b: Class, op: Op) -> C
     both = (a, b)
     alike = a.dim == b.dim == len(a.shape) - 1 and same_shape(a.shape, b.shape) and a.logits.group == b.logits.group
     is_plain = all(of.is_logits and of.logits.is_linear and not of.logits.rows for of in both)
-    if not alike or not is_plain or all(of.logits.bias is not None for of in both):
+    if not alike or not is_plain:
         raise Unknown
+    if all(of.logits.bias is not None for of in both):
+        raise Unknown("of two linears that each have a bias")
     scale = a.logits.scale
     if scale != b.logits.scale:
         # The factor of a term multiplies its input, and rounds it; a bias has no factor.
         if any(of.logits.bias is not None and of.logits.scale != 1 for of in both):
-            raise Unknown
+            raise Unknown("of a linear whose bias has a factor")
         scale = Fraction(1)
     terms = [
         replace(term, factor=term.factor * of.logits.scale / scale, has_grad=term.has_grad and has_grad(of.sum))
