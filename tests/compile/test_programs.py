@@ -421,6 +421,10 @@ PROGRAMS = {
     "probabilities after a sum over classes": (
         TRANSFORMED, lambda z, y: -z.cumsum(-1).softmax(-1).gather(-1, y[..., None]).log().sum(),
     ),
+    "log-probabilities of some classes, after a sum over all": (
+        TRANSFORMED,
+        lambda z, y: -z.cumsum(-1)[..., :40].log_softmax(-1).gather(-1, y.clamp(max=39)[..., None]).sum(),
+    ),
     "rows of equal tensors": (
         IN_FORWARD, lambda h, w, y: -torch.cat(
             [F.linear(h.flatten(0, 1)[at], w) for at in (slice(8), slice(8, None))]

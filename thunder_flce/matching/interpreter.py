@@ -66,6 +66,8 @@ class Escape:
     user: Op | None
     """None if the program returns the tensor"""
     detail: str = ""
+    columns: Any = None
+    """Number of classes in the user's result"""
 
     @property
     def problem(self) -> NotFused:
@@ -76,13 +78,6 @@ class Escape:
             return NotFused(Reason.OPERAND_MODIFIED, f"by {self.user}")
         # Without a user, the tensor is one that the program returns, such as a maximum.
         return NotFused(Reason.LOGITS_USED, f"by {self.user or self.tensor.op}")
-
-    @property
-    def columns(self) -> Any:
-        """Number of classes in the user's result, if that still has classes."""
-        assert self.user is not None and isinstance(self.value, Class)
-        of_first = self.user.outs[0].shape if self.user.name in _SELECTIONS and self.user.outs else ()
-        return of_first[-1] if of_first else self.value.columns
 
     @property
     def change(self) -> NotFused:
@@ -255,9 +250,15 @@ class Interpreter:
             self._demand(operand, op, detail)
         self._forget(op)
         found = ((each, self.get(each)) for each in operands)
-        own = (Escape(each, of, op, detail) if isinstance(of, Class) else self._lost.get(each) for each, of in found)
+        own = (
+            Escape(each, of, op, detail, of.columns) if isinstance(of, Class) else self._lost.get(each)
+            for each, of in found
+        )
         lost = next(filter(None, own), None)
         if lost is not None:
+            of_first = op.outs[0].shape if op.name in _SELECTIONS and op.outs else ()
+            if of_first and not any(same(size, lost.columns) for size in of_first):
+                lost = replace(lost, columns=of_first[-1])
             for out in op.outs:
                 if out not in self.values and any(same(size, lost.columns) for size in out.shape):
                     self._lost.setdefault(out, lost)
