@@ -1554,6 +1554,17 @@ def test_attention_is_not_missed():
     check(program, IN_FORWARD, torch.compile(program, backend=compile_graph), (24,))
 
 
+def test_line_of_log_probabilities():
+    """It is where their labels are read, and not where something is made of them."""
+
+    def program(h, w, y, *_):
+        picked = F.linear(h, w).log_softmax(-1).gather(-1, y[..., None])
+        return -(picked - picked.detach()).exp().sum()
+
+    (decision,) = check(program, IN_FORWARD, torch.compile(program, backend=compile_graph), (6,))
+    assert decision.line.line == inspect.getsourcelines(program)[1] + 1
+
+
 def test_contrastive_loss_is_not_missed():
     compiled = torch.compile(_contrastive, backend=compile_graph, options={"strict": True})
     found = check(_contrastive, ANY, compiled, (6,))

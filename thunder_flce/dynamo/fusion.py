@@ -49,7 +49,7 @@ def _graphs(gm: GraphModule) -> list[GraphModule]:
 def _fuse(gm: GraphModule, options: Options, *, leaves_small: bool) -> list[Decision]:
     interpreter, regions, refused = match(read(gm), options)
     if leaves_small and options == Options() and regions and are_small(regions):
-        left = [(part.first.source, part.kind) for region in regions for part in region.parts]
+        left = [(part.line, part.kind) for region in regions for part in region.parts]
         decisions = [Decision(line, reason=Reason.LEFT_TO_INDUCTOR, kind=kind) for line, kind in left]
         return in_order([*decisions, *refused])
     while checkpoints := _checkpoints_of(regions, interpreter, gm):

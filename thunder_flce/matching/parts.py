@@ -9,7 +9,7 @@ import torch
 from thunder_flce.matching.algebra import Labels, Logits, Row, value
 from thunder_flce.matching.decisions import PLURALS, NotFused
 from thunder_flce.matching.interpreter import Interpreter, Result
-from thunder_flce.matching.program import Op, Tensor
+from thunder_flce.matching.program import Op, Source, Tensor
 from thunder_flce.operation.loss import NOTHING_IGNORED
 from thunder_flce.operation.pointwise import Handle, Recorder
 
@@ -52,6 +52,8 @@ class Part:
     """Further tensors that these operations read"""
     handles: dict[Tensor, Handle] = field(default_factory=dict)
     """Handle of each result in the recorder"""
+    line: Source = Source()
+    """Line of the user's code that reads the labels first; without labels, that of the first result"""
 
     @property
     def count(self) -> Any:
@@ -115,6 +117,8 @@ def parts_of(interpreter: Interpreter) -> list[Part]:
         part.rows.append(result)
     for part in parts:
         part.rows.sort(key=lambda each: each.op.position)
+        op = part.first if part.labels is None else interpreter.program.ops[part.labels.read_at]
+        part.line = op.source
     return sorted(parts, key=lambda part: part.first.position)
 
 

@@ -148,9 +148,7 @@ def _regions_of(interpreter: Interpreter, options: Options) -> tuple[list[Region
         _refuse_together(parts)
         regions = [each for each in regions if all(part.problem is None for part in each.parts)]
     refused = [
-        part.problem.at(part.first.source, part.kind)
-        for part in parts
-        if part.problem is not None and _is_reported(part)
+        part.problem.at(part.line, part.kind) for part in parts if part.problem is not None and _is_reported(part)
     ]
     return regions, list(dict.fromkeys([*refused, *interpreter.refusals, *_escaped(interpreter, parts)]))
 

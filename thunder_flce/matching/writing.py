@@ -121,7 +121,7 @@ class _Writing:
         part = region.parts[0]
         note = region.note if waits else ""
         is_example = not all(isinstance(size, int) for size in tensors["input"].shape)
-        decision = Decision(part.first.source, planned, kind=part.kind, note=note, is_example=is_example)
+        decision = Decision(part.line, planned, kind=part.kind, note=note, is_example=is_example)
         return self._results(found), decision
 
     def _call(self, function: Callable, *args: Any, **kwargs: Any) -> Tensor:
