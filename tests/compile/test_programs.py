@@ -218,6 +218,7 @@ PROGRAMS = {
     "logged as a histogram": (IN_FORWARD, lambda s: (s.mean(), torch.histc(s * 2))),
     "logged in a buffer": (IN_FORWARD, lambda s: (s.mean(), _without_gradients(s.new_zeros(B).lerp_, s.sum(1), 0.1))),
     "logged in a part of a buffer": (IN_FORWARD, lambda s: (s.mean(), _logged(s.sum(1)[0]))),
+    "logged less their mean": (IN_FORWARD, lambda s: (t := s.detach() * 2, t.sub_(t.mean()), (s.mean(), t))[-1]),
     # No logits are returned.
     "a maximum that is returned": (Reason.LOGITS_USED, lambda z, y: (of_rows(z, y), z.amax(-1))),
     # Lengths are symbols, and what is made of them is a number.

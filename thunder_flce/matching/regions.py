@@ -462,15 +462,19 @@ def _moved_across_a_write(order: Sequence[Op | Region], interpreter: Interpreter
 def _read_by(item: Op | Region, program: Program) -> dict[Tensor, int]:
     """Returns the tensors that an operation or a region reads, with positions.
 
-    For a region, these include the tensors that the program computes from its rows.
+    For a region, these include the tensors between its rows and its sum.
     """
     if isinstance(item, Op):
         return dict.fromkeys(item.operands, item.position)
-    of_rows = {result.tensor for part in item.parts for result in part.rows}
+    rows = {result.tensor for part in item.parts for result in part.rows}
+    after_rows, before_sum = {*rows}, set() if item.total is None else {item.total.place}
     for op in program.ops:
-        if not op.writes and not of_rows.isdisjoint(op.operands):
-            of_rows.update(op.outs)
-    return dict.fromkeys(of_rows, item.place.position) | item.read_at
+        if not op.writes and not after_rows.isdisjoint(op.operands):
+            after_rows.update(op.outs)
+    for op in reversed(program.ops):
+        if not before_sum.isdisjoint(op.outs):
+            before_sum.update(op.operands)
+    return dict.fromkeys(rows | (after_rows & before_sum), item.place.position) | item.read_at
 
 
 def _is_view(op: Op) -> bool:
