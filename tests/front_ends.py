@@ -50,6 +50,12 @@ def batch(rows=3, tokens=8, device="cpu"):
     return torch.randint(0, V, (rows, tokens), device=device), labels
 
 
+def operands(tokens, dtype=torch.float32):
+    """Hidden states, a head and labels."""
+    of = {"dtype": dtype, "requires_grad": True}
+    return torch.randn(tokens, H, **of), torch.randn(V, H, **of), torch.randint(V, (tokens,))
+
+
 def run(program, tensors):
     """Outputs, and the gradients of all of them, for upstream ones that differ from one element to the next."""
     outputs = program(*tensors)

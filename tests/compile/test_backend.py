@@ -20,7 +20,7 @@ from torch._inductor.utils import fresh_cache
 from torch.utils.checkpoint import checkpoint
 
 import thunder_flce
-from front_ends import CLOSE, H, Model, V, assert_agrees, assert_fused, batch, run
+from front_ends import CLOSE, H, Model, V, assert_agrees, assert_fused, batch, operands, run
 from test_patterns import _arguments, patterns
 from thunder_flce import NotFusedError
 from thunder_flce.backend import compile_graph
@@ -30,8 +30,7 @@ from thunder_flce.engine.kernels.interface import row_stride
 ROOT = Path(__file__).parents[2]
 
 
-def compiled_with(program, **settings):
-    return torch.compile(program, backend="thunder_flce", **settings)
+compiled_with = partial(torch.compile, backend="thunder_flce")
 
 
 @pytest.mark.parametrize("name", [
@@ -42,15 +41,14 @@ def test_any_number_of_tokens(name):
     """One graph for all of them: what the first call has, such as B = T, is not taken for the rule."""
     program = getattr(patterns, name)
     compiled = compiled_with(program, fullgraph=True, dynamic=True)
-    arguments = _arguments(program)
-    compilations = []
+    arguments, compilations = _arguments(program), []
     for rows, length in ((2, 24), (2, 17), (1, 9), (2, 2)):
-        tensors = [
-            part.detach()[:rows, :length].clone().contiguous().requires_grad_(part.requires_grad)
-            if part.shape[:2] == (2, 24)
-            else part
-            for part in arguments
-        ]
+
+        def part(of, rows=rows, length=length):
+            is_of_tokens = of.shape[:2] == (2, 24)
+            return of.detach()[:rows, :length].clone().requires_grad_(of.requires_grad) if is_of_tokens else of
+
+        tensors = [*map(part, arguments)]
         tensors[2][0, 0] = 3
         # The weights of tokens, where there are any.
         tensors[-1][:, 0] = 1
@@ -59,11 +57,6 @@ def test_any_number_of_tokens(name):
     assert_fused(compiled)
     # To Dynamo, B = 1 and B = T are graphs of their own.
     assert compilations[:2] == [1, 1]
-
-
-def operands(tokens):
-    """Hidden states, a head and labels."""
-    return torch.randn(tokens, H).requires_grad_(), torch.randn(V, H).requires_grad_(), torch.randint(V, (tokens,))
 
 
 def _log_probs(h, w, y):
@@ -89,8 +82,7 @@ def test_batches_and_lengths_that_change(device):
         tensors = *operands, labels, torch.randn(rows, length, device=device)
         torch.testing.assert_close(run(compiled, tensors), run(program, tensors), **CLOSE)
     assert_fused(compiled)
-    decisions = [decision for report in thunder_flce.explain(compiled) for decision in report.decisions]
-    assert {decision.plan.strategy for decision in decisions} == {"gradients_in_forward"}
+    assert {each.plan.strategy for each in thunder_flce.explain(compiled).decisions} == {"gradients_in_forward"}
 
 
 def test_labels_of_fewer_tokens():
@@ -116,9 +108,8 @@ def test_the_mean_of_tokens_of_which_there_may_be_none(loss):
         hidden, labels = torch.randn(4, length, 16, requires_grad=True), torch.randint(53, (4, length))
         found, right = (each(hidden, weight, labels, at) for each in (compiled, program))
         torch.testing.assert_close(found, right, equal_nan=True)
-    assert "gradients_in_forward" in {
-        each.plan.strategy for each in thunder_flce.explain(compiled).decisions if each.plan
-    }
+    plans = [each.plan for each in thunder_flce.explain(compiled).decisions if each.plan]
+    assert "gradients_in_forward" in {each.strategy for each in plans}
 
 
 def test_graphs_of_two_functions():
@@ -134,7 +125,7 @@ def test_graphs_of_two_functions():
 def test_a_graph_break_in_the_layers(nested):
     model, arguments = Model(), batch()
     model.hidden.register_forward_hook(lambda *_: torch._dynamo.graph_break())
-    compiled = torch.compile(model, backend=compile_graph, options={"strict": True})
+    compiled = compiled_with(model, options={"strict": True})
     with torch._dynamo.config.patch(nested_graph_breaks=nested):
         if nested:
             assert_agrees(model, lambda: model(*arguments), lambda: compiled(*arguments))
@@ -246,9 +237,8 @@ def test_saved_logits_of_many_lengths(largest, expected):
     compiled = compiled_with(preference, fullgraph=True, options={"memory_budget": budget})
     for tokens in (12, 10, 16, 30, 20, 4):
         tensors = arguments(tokens)
-        if largest:
-            for tensor in tensors[::2]:
-                torch._dynamo.mark_dynamic(tensor, 1, min=2, max=largest)
+        for tensor in tensors[::2] if largest else ():
+            torch._dynamo.mark_dynamic(tensor, 1, min=2, max=largest)
         if tokens <= (largest or tokens):
             torch.testing.assert_close(run(compiled, tensors), run(preference, tensors), **CLOSE)
     decisions = thunder_flce.explain(compiled).decisions
@@ -336,8 +326,7 @@ def test_inductor():
     def program(hidden, weight, labels):
         return F.cross_entropy(F.linear(hidden.tanh(), weight), labels) * 3
 
-    tensors = operands(24)
-    options = {"strict": True, "chunk_rows": 7, "epilogue_fusion": True}
+    tensors, options = operands(24), {"strict": True, "chunk_rows": 7, "epilogue_fusion": True}
     compiled = compiled_with(program, dynamic=True, options=options)
     torch.testing.assert_close(run(compiled, tensors), run(program, tensors), **CLOSE)
     assert_fused(compiled, times=1)
@@ -442,7 +431,7 @@ def test_without_gradients(has_grad):
         return gm.forward
 
     class_weights = torch.rand(V, dtype=torch.bfloat16, requires_grad=not has_grad)
-    tensors = torch.randn(5, H), torch.randn(V, H), torch.randint(V, (5,))
+    tensors = [each.detach() for each in operands(5)]
     found = torch.compile(program, backend=backend)(*tensors)
     torch.testing.assert_close(found, program(*tensors), rtol=1e-2, atol=1e-2)
 
