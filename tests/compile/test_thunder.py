@@ -14,8 +14,9 @@ from thunder.recipes import BaseRecipe
 from thunder.transforms import LORATransform
 from thunder.transforms.quantization import BitsAndBytesLinearQuant4bit, get_bitsandbytes_executor
 
+import front_ends
 import thunder_flce
-from front_ends import CLOSE, H, Model, V, assert_agrees, assert_fused, batch, decisions, flattened_loss, run, symbols
+from front_ends import CLOSE, H, Model, V, assert_agrees, assert_fused, batch, decisions, operands, run, symbols
 from random_calls import chooser, named
 from reference import doubled
 from thunder_flce import FuseLinearCrossEntropy, NotFusedWarning, Options, linear_cross_entropy
@@ -26,9 +27,8 @@ from thunder_flce import FuseLinearCrossEntropy, NotFusedWarning, Options, linea
 def test_one_trace_for_all_lengths(jit, reduction):
     """With symbolic values, the operation makes its plan when it runs."""
     jitted = jit(lambda h, w, y: linear_cross_entropy(h, w, y, reduction=reduction), cache="symbolic values")
-    weight = torch.randn(V, H, requires_grad=True, dtype=torch.float64)
     for tokens in (7, 5, 1):
-        given = torch.randn(tokens, H, dtype=torch.float64, requires_grad=True), weight, torch.randint(V, (tokens,))
+        given = operands(tokens, torch.float64)
         right = run(lambda h, w, y: F.cross_entropy(F.linear(h, w), y, reduction=reduction), given)
         torch.testing.assert_close(run(jitted, given), right)
     assert thunder.cache_misses(jitted) == 1
@@ -40,11 +40,11 @@ def test_one_trace_for_all_lengths(jit, reduction):
 def test_symbolic_numbers(number):
     """The symbol has them as constants: thunder compiles anew for others, also where they are made of sizes."""
     program = lambda x, weight, target, scale: linear_cross_entropy(x, weight, target, logit_scale=number(x, scale))  # noqa: E731
-    jitted, weight = thunder_flce.jit(program, cache="symbolic values"), torch.randn(V, H, requires_grad=True)
+    jitted = thunder_flce.jit(program, cache="symbolic values")
     for tokens, scale in ((7, 1.5), (5, 0.5), (7, 1.5)):
-        tensors = torch.randn(tokens, H, requires_grad=True), weight, torch.randint(V, (tokens,))
-        right = run(lambda *given, scale=scale: program(*given, scale), tensors)
-        torch.testing.assert_close(run(lambda *given, scale=scale: jitted(*given, scale), tensors), right)
+        tensors = operands(tokens)
+        found, right = (run(lambda *given, of=of, scale=scale: of(*given, scale), tensors) for of in (jitted, program))
+        torch.testing.assert_close(found, right)
     assert thunder.cache_misses(jitted) == 2
 
 
@@ -55,13 +55,10 @@ def test_numbers_that_are_read():
         loss = F.cross_entropy(F.linear(h, w), y)
         return loss, loss.detach().item()
 
-    tensors = torch.randn(7, H, requires_grad=True), torch.randn(V, H, requires_grad=True), torch.randint(V, (7,))
-    jitted = thunder_flce.jit(logged, strict=True)
-    loss, number = jitted(*tensors)
-    right = logged(*tensors)
-    torch.testing.assert_close((loss, number), right)
-    of_both = (torch.autograd.grad(each, tensors[:2]) for each in (loss, right[0]))
-    torch.testing.assert_close(*of_both)
+    tensors, jitted = operands(7), thunder_flce.jit(logged, strict=True)
+    found, right = jitted(*tensors), logged(*tensors)
+    torch.testing.assert_close(found, right)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, tensors[:2]) for loss, _ in (found, right)))
     assert_fused(jitted, times=1)
 
     scaled = lambda h, w, y: F.cross_entropy(F.linear(h, w) * w.max().item(), y)  # noqa: E731
@@ -78,8 +75,7 @@ def test_a_number_that_changes_brings_no_other_reason():
         logits = F.linear(h * scale, w)
         return F.cross_entropy(logits, y), logits
 
-    compiled = thunder_flce.thunderfx(program)
-    tensors = torch.randn(7, H), torch.randn(V, H), torch.randint(V, (7,))
+    compiled, tensors = thunder_flce.thunderfx(program), [each.detach() for each in operands(7)]
     with pytest.warns(NotFusedWarning, match="returns its logits"):
         for scale in (1.5, 2.5):
             torch.testing.assert_close(compiled(*tensors, scale), program(*tensors, scale))
@@ -91,12 +87,8 @@ def test_a_softmax_with_a_dtype_under_autocast(dtype, device):
     """As attention has it; not as a loss."""
 
     def program(q):
-        scores = q @ q.transpose(-1, -2)
-        return (
-            scores.softmax(-1, dtype=dtype),
-            F.softmax(scores, -1, dtype=dtype),
-            F.log_softmax(scores, -1, dtype=dtype),
-        )
+        scores, of = q @ q.transpose(-1, -2), {"dtype": dtype}
+        return scores.softmax(-1, **of), F.softmax(scores, -1, **of), F.log_softmax(scores, -1, **of)
 
     q = torch.randn(4, 6, device=device)
     with torch.autocast(device, torch.bfloat16):
@@ -105,7 +97,7 @@ def test_a_softmax_with_a_dtype_under_autocast(dtype, device):
 
 
 @pytest.mark.parametrize("loss", [
-    flattened_loss, lambda z, y: F.nll_loss(F.log_softmax(z.flatten(0, 1), -1), y.flatten()),
+    front_ends.flattened_loss, lambda z, y: F.nll_loss(F.log_softmax(z.flatten(0, 1), -1), y.flatten()),
     lambda z, y: -F.log_softmax(z, -1).gather(-1, y.clamp(0).unsqueeze(-1)).mean(),
 ], ids=["cross_entropy", "nll_loss", "gather"])  # fmt: skip
 def test_autocast(loss, device):
@@ -187,7 +179,7 @@ def test_an_output_without_the_loss(jit, reduction):
         loss, entropy = thunder_flce.linear_cross_entropy(x, weight, target, reduction=reduction, outputs=("entropy",))
         return entropy.square().sum()
 
-    tensors = torch.randn(7, H, requires_grad=True), torch.randn(V, H, requires_grad=True), torch.randint(0, V, (7,))
+    tensors = operands(7)
     torch.testing.assert_close(run(jit(program), tensors), run(program, tensors))
 
 
@@ -307,7 +299,7 @@ def losses_in_another_order(logits, labels):
     return torch.where(labels > 3, losses, 0.0).sum(), logged
 
 
-@pytest.mark.parametrize("loss", [flattened_loss, weighted_loss, losses_of_slices, losses_in_another_order])
+@pytest.mark.parametrize("loss", [front_ends.flattened_loss, weighted_loss, losses_of_slices, losses_in_another_order])
 def test_new_shapes(loss):
     """Dynamo makes the first dimension that changes a dynamic one; thunder still gets a trace for each of its sizes.
 
@@ -344,8 +336,7 @@ def labels_changed_after_a_logged_loss(hidden, weight, labels):
 
 @pytest.mark.parametrize("program", [of_sequences_in_16_bits, labels_changed_after_a_logged_loss])
 def test_what_is_written_stays_in_thunder(program):
-    compiled = thunder_flce.thunderfx(program)
-    tensors = torch.randn(24, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
+    compiled, tensors = thunder_flce.thunderfx(program), operands(24)[:2]
     found, right = (run(lambda *given, of=of: of(*given, torch.arange(24)), tensors) for of in (compiled, program))
     torch.testing.assert_close(found, right, rtol=2e-2, atol=2e-2)
     assert_fused(compiled, times=1)
@@ -370,9 +361,7 @@ def test_autocast_of_products(product):
 def test_recipe_with_plugin(interpreter):
     # thunder's default recipe insists on nvFuser, which needs a GPU.
     fuser = "nvfuser" if torch.cuda.is_available() else "torch.compile"
-    recipe = BaseRecipe(fuser=fuser, interpreter=interpreter)
-    model = Model()
-    arguments = batch()
+    recipe, model, arguments = BaseRecipe(fuser=fuser, interpreter=interpreter), Model(), batch()
     compiled = thunder.compile(model, recipe=recipe, plugins="flce")
     assert_agrees(model, lambda: model(*arguments), lambda: compiled(*arguments), **CLOSE)
     (fusion,) = [t for t in recipe.transforms if isinstance(t, FuseLinearCrossEntropy)]
