@@ -258,46 +258,38 @@ WRONG_TYPES = {
     "options must be thunder_flce.Options or None, but got str": lambda: of(options="auto"),
     "weight must be a tensor, but got list": lambda: of(weight=[1.0] * 9),
     # What is more than a linear.
-    "linear must have no hooks": lambda: from_linear(
-        _changed(nn.Linear(4, 9), lambda linear: linear.register_forward_hook(print))
-    ),
-    "linear must have no hooks: it is never": lambda: _changed(
-        of(), lambda loss: loss.linear.register_full_backward_hook(print)
-    )(*INPUTS),
-    "linear must be a torch.nn.Linear with the forward of that class": lambda: from_linear(
-        _changed(nn.Linear(4, 9), lambda linear: setattr(linear, "forward", print))
-    ),
+    "linear must have no hooks":
+        lambda: from_linear(_changed(nn.Linear(4, 9), lambda linear: linear.register_forward_hook(print))),
+    "linear must have no hooks: it is never":
+        lambda: _changed(of(), lambda loss: loss.linear.register_full_backward_hook(print))(*INPUTS),
+    "linear must be a torch.nn.Linear with the forward of that class":
+        lambda: from_linear(_changed(nn.Linear(4, 9), lambda linear: setattr(linear, "forward", print))),
     "linear.weight must be a parameter": lambda: from_linear(nn.utils.parametrizations.weight_norm(nn.Linear(4, 9))),
-    "linear must be a torch.nn.Linear .* but is Sequential": lambda: _changed(
-        of(), lambda loss: setattr(loss, "linear", nn.Sequential())
-    )(*INPUTS),
+    "linear must be a torch.nn.Linear .* but is Sequential":
+        lambda: _changed(of(), lambda loss: setattr(loss, "linear", nn.Sequential()))(*INPUTS),
     # What has no loss.
     "model must be a torch.nn.Module, but got method": lambda: loss_only(Model().forward),
     "the forward of Linear takes no labels, so it computes no loss; pass": lambda: loss_only(nn.Linear(H, V)),
     "the forward of NanoGPT takes no labels.*as labels=…": lambda: loss_only(NanoGPT()),
     "ThunderModule takes no labels.*before it is compiled": lambda: loss_only(thunder_flce.jit(Model())),
     "OptimizedModule takes no labels.*before it is compiled": lambda: loss_only(torch.compile(Model())),
-    "this Model was compiled; call loss_only before": lambda: loss_only(
-        _changed(Model(), lambda model: model.compile(backend="eager"))
-    ),
+    "this Model was compiled; call loss_only before":
+        lambda: loss_only(_changed(Model(), lambda model: model.compile(backend="eager"))),
     "Model returned no loss.* a Output, and loss='nll'": lambda: loss_only(Model(), loss="nll")(TOKENS, TOKENS),
-    "NanoGPT returned no loss.* a tuple, and loss=0": lambda: loss_only(NanoGPT(), labels="targets", loss=0)(
-        TOKENS, TOKENS
-    ),
-}
+    "NanoGPT returned no loss.* a tuple, and loss=0":
+        lambda: loss_only(NanoGPT(), labels="targets", loss=0)(TOKENS, TOKENS),
+}  # fmt: skip
 WRONG_VALUES = {
     "in_features must be a positive int, but got 0": lambda: LinearCrossEntropyLoss(0, 9),
     "num_classes must be a positive int, but got 9.0": lambda: LinearCrossEntropyLoss(4, 9.0),
     r"weight must be \(V,\) = \(9,\), class weights, but got \(9, 4\); to": lambda: of(weight=torch.ones(9, 4)),
     r"out_features must be \(\), but got \(3,\); give input as": lambda: of(out_features=(3,)),
     "reduction must be one of": lambda: of(reduction="avg"),
-    r"linear.weight must be .* = \(9, 4\), but got \(10, 4\)": lambda: _changed(
-        of(), lambda loss: setattr(loss.linear, "weight", nn.Embedding(10, 4).weight)
-    )(*INPUTS),
-    "model is a loss_only model already, with labels='labels', loss='loss'": lambda: loss_only(
-        loss_only(Model()), loss=1
-    ),
-}
+    r"linear.weight must be .* = \(9, 4\), but got \(10, 4\)":
+        lambda: _changed(of(), lambda loss: setattr(loss.linear, "weight", nn.Embedding(10, 4).weight))(*INPUTS),
+    "model is a loss_only model already, with labels='labels', loss='loss'":
+        lambda: loss_only(loss_only(Model()), loss=1),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("message", [*WRONG_TYPES, *WRONG_VALUES])
