@@ -241,14 +241,12 @@ def differentiate(
     inputs = case.needing_grad()
     if not inputs:
         return Result(loss, (), tuple(others))
-    grads = [torch.ones_like(loss) if grad is None else grad.to(loss.dtype)]
-    named = zip(outputs, others, strict=True)
-    differentiable = {name: other for name, other in named if name in DIFFERENTIABLE_OUTPUTS}
-    incoming = dict(zip(differentiable, incoming_gradients(case, outputs, loss.dtype), strict=True))
+    grad = torch.ones_like(loss) if grad is None else grad.to(loss.dtype)
+    differentiable = (other for name, other in zip(outputs, others, strict=True) if name in DIFFERENTIABLE_OUTPUTS)
+    pairs = zip(differentiable, incoming_gradients(case, outputs, loss.dtype), strict=True)
     # Not so what is detached.
-    differentiable = {name: other for name, other in differentiable.items() if other.requires_grad}
-    grads += [incoming[name] for name in differentiable]
-    gradients = torch.autograd.grad([loss, *differentiable.values()], inputs, grads)
+    results, grads = zip((loss, grad), *(pair for pair in pairs if pair[0].requires_grad), strict=True)
+    gradients = torch.autograd.grad(results, inputs, grads)
     return Result(loss.detach(), gradients, tuple(other.detach() for other in others))
 
 
@@ -260,12 +258,9 @@ def incoming_gradients(case: Case, outputs: tuple[str, ...], dtype: torch.dtype)
     """Random gradients, always the same ones, for each differentiable output."""
     # While a CUDA graph is captured, nothing may be copied from the host: they are there from the step before.
     if (outputs, dtype) not in case.incoming:
-        generator, shape = torch.Generator().manual_seed(len(outputs)), case.x.shape[:-1]
-        case.incoming[outputs, dtype] = [
-            torch.randn(shape, generator=generator).to(case.x.device, dtype)
-            for name in outputs
-            if name in DIFFERENTIABLE_OUTPUTS
-        ]
+        generator, names = torch.Generator().manual_seed(len(outputs)), {*outputs} & {*DIFFERENTIABLE_OUTPUTS}
+        random = (torch.randn(case.x.shape[:-1], generator=generator) for _ in names)
+        case.incoming[outputs, dtype] = [each.to(case.x.device, dtype) for each in random]
     return case.incoming[outputs, dtype]
 
 
