@@ -60,11 +60,9 @@ def of_rank(rank: int, case: Case, sizes, grad=None, *, counts=None, how=None, *
     if factor > 1 and grad is None and settings.get("reduction") == "none":
         grad = torch.full(part.x.shape[:-1], float(factor), device=part.x.device)
     result = ours(part, grad, vocab_parallel=group, **settings)
-    inputs = [part.x, *(x for x, _ in part.terms)]
-    gradients = (
-        gradient / factor if any(operand is x for x in inputs) else gradient
-        for operand, gradient in zip(part.needing_grad(), result.gradients, strict=True)
-    )
+    inputs = {id(x) for x in (part.x, *(x for x, _ in part.terms))}
+    pairs = zip(part.needing_grad(), result.gradients, strict=True)
+    gradients = (gradient / factor if id(operand) in inputs else gradient for operand, gradient in pairs)
     return Result(result.loss.detach(), tuple(gradients), tuple(each.detach() for each in result.outputs))
 
 
@@ -103,13 +101,11 @@ def divided(case: Case, sizes, grad=None, *, counts=None, **settings) -> Result:
 def on_mesh(case: Case, mesh, of_x, of_weight) -> Case:
     """The case on a mesh, but for its targets."""
 
-    def placed(placements):
+    def placed(tensor, placements):
         # A broadcast writes to what it is given, and threads share the case.
-        return lambda tensor: distribute_tensor(tensor.detach().clone(), mesh, placements).requires_grad_(
-            tensor.requires_grad
-        )
+        return distribute_tensor(tensor.detach().clone(), mesh, placements).requires_grad_(tensor.requires_grad)
 
-    return case.mapped(placed(of_x), placed(of_weight))
+    return case.mapped(partial(placed, placements=of_x), partial(placed, placements=of_weight))
 
 
 def of_mesh(rank: int, case: Case, placements, grad=None, **settings) -> Result:
