@@ -154,12 +154,8 @@ def test_cuda_graph(ranks, rows, dtype, strategy, reduction):
     """Captured once, replayed with other values and other ignored rows."""
     if strategy == "gradients_in_forward" and reduction == "none":
         pytest.skip("no such strategy")
-    options = Options(
-        strategy=strategy,
-        ignored_rows=rows,
-        chunk_rows=None if strategy == "save_logits" else 100,
-        accumulate="float32",
-    )
+    chunk_rows = None if strategy == "save_logits" else 100
+    options = Options(strategy=strategy, ignored_rows=rows, chunk_rows=chunk_rows, accumulate="float32")
     sizes = {"tokens": 300, "hidden": 64, "vocab": 1009, "ranks": ranks}
     cases = [make_case(**sizes, dtype=dtype, device="cuda", bias=True, ignored=i) for i in (0.1, 0.8)]
     held = copy.deepcopy(cases[0])
