@@ -38,18 +38,22 @@ BY_DYNAMO: list[tuple[Callable, Any]] = []
 BY_THUNDER: list[tuple[Callable, Any]] = []
 
 
-def expect(outcome, *, thunder: bool = False, dynamo: bool = True, name: str = ""):
-    """Enters a program: with a `Reason`, it is not fused; with other words, its gradients wait, and a note has them.
+def expect(outcome, *, thunder: bool = False, dynamo: bool = True, of: Callable = lambda program: program):
+    """Enters a program, or those of a dictionary or a class.
 
-    With a list, its regions have these strategies.
+    With a `Reason`, it is not fused; with other words, its gradients wait, and a note has them. With a list, its
+    regions have these strategies.
     """
 
-    def enter(program: Callable) -> Callable:
-        entered = with_arguments(program)
-        entered.__name__ = name or program.__name__
-        BY_DYNAMO.extend([(entered, outcome)] * dynamo)
-        BY_THUNDER.extend([(entered, outcome)] * thunder)
-        return entered
+    def enter(programs):
+        by_name = {programs.__name__: programs} if inspect.isfunction(programs) else programs
+        for name, program in (vars(by_name) if inspect.isclass(by_name) else by_name).items():
+            if inspect.isfunction(program):
+                entered = of(with_arguments(program))
+                entered.__name__ = name
+                BY_DYNAMO.extend([(entered, outcome)] * dynamo)
+                BY_THUNDER.extend([(entered, outcome)] * thunder)
+        return programs
 
     return enter
 
@@ -129,11 +133,7 @@ def entropies(h, w):
 
 
 ARGUMENTS = {
-    "h": lambda h, w, y, a, m: h,
-    "w": lambda h, w, y, a, m: w,
-    "y": lambda h, w, y, a, m: y,
-    "a": lambda h, w, y, a, m: a,
-    "m": lambda h, w, y, a, m: m,
+    **{name: lambda *given, at=at: given[at] for at, name in enumerate("hwyam")},
     "z": lambda h, w, y, a, m: F.linear(h, w),
     "x": lambda h, w, y, a, m: log_probs(h, w, y),
     "s": lambda h, w, y, a, m: losses(h, w, y),
@@ -199,410 +199,326 @@ torch.library.impl("flce_tests::draw", "CompositeExplicitAutograd")(lambda x: to
 
 # What is made of the numbers of tokens, of their logits and of hidden states, and what becomes of that.
 
-WITH_WEIGHTS = "class weights"
-PROGRAMS = {
-    "by axis": (IN_FORWARD, lambda x, a, m: (((x - a).exp() * m).sum(axis=-1) / m.sum(axis=-1)).mean()),
-    "the last token": (IN_FORWARD, lambda x: -x[0, -1] * 2),
-    "tokens from the end": (IN_FORWARD, lambda z, y: -of_labels(z.narrow(1, -3, 2), y.narrow(1, -3, 2)).exp().mean()),
-    "half of the rows, from the end": (
-        IN_FORWARD,
+expect(IN_FORWARD)({
+    "by axis": lambda x, a, m: (((x - a).exp() * m).sum(axis=-1) / m.sum(axis=-1)).mean(),
+    "the last token": lambda x: -x[0, -1] * 2,
+    "tokens from the end": lambda z, y: -of_labels(z.narrow(1, -3, 2), y.narrow(1, -3, 2)).exp().mean(),
+    "half of the rows, from the end":
         lambda z, y: -of_labels(*(x.narrow(1, -(n := z.shape[1] // 2), n) for x in (z, y))).exp().mean(),
-    ),
-    "half of the tokens, from the end": (IN_FORWARD, lambda x: x.narrow(1, -(n := x.shape[1] // 2), n).exp().mean()),
-    "a token at half the length": (IN_FORWARD, lambda x: x.select(1, x.shape[1] // 2).exp().mean()),
-    "sequences selected": (
-        IN_FORWARD, lambda h, w, y: torch.stack([log_probs(h.select(0, at), w, y[at]) for at in range(B)]).exp().sum(),
-    ),
+    "half of the tokens, from the end": lambda x: x.narrow(1, -(n := x.shape[1] // 2), n).exp().mean(),
+    "a token at half the length": lambda x: x.select(1, x.shape[1] // 2).exp().mean(),
+    "sequences selected":
+        lambda h, w, y: torch.stack([log_probs(h.select(0, at), w, y[at]) for at in range(B)]).exp().sum(),
     # What is logged after the loss: no gradient comes back from it.
-    "logged and changed": (IN_FORWARD, lambda s: (s.mean(), s.sum(1).div_(3).detach())),
-    "logged as a histogram": (IN_FORWARD, lambda s: (s.mean(), torch.histc(s * 2))),
-    "logged in a buffer": (IN_FORWARD, lambda s: (s.mean(), _without_gradients(s.new_zeros(B).lerp_, s.sum(1), 0.1))),
-    "logged in a part of a buffer": (IN_FORWARD, lambda s: (s.mean(), _logged(s.sum(1)[0]))),
-    "logged less their mean": (IN_FORWARD, lambda s: (t := s.detach() * 2, t.sub_(t.mean()), (s.mean(), t))[-1]),
-    # No logits are returned.
-    "a maximum that is returned": (Reason.LOGITS_USED, lambda z, y: (of_rows(z, y), z.amax(-1))),
+    "logged and changed": lambda s: (s.mean(), s.sum(1).div_(3).detach()),
+    "logged as a histogram": lambda s: (s.mean(), torch.histc(s * 2)),
+    "logged in a buffer": lambda s: (s.mean(), _without_gradients(s.new_zeros(B).lerp_, s.sum(1), 0.1)),
+    "logged in a part of a buffer": lambda s: (s.mean(), _logged(s.sum(1)[0])),
     # Lengths are symbols, and what is made of them is a number.
-    "over a root": (IN_FORWARD, lambda h, s, m: (s * m).sum() * (1 / h.shape[1]) + s.mean() / h.shape[1] ** 0.5),
-    "picked twice": (FUSED, lambda x, a: (x[[0, 0, 1]].exp() * a[:3]).sum()),
-    "by einsum": (IN_FORWARD, lambda x, m: -torch.einsum("bt,bt->", x, m)),
-    "a sum times itself": (IN_FORWARD, lambda s, m: (total := (s * m).sum()) * total),
-    "none selected, added to zero": (
-        IN_FORWARD, lambda s, m: (
-            total := m.new_zeros(()), total.add_(s.masked_fill(m > -1, 0).sum()), total / (m < 0).sum(),
-        )[2],
+    "over a root": lambda h, s, m: (s * m).sum() * (1 / h.shape[1]) + s.mean() / h.shape[1] ** 0.5,
+    "by einsum": lambda x, m: -torch.einsum("bt,bt->", x, m),
+    "a sum times itself": lambda s, m: (total := (s * m).sum()) * total,
+    "none selected, added to zero": lambda s, m: (
+        total := m.new_zeros(()), total.add_(s.masked_fill(m > -1, 0).sum()), total / (m < 0).sum(),
+    )[2],
+    "stacked with zeros": lambda x, m: (torch.stack([torch.zeros_like(x), x], -1).sum(-1) * m).mean(),
+    "read for their sizes":
+        lambda x, a, m: (torch.cat([x.new_zeros(len(x), 1), x * a[:, :1].expand_as(x)], 1)[:, 1:].flatten()
+        * m.view(-1).view_as(x.flatten()).type_as(x)).sum(),
+    # Dynamo writes a shape of products of lengths as torch.Size.
+    "packed, in the shape of logits": lambda h, w, y, a: (
+        z := F.linear(h.flatten(0, 1), w),
+        (F.cross_entropy(z, y.flatten(), reduction="none").view(z.shape[:-1]) * a.flatten()).sum(),
+    )[1],
+    # What is logged stands behind the region, which reads what has its shape.
+    "zeros in the shape of what is logged": lambda x, a: (
+        (torch.where((ratio := (x - a).exp()) > 0.8, ratio, torch.zeros_like(ratio)) * a).sum(), (ratio > 1).sum(),
     ),
+    "in the shape of what is logged": lambda x, a, m: (
+        ((ratio := (x - a).exp()) * torch.ones(ratio.shape, dtype=m.dtype) * m.reshape(ratio.tanh().size())).sum(),
+        (ratio > 1).sum(), x.detach(),
+    ),
+    # A number that is rounded, such as a part of the length, is no sum of products of lengths.
+    "a part of the length":
+        lambda z, y, s, a: of_rows(z[:, : (n := int(0.5 * z.shape[1]))], y[:, :n]) + (s[:, :n] * a[:, :n]).sum(),
+    "in other shapes":
+        lambda x, a, m: (x * m).mean() + x.flatten()[0] + (x.view(2, -1) * a.view(2, -1)).sum()
+        + x[..., None].sum(1).sum(),
+    # Each with a factor of its own.
+    "labels smoothed to their neighbours": lambda z, y: -(
+        0.7 * of_labels(z, y) + of_labels(z, y.roll(1, 1)) / 5 + 0.1 * of_labels(z, y.roll(-1, 1))
+    ).mean(),
+    # They move behind the region, which gives what they read.
+    "logged in place before the sum": lambda y, s, m: (
+        logged := torch.zeros(V, dtype=s.dtype), logged.index_add_(0, y.flatten(), s.detach().flatten()),
+        logged[0].add_(s.detach().mean()), logged.__setitem__(1, s.detach().sum()),
+        logged[2].add_(s.detach()[0, 0]), ((s * m).sum() / m.sum(), logged * 2),
+    )[-1],
+    # The sums of sequences are computed there once more, and the region weighs its tokens by their derivative.
+    "logged in a checkpoint": lambda s, m: (
+        of_sequences := checkpoint(lambda s: (s * m).sum(-1), s, use_reentrant=False),
+        (of_sequences.mean(), of_sequences.detach()),
+    )[1],
+    # It reads what the region gives, which stands where the sum is.
+    "checkpoint that nothing needs": lambda s, m: (
+        checkpoint(torch.cos, s.tanh(), use_reentrant=False), (s.mean() + (s * m).sum(), s.detach()),
+    )[1],
+    # The region reads a mask that is made inside, and one that another checkpoint returns beside something else.
+    "masked in a checkpoint": lambda h, w, y, m: (
+        checkpoint(lambda m: (m.exp(), m.sin()), m, use_reentrant=False)[0]
+        * checkpoint(lambda h, w: log_probs(h, w, y) * h.detach().mean(-1), h, w, use_reentrant=False)
+    ).sum(),
+    # Ignored ones among them.
+    "slices of losses": lambda h, w, y, a, m: (
+        (s := losses(h, w, y.where(m > 0, -100))[:, 1:]) * torch.exp(-s.detach()) + (s - a[:, 1:]).square()
+    ).mean(),
+    # The mean is NaN, and their gradients are 0.
+    "all ignored": lambda h, w, y, m: (losses(h, w, y.where(m < 0, -100)).exp() * (m < 0)).sum() / (m < 0).sum(),
+    "all ignored, divided by their number":
+        lambda h, w, y, m: (losses(h, w, y.where(m < 0, -100)) * m).sum() / (m < 0).sum(),
+    "squares of ignored losses": lambda h, w, y, m: (losses(h, w, y.where(m < 0, -100)).square() / (m < 0).sum()).sum(),
+    # Dynamo has a symbol for the length of each input, and knows more of that which a linear has read.
+    "shifted hidden states": lambda h, w, y, m: -(log_probs(h[:, :-1], w, y[:, 1:]) * m[:, 1:]).sum() / m.sum(),
+    # A shape is one argument of what follows the losses: that of another tensor, and of what comes before.
+    "in the shape of labels": lambda z, y, a: (
+        (s := of_rows(z, y, reduction="none").view(y.shape).flip(0)).flatten().view(s.size()) * a
+    ).mean(),
+    "rows of equal tensors": lambda h, w, y: -torch.cat(
+        [F.linear(h.flatten(0, 1)[at], w) for at in (slice(8), slice(8, None))]
+    ).log_softmax(-1).gather(-1, y.flatten()[:, None]).sum(),
+    # What looks the same is not: draws, the functions of a branch, floats and their integers, and one tensor's shapes.
+    "drawn twice": lambda x, a: ((x * F.gumbel_softmax(a) - x * F.gumbel_softmax(a)).sign().abs() * x).sum(),
+    "labels of two branches":
+        lambda z, y: of_rows(z, torch.cond(y.sum() > 0, lambda y: (y + 1) % V, torch.clone, (y,)))
+        + of_rows(z, torch.cond(y.sum() > 0, lambda y: (y + 7) % V, torch.clone, (y,))),
+    "weights and their integers": lambda x, a: (x * (b := a * 5) + x.exp() * b.long()).sum(),
+    "weights of rows and of columns": lambda x, y: ((u := x[:, :B]) * (of := y[:, 0])[:, None] + u.exp() * of).sum(),
+    "labels of rows and of columns":
+        lambda z, y: of_rows(u := z[:, :B], (of := y[:, 0])[None].expand(B, B))
+        + 2 * of_rows(u, of[:, None].expand(B, B)),
+    "rows picked by rows and by columns":
+        lambda z, y: of_rows(z[(i := y[:, 0] % B)[:, None], i[None]], y[:, :B]) * 2
+        + of_rows(z[i[None], i[:, None]], y[:, :B]),
+    "checkpoint in a checkpoint": lambda h, w, y: checkpoint(
+        lambda h: checkpoint(lambda h: losses(h.tanh(), w, y).mean(), h, use_reentrant=False),
+        h, use_reentrant=False,
+    ),
+    "accuracy of data": lambda z, y: (of_rows(z, y), (z.data.argmax(-1) == y).sum()),
+    # As slime has them: a ratio of each token, of all sequences one after another.
+    "sequences in one line": lambda z, y, a, m: (
+        clipped(torch.cat([*map(of_labels, z, y)]), a.flatten()) * m.flatten()
+    ).sum() / m.sum(),
+    "sequences out of order": lambda z, y, a, m: (
+        clipped(torch.cat([of_labels(z[at], y[at]) for at in (1, 0, 2, 3)]), a.flatten()) * m.flatten()
+    ).sum(),
+    "tokens left out at random": lambda s: (s * (torch.rand_like(s) < 2)).sum() / 3,
+    "responses cut out of packed tokens": lambda z, y, a: (
+        u := z.flatten(0, 1), v := y.flatten(), pieces := [(u[i:j], v[i:j]) for i, j in ((2, 5), (7, 9), (9, 19))],
+        clipped(torch.cat([of_labels(*each) for each in pieces]), a.flatten()[:15]).mean()
+        - torch.cat([entropies_of(each) for each, _ in pieces]).mean() / 9,
+    )[3],
+    "every other sequence, and the last ones":
+        lambda z, y, a: clipped(torch.cat([of_labels(z[at], y[at]) for at in (slice(0, 4, 2), slice(2, 4))]), a).mean(),
+    "columns of tokens in another shape": lambda z, y, a: (
+        u := z[:, :4], x := [of_labels(u[:, at], y[:, at]).view(2, 4) for at in (slice(2), slice(2, 4))],
+        clipped(torch.cat(x, dim=1), a[:, :4].reshape(2, 8)).mean(),
+    )[2],
+    # As Dream has them, a diffusion model: the logits of a token stand at the one before.
+    "of the token before": lambda z, y, m: (
+        (of_rows(torch.cat([z[:, :1], z[:, :-1]], dim=1), y, reduction="none") * m.flatten()).sum() / m.sum()
+    ),
+    "of the token before, warmer": lambda z, y, a, m: (
+        u := (z / a.exp()[..., None]).mT, x := torch.cat([u[..., :1], u[..., :-1]], -1).log_softmax(1),
+        (clipped(x.gather(1, y[:, None]).squeeze(1), a) * m).mean(),
+    )[2],
+    "responses of packed tokens": lambda z, y, a: (
+        u := z.flatten(0, 1), x := of_labels(torch.cat([u[1:4], u[-3:]]), y.flatten()[:6]),
+        clipped(x, a.flatten()[:6]).mean(),
+    )[2],
+    # They are others before the cast, which is behind a reshape: of eight bits, also from the end, and rounded.
+    "labels that are cast":
+        lambda h, w, y, z: F.cross_entropy(z.flatten(0, 1), (y + 512).flatten().to(torch.uint8).long())
+        + F.linear(h, w.repeat(4, 1)).flatten(0, 1).log_softmax(-1)[
+            torch.arange(y.numel()), (y - V).to(torch.int8).flatten().long()
+        ].mean() + of_rows(F.linear(h, w.repeat(10, 1)), (y * 9 + 3).flatten().bfloat16().long()),
+    "means of sequences":
+        lambda x, m: -((x * m).sum(1) / m.sum(1).clamp(min=1)).where(m.sum(1) > 0, m.new_zeros(())).mean(),
+    # They are no hidden states, of which a matrix makes logits.
+    "products": lambda x, a, m: torch.einsum("bt,tk->bk", x, a.t()).sum() + (x @ m.t()).sum(),
+    "ratio to itself alone": lambda h, x, a, m: -((x - x.detach()).exp() * a * m).sum() / m.sum() + h.square().mean(),
+    "one head after another":
+        lambda h, w, y, z, x, m: z.logsumexp(-1).square().mean() - (x * m).sum()
+        + losses(h, v := w * -1.5, y).mean() - F.linear(h, v).logsumexp(-1).square().mean() / 3,
+    # What reads the shape stands before the region, which gives the losses, too.
+    "weights in the shape of losses": lambda z, y, a: (
+        s := F.cross_entropy(z.transpose(1, 2), y, reduction="none"),
+        ((weighted := s * a[:, :1].expand(s.shape)).sum(), weighted.detach().sum()),
+    )[1],
+    "labels of another head":
+        lambda h, w, y, z: of_rows(z, (u := F.linear(h.tanh(), w)).argmax(-1).flatten()) + of_rows(u, y),
+    # As torchtune has it.
+    "a loss for each chunk":
+        lambda z, y: sum(of_rows(*of, reduction="sum") for of in zip(z.chunk(2, 1), y.chunk(2, 1), strict=True))
+        / y.numel(),
+    # Of classes whose probabilities are shifted, beside their loss: e in each row.
+    "sum of exp that is a constant":
+        lambda z, y: (F.nll_loss((u := z.log_softmax(-1)).flatten(0, 1), y.flatten()), (u + 1).exp().sum(-1).detach()),
+})  # fmt: skip
+expect(Reason.LOGITS_USED)({
+    # No logits are returned.
+    "a maximum that is returned": lambda z, y: (of_rows(z, y), z.amax(-1)),
+    # A linear reads them, and not what they are made of.
+    "mean embedding of what is predicted": lambda z, w, y: of_rows(z, y) + (z.softmax(-1) @ w).square().mean(),
+    "read for their strides": lambda z, y: of_rows(z, y) + torch.zeros_like(z.transpose(1, 2)).mean(),
+})  # fmt: skip
+expect(FUSED)({
+    "picked twice": lambda x, a: (x[[0, 0, 1]].exp() * a[:3]).sum(),
+    "weights that losses are added to in place":
+        lambda s, m: (weights := m * 1, weights.add_(s.detach()), (s * weights).sum() / m.sum())[2],
+    # They are other tokens: of one number a token, it would be none.
+    "transposed": lambda x, a, m: ((x.t().exp() + clipped(x.t(), a.t())) * m.t()).sum(),
+    # It reads what a region gives that stands behind it, where the sum of losses is: it moves there.
+    "checkpoint of losses":
+        lambda h, w, y, s, a: checkpoint(lambda x: x.detach().sort().values.cos(), s, use_reentrant=False).sum()
+        * of_rows(F.linear(h, w), y.flatten().flip(0)) + (s * a).sum(),
+    "a slice beside probabilities": lambda h, w, y, s: s[:, 1:].mean() + losses(h, w, y.flip(1)).neg().exp().mean(),
+    # Through a view, which has no gradient then.
+    "hidden states written without gradients":
+        lambda h, w, y: (_without_gradients(lambda h: h[:, 1:].mul_(2), h), losses(h, w, y).mean())[1],
+    # One region gives both, where the first is: there, gradients have to be on for the second. No region gives the sum
+    # of what mixes tokens.
+    "old log-probabilities":
+        lambda h, w, y: (_without_gradients(log_probs, h, w, y) - log_probs(h, w, y)).neg().exp().cumsum(0)
+        .square().sum() + h.square().sum(),
+    # What is computed without gradients is so where it moves, behind the region that has the entropies.
+    "weights before the loss":
+        lambda h, w, y, e: (_without_gradients(torch.cumsum, e, -1) * losses(h, w, y)).sum() + e.mean(),
+    # A mean by weights, also where another loss and what is logged read the same labels.
+    "class weights beside log-probabilities": lambda z, w, y: (
+        of_rows(z, y := y.flatten(), weight=class_weights(w)) + of_rows(z, y),
+        of_labels(z.detach().flatten(0, 1), y),
+    ),
+    # Only what cancels has a gradient.
+    "without their gradient": lambda z, y: of_rows(u := _constant_less_log_sum_exp(z), y) - of_labels(u, y).sum(),
+    "with a part of their gradient":
+        lambda z, y: F.nll_loss((u := _less_constant_log_sum_exp(z)).flatten(0, 1), y.flatten())
+        * (u.exp().argmax(-1) == y).double().mean(),
+    "names of other modules":
+        lambda z, y: of_rows(23 * torch.special.expit(z / 7.5) + 3, y)
+        + ATEN.nll_loss(z.flatten(0, 1).log_softmax(-1), y.flatten(), None, 2, 5),
+    # As in the graph of a module that was exported: reductions are numbers.
+    "names of ATen": lambda h, w, y: ATEN.cross_entropy_loss.default(
+        u := ATEN.flatten.using_ints(ATEN.linear.default(h, w), 0, 1), v := ATEN.flatten.using_ints(y), None, 2
+    ) + ATEN.nll_loss_nd.default(ATEN.log_softmax.int(u, -1), v),
+    "permuted by name":
+        lambda z, y: F.cross_entropy(torch.transpose(input=z, dim0=1, dim1=2), y)
+        + F.cross_entropy(torch.permute(input=z, dims=(0, 2, 1)), y)
+        + F.cross_entropy(torch.movedim(input=z, source=2, destination=1), y),
+    # A cross-entropy is where they are read, and its sum may follow.
+    "labels changed before the sum":
+        lambda z, y: _without_gradients(lambda z: (F.cross_entropy(z[0], y[0], reduction="none"), y.mul_(0))[0], z),
+    "labels changed before":
+        lambda z, y: _without_gradients(lambda z: (y.masked_fill_(y > 7, 0), of_labels(z, y))[1], z),
+    "labels drawn by an operator": lambda z, y: (
+        draw := torch.ops.flce_tests.draw, (of_labels(z, draw(y)) != of_labels(z, draw(y))).any(),
+    )[1],
+    "changed as one of a list": lambda h, w, y, x, a: (
+        x := x.detach().clone(), torch._foreach_mul_([x], 2.0), (log_probs(h, w, y) * x * a).sum(),
+    )[2],
+    "changed by an operator without results": lambda h, w, y, x, a, m: (
+        x := (x * m).detach(), torch.ops.flce_tests.log(h, x), (log_probs(h, w, y) * x * a).sum(),
+    )[2],
+    # A token loss of one would have no gradient for the other.
+    "each head weighs the other": lambda h, w, y, x, m: -(
+        torch.where(m > 0, x, (u := log_probs(h.tanh(), w, y)).detach()) + u * x.detach()
+    ).mean(),
+    "constants added": lambda z, y: of_rows(z + 3.0, y) + ((z - 1).logsumexp(-1) - z.logsumexp(-1)).exp().sum(),
+})  # fmt: skip
+expect(ANY)({
+    "logged in place where it is a weight":
+        lambda s, m: (w := m * 1, u := s * 2, v := w[1:], v.add_(u.detach()[1:]), (u * w).sum())[4],
+    "logged in place in its own memory":
+        lambda s, m: (u := s * 2, v := u.detach(), v.add_(s.detach()), (u * m).sum(), v)[3:],
+    # What is added to it afterwards is of the same rows.
+    "changed through a view": lambda z, y: (
+        x := z.log_softmax(-1).gather(-1, y[..., None]), x[:, :2].zero_(),
+        (x + 2 * z.logsumexp(-1, keepdim=True)).sum(),
+    )[2],
+    "beside a derivative":
+        lambda h, w, y: torch.func.grad(lambda h: losses(h, w, y).mean())(h).sum() + losses(h, w, y).mean(),
+})  # fmt: skip
+expect(TRANSFORMED)({
+    # Of logits.
+    "rows that they pick": lambda z, y: F.cross_entropy(z[0][at := z[0].detach().amax(-1).argsort()[:3]], y[0][at]),
+    "probabilities after a sum over classes":
+        lambda z, y: -z.cumsum(-1).softmax(-1).gather(-1, y[..., None]).log().sum(),
+    "entropy with a part of its gradient": lambda z: -(_less_constant_log_sum_exp(z).exp() * z.log_softmax(-1)).sum(),
+    "beside another head's":
+        lambda h, w, y: of_rows(torch.cat([F.linear(h, w), F.linear(h, w * 2)]), torch.cat([y, y])),
+    "split at indices that go back": lambda z, y: sum(
+        of_rows(u, v, reduction="sum")
+        for u, v in zip(*(each.tensor_split((4, 2), 1) for each in (z, y)), strict=True)
+    ),
+})  # fmt: skip
+expect("class weights")({
+    "class weights, logged":
+        lambda z, w, y: ((s := of_rows(z, y, weight=class_weights(w), reduction="none")).mean(), s.detach()),
+    "class weights beside an accuracy":
+        lambda z, w, y: of_rows(z, y, weight=class_weights(w), reduction="none").mean()
+        + (z.argmax(-1) == y).double().mean(),
+    # Of logits.
+    "class weights beside predictions": lambda z, w, y, m: (
+        (of_rows(z, y, weight=class_weights(w), reduction="none") * m.flatten()).sum(), (z.argmax(-1) == y).sum(),
+    ),
+})  # fmt: skip
+expect(Reason.OPERAND_MODIFIED)({
+    # A region takes the place of the last operation, and would read the labels there. Eager has no gradient there.
+    "labels changed": lambda z, y: _without_gradients(
+        lambda z: (x := z.log_softmax(-1).gather(-1, y[..., None]), y.masked_fill_(y > 7, 0), x[..., 0])[2], z
+    ),
+    "logits changed as one of a list":
+        lambda z, y: (u := z.detach(), torch._foreach_mul_([u], 2.0), of_labels(u, y).sum() + of_rows(z, y))[2],
+    "hidden states detached in place":
+        lambda h, w, y: (u := h.tanh(), loss := losses(u, w, y).mean(), u.detach_(), loss)[3],
+    "a loss detached in place": lambda z, y: (s := of_rows(z, y), loss := s * 2, s.detach_(), loss)[3],
+    "changed under other rows":
+        lambda z, y, a: (u := z.transpose(0, 1), z.div_(a.exp()[..., None]), of_rows(u, y.t()))[2],
+})  # fmt: skip
+OTHERS = {
     # Its derivative depends on which are NaN.
     "without NaNs": ("nansum in line", lambda s, m: torch.nansum(s * m)),
-    "stacked with zeros": (IN_FORWARD, lambda x, m: (torch.stack([torch.zeros_like(x), x], -1).sum(-1) * m).mean()),
     "stacked with zeros in other words": (
         "does not depend on the logits",
         lambda x, m: (torch.stack([torch.zeros_like(x, requires_grad=False), x], -1).sum(-1) * m).mean(),
     ),
-    "read for their sizes": (
-        IN_FORWARD,
-        lambda x, a, m: (torch.cat([x.new_zeros(len(x), 1), x * a[:, :1].expand_as(x)], 1)[:, 1:].flatten()
-        * m.view(-1).view_as(x.flatten()).type_as(x)).sum(),
-    ),
-    # Dynamo writes a shape of products of lengths as torch.Size.
-    "packed, in the shape of logits": (
-        IN_FORWARD, lambda h, w, y, a: (
-            z := F.linear(h.flatten(0, 1), w),
-            (F.cross_entropy(z, y.flatten(), reduction="none").view(z.shape[:-1]) * a.flatten()).sum(),
-        )[1],
-    ),
-    # What is logged stands behind the region, which reads what has its shape.
-    "zeros in the shape of what is logged": (
-        IN_FORWARD, lambda x, a: (
-            (torch.where((ratio := (x - a).exp()) > 0.8, ratio, torch.zeros_like(ratio)) * a).sum(), (ratio > 1).sum(),
-        ),
-    ),
-    "in the shape of what is logged": (
-        IN_FORWARD, lambda x, a, m: (
-            ((ratio := (x - a).exp()) * torch.ones(ratio.shape, dtype=m.dtype) * m.reshape(ratio.tanh().size())).sum(),
-            (ratio > 1).sum(), x.detach(),
-        ),
-    ),
-    # A number that is rounded, such as a part of the length, is no sum of products of lengths.
-    "a part of the length": (
-        IN_FORWARD,
-        lambda z, y, s, a: of_rows(z[:, : (n := int(0.5 * z.shape[1]))], y[:, :n]) + (s[:, :n] * a[:, :n]).sum(),
-    ),
     # Of more tokens than sequences: PyTorch's derivative has ones beside the diagonal.
     "trace": ("trace in line", lambda s: s.t().trace()),
-    "in other shapes": (
-        IN_FORWARD, lambda x, a, m: (x * m).mean() + x.flatten()[0] + (x.view(2, -1) * a.view(2, -1)).sum()
-        + x[..., None].sum(1).sum(),
-    ),
-    # Each with a factor of its own.
-    "labels smoothed to their neighbours": (
-        IN_FORWARD, lambda z, y: -(
-            0.7 * of_labels(z, y) + of_labels(z, y.roll(1, 1)) / 5 + 0.1 * of_labels(z, y.roll(-1, 1))
-        ).mean(),
-    ),
     "logged beside its neighbours": (
         "losses of different kinds",
         lambda z, y: (-(x := 0.8 * of_labels(z, y) + of_labels(z, y.roll(1, 1)) / 5).mean(), x.detach()),
     ),
-    "a factor that is trained": (
-        "needs a gradient, too", lambda h, x, a: (h.mean(-1).sigmoid() * x.exp() + a.sigmoid()).log().mean(),
-    ),
-    # They move behind the region, which gives what they read.
-    "logged in place before the sum": (
-        IN_FORWARD, lambda y, s, m: (
-            logged := torch.zeros(V, dtype=s.dtype), logged.index_add_(0, y.flatten(), s.detach().flatten()),
-            logged[0].add_(s.detach().mean()), logged.__setitem__(1, s.detach().sum()),
-            logged[2].add_(s.detach()[0, 0]), ((s * m).sum() / m.sum(), logged * 2),
-        )[-1],
-    ),
-    "weights that losses are added to in place": (
-        FUSED, lambda s, m: (weights := m * 1, weights.add_(s.detach()), (s * weights).sum() / m.sum())[2],
-    ),
-    "logged in place where it is a weight": (
-        ANY, lambda s, m: (w := m * 1, u := s * 2, v := w[1:], v.add_(u.detach()[1:]), (u * w).sum())[4],
-    ),
-    "logged in place in its own memory": (
-        ANY, lambda s, m: (u := s * 2, v := u.detach(), v.add_(s.detach()), (u * m).sum(), v)[3:],
-    ),
-    # A linear reads them, and not what they are made of.
-    "mean embedding of what is predicted": (
-        Reason.LOGITS_USED, lambda z, w, y: of_rows(z, y) + (z.softmax(-1) @ w).square().mean(),
-    ),
-    # They are other tokens: of one number a token, it would be none.
-    "transposed": (FUSED, lambda x, a, m: ((x.t().exp() + clipped(x.t(), a.t())) * m.t()).sum()),
-    # The sums of sequences are computed there once more, and the region weighs its tokens by their derivative.
-    "logged in a checkpoint": (
-        IN_FORWARD, lambda s, m: (
-            of_sequences := checkpoint(lambda s: (s * m).sum(-1), s, use_reentrant=False),
-            (of_sequences.mean(), of_sequences.detach()),
-        )[1],
-    ),
-    # It reads what a region gives that stands behind it, where the sum of losses is: it moves there.
-    "checkpoint of losses": (
-        FUSED, lambda h, w, y, s, a: checkpoint(lambda x: x.detach().sort().values.cos(), s, use_reentrant=False).sum()
-        * of_rows(F.linear(h, w), y.flatten().flip(0)) + (s * a).sum(),
-    ),
-    # It reads what the region gives, which stands where the sum is.
-    "checkpoint that nothing needs": (
-        IN_FORWARD, lambda s, m: (
-            checkpoint(torch.cos, s.tanh(), use_reentrant=False), (s.mean() + (s * m).sum(), s.detach()),
-        )[1],
-    ),
-    # The region reads a mask that is made inside, and one that another checkpoint returns beside something else.
-    "masked in a checkpoint": (
-        IN_FORWARD, lambda h, w, y, m: (
-            checkpoint(lambda m: (m.exp(), m.sin()), m, use_reentrant=False)[0]
-            * checkpoint(lambda h, w: log_probs(h, w, y) * h.detach().mean(-1), h, w, use_reentrant=False)
-        ).sum(),
-    ),
+    "a factor that is trained":
+        ("needs a gradient, too", lambda h, x, a: (h.mean(-1).sigmoid() * x.exp() + a.sigmoid()).log().mean()),
     "as indices": (
         "index_add in line", lambda x, a: x.sum()
         + torch.zeros_like(a).flatten().index_add(0, (x.detach() < -4).long().flatten(), x.flatten()).square().sum(),
-    ),
-    # Ignored ones among them.
-    "slices of losses": (
-        IN_FORWARD, lambda h, w, y, a, m: (
-            (s := losses(h, w, y.where(m > 0, -100))[:, 1:]) * torch.exp(-s.detach()) + (s - a[:, 1:]).square()
-        ).mean(),
-    ),
-    "a slice beside probabilities": (
-        FUSED, lambda h, w, y, s: s[:, 1:].mean() + losses(h, w, y.flip(1)).neg().exp().mean(),
-    ),
-    # The mean is NaN, and their gradients are 0.
-    "all ignored": (
-        IN_FORWARD, lambda h, w, y, m: (losses(h, w, y.where(m < 0, -100)).exp() * (m < 0)).sum() / (m < 0).sum(),
-    ),
-    "all ignored, divided by their number": (
-        IN_FORWARD, lambda h, w, y, m: (losses(h, w, y.where(m < 0, -100)) * m).sum() / (m < 0).sum(),
-    ),
-    "squares of ignored losses": (
-        IN_FORWARD, lambda h, w, y, m: (losses(h, w, y.where(m < 0, -100)).square() / (m < 0).sum()).sum(),
     ),
     "sum plus a factor": (
         "another loss is both added to it and multiplied with it",
         lambda x, e, a, m: ((x * a).sum() + (factor := m.mean())) * factor - e.mean(),
     ),
-    "count between terms": (
-        "adds another loss before the last term", lambda x, e, a, m: (x * a).sum() + (m > 0).sum() - e.mean(),
-    ),
-    # Through a view, which has no gradient then.
-    "hidden states written without gradients": (
-        FUSED, lambda h, w, y: (_without_gradients(lambda h: h[:, 1:].mul_(2), h), losses(h, w, y).mean())[1],
-    ),
-    # Dynamo has a symbol for the length of each input, and knows more of that which a linear has read.
-    "shifted hidden states": (
-        IN_FORWARD, lambda h, w, y, m: -(log_probs(h[:, :-1], w, y[:, 1:]) * m[:, 1:]).sum() / m.sum(),
-    ),
-    # One region gives both, where the first is: there, gradients have to be on for the second. No region gives the sum
-    # of what mixes tokens.
-    "old log-probabilities": (
-        FUSED, lambda h, w, y: (_without_gradients(log_probs, h, w, y) - log_probs(h, w, y)).neg().exp().cumsum(0)
-        .square().sum() + h.square().sum(),
-    ),
-    # What is computed without gradients is so where it moves, behind the region that has the entropies.
-    "weights before the loss": (
-        FUSED, lambda h, w, y, e: (_without_gradients(torch.cumsum, e, -1) * losses(h, w, y)).sum() + e.mean(),
-    ),
-    # Of logits.
-    "rows that they pick": (
-        TRANSFORMED, lambda z, y: F.cross_entropy(z[0][at := z[0].detach().amax(-1).argsort()[:3]], y[0][at]),
-    ),
-    # A shape is one argument of what follows the losses: that of another tensor, and of what comes before.
-    "in the shape of labels": (
-        IN_FORWARD, lambda z, y, a: (
-            (s := of_rows(z, y, reduction="none").view(y.shape).flip(0)).flatten().view(s.size()) * a
-        ).mean(),
-    ),
-    "class weights, logged": (
-        WITH_WEIGHTS,
-        lambda z, w, y: ((s := of_rows(z, y, weight=class_weights(w), reduction="none")).mean(), s.detach()),
-    ),
-    "class weights beside an accuracy": (
-        WITH_WEIGHTS, lambda z, w, y: of_rows(z, y, weight=class_weights(w), reduction="none").mean()
-        + (z.argmax(-1) == y).double().mean(),
-    ),
-    # A mean by weights, also where another loss and what is logged read the same labels.
-    "class weights beside log-probabilities": (
-        FUSED, lambda z, w, y: (
-            of_rows(z, y := y.flatten(), weight=class_weights(w)) + of_rows(z, y),
-            of_labels(z.detach().flatten(0, 1), y),
-        ),
-    ),
+    "count between terms":
+        ("adds another loss before the last term", lambda x, e, a, m: (x * a).sum() + (m > 0).sum() - e.mean()),
     "class weights without their gradient": (
         Reason.CLASS_WEIGHTS,
         lambda z, w, y: of_rows(_constant_less_log_sum_exp(z), y, weight=class_weights(w)) + w.sum(),
     ),
-    # Only what cancels has one.
-    "without their gradient": (
-        FUSED, lambda z, y: of_rows(u := _constant_less_log_sum_exp(z), y) - of_labels(u, y).sum(),
-    ),
-    "with a part of their gradient": (
-        FUSED, lambda z, y: F.nll_loss((u := _less_constant_log_sum_exp(z)).flatten(0, 1), y.flatten())
-        * (u.exp().argmax(-1) == y).double().mean(),
-    ),
-    "probabilities after a sum over classes": (
-        TRANSFORMED, lambda z, y: -z.cumsum(-1).softmax(-1).gather(-1, y[..., None]).log().sum(),
-    ),
-    "log-probabilities of some classes, after a sum over all": (
-        TRANSFORMED,
-        lambda z, y: -z.cumsum(-1)[..., :40].log_softmax(-1).gather(-1, y.clamp(max=39)[..., None]).sum(),
-    ),
-    "rows of equal tensors": (
-        IN_FORWARD, lambda h, w, y: -torch.cat(
-            [F.linear(h.flatten(0, 1)[at], w) for at in (slice(8), slice(8, None))]
-        ).log_softmax(-1).gather(-1, y.flatten()[:, None]).sum(),
-    ),
-    "entropy with a part of its gradient": (
-        TRANSFORMED, lambda z: -(_less_constant_log_sum_exp(z).exp() * z.log_softmax(-1)).sum(),
-    ),
-    "read for their strides": (
-        Reason.LOGITS_USED, lambda z, y: of_rows(z, y) + torch.zeros_like(z.transpose(1, 2)).mean(),
-    ),
-    "names of other modules": (
-        FUSED, lambda z, y: of_rows(23 * torch.special.expit(z / 7.5) + 3, y)
-        + ATEN.nll_loss(z.flatten(0, 1).log_softmax(-1), y.flatten(), None, 2, 5),
-    ),
-    # As in the graph of a module that was exported: reductions are numbers.
-    "names of ATen": (
-        FUSED, lambda h, w, y: ATEN.cross_entropy_loss.default(
-            u := ATEN.flatten.using_ints(ATEN.linear.default(h, w), 0, 1), v := ATEN.flatten.using_ints(y), None, 2
-        ) + ATEN.nll_loss_nd.default(ATEN.log_softmax.int(u, -1), v),
-    ),
-    "permuted by name": (
-        FUSED, lambda z, y: F.cross_entropy(torch.transpose(input=z, dim0=1, dim1=2), y)
-        + F.cross_entropy(torch.permute(input=z, dims=(0, 2, 1)), y)
-        + F.cross_entropy(torch.movedim(input=z, source=2, destination=1), y),
-    ),
-    # What is added to it afterwards is of the same rows.
-    "changed through a view": (
-        ANY, lambda z, y: (
-            x := z.log_softmax(-1).gather(-1, y[..., None]), x[:, :2].zero_(),
-            (x + 2 * z.logsumexp(-1, keepdim=True)).sum(),
-        )[2],
-    ),
-    # A region takes the place of the last operation, and would read the labels there. A cross-entropy is where they
-    # are read, and its sum may follow. Eager has no gradient there.
-    "labels changed": (
-        Reason.OPERAND_MODIFIED, lambda z, y: _without_gradients(
-            lambda z: (x := z.log_softmax(-1).gather(-1, y[..., None]), y.masked_fill_(y > 7, 0), x[..., 0])[2], z
-        ),
-    ),
-    "labels changed before the sum": (
-        FUSED,
-        lambda z, y: _without_gradients(lambda z: (F.cross_entropy(z[0], y[0], reduction="none"), y.mul_(0))[0], z),
-    ),
-    "labels changed before": (
-        FUSED, lambda z, y: _without_gradients(lambda z: (y.masked_fill_(y > 7, 0), of_labels(z, y))[1], z),
-    ),
-    # What looks the same is not: draws, the functions of a branch, floats and their integers, and one tensor's shapes.
-    "drawn twice": (
-        IN_FORWARD, lambda x, a: ((x * F.gumbel_softmax(a) - x * F.gumbel_softmax(a)).sign().abs() * x).sum(),
-    ),
-    "labels drawn by an operator": (
-        FUSED, lambda z, y: (
-            draw := torch.ops.flce_tests.draw, (of_labels(z, draw(y)) != of_labels(z, draw(y))).any(),
-        )[1],
-    ),
-    "labels of two branches": (
-        IN_FORWARD, lambda z, y: of_rows(z, torch.cond(y.sum() > 0, lambda y: (y + 1) % V, torch.clone, (y,)))
-        + of_rows(z, torch.cond(y.sum() > 0, lambda y: (y + 7) % V, torch.clone, (y,))),
-    ),
-    "weights and their integers": (IN_FORWARD, lambda x, a: (x * (b := a * 5) + x.exp() * b.long()).sum()),
-    "weights of rows and of columns": (
-        IN_FORWARD, lambda x, y: ((u := x[:, :B]) * (of := y[:, 0])[:, None] + u.exp() * of).sum(),
-    ),
-    "labels of rows and of columns": (
-        IN_FORWARD, lambda z, y: of_rows(u := z[:, :B], (of := y[:, 0])[None].expand(B, B))
-        + 2 * of_rows(u, of[:, None].expand(B, B)),
-    ),
-    "rows picked by rows and by columns": (
-        IN_FORWARD, lambda z, y: of_rows(z[(i := y[:, 0] % B)[:, None], i[None]], y[:, :B]) * 2
-        + of_rows(z[i[None], i[:, None]], y[:, :B]),
-    ),
-    "changed as one of a list": (
-        FUSED, lambda h, w, y, x, a: (
-            x := x.detach().clone(), torch._foreach_mul_([x], 2.0), (log_probs(h, w, y) * x * a).sum(),
-        )[2],
-    ),
-    "logits changed as one of a list": (
-        Reason.OPERAND_MODIFIED,
-        lambda z, y: (u := z.detach(), torch._foreach_mul_([u], 2.0), of_labels(u, y).sum() + of_rows(z, y))[2],
-    ),
-    "hidden states detached in place": (
-        Reason.OPERAND_MODIFIED,
-        lambda h, w, y: (u := h.tanh(), loss := losses(u, w, y).mean(), u.detach_(), loss)[3],
-    ),
-    "a loss detached in place": (
-        Reason.OPERAND_MODIFIED, lambda z, y: (s := of_rows(z, y), loss := s * 2, s.detach_(), loss)[3],
-    ),
-    "changed by an operator without results": (
-        FUSED, lambda h, w, y, x, a, m: (
-            x := (x * m).detach(), torch.ops.flce_tests.log(h, x), (log_probs(h, w, y) * x * a).sum(),
-        )[2],
-    ),
     "of another's cross_entropy": (NONE, lambda z, y: cross_entropy(z.flatten(0, 1), y.flatten())),
-    "beside a derivative": (
-        ANY, lambda h, w, y: torch.func.grad(lambda h: losses(h, w, y).mean())(h).sum() + losses(h, w, y).mean(),
-    ),
-    "checkpoint in a checkpoint": (
-        IN_FORWARD, lambda h, w, y: checkpoint(
-            lambda h: checkpoint(lambda h: losses(h.tanh(), w, y).mean(), h, use_reentrant=False),
-            h, use_reentrant=False,
-        ),
-    ),
-    "accuracy of data": (IN_FORWARD, lambda z, y: (of_rows(z, y), (z.data.argmax(-1) == y).sum())),
-    "changed under other rows": (
-        Reason.OPERAND_MODIFIED,
-        lambda z, y, a: (u := z.transpose(0, 1), z.div_(a.exp()[..., None]), of_rows(u, y.t()))[2],
-    ),
     "after a graph break": (Reason.ARGUMENT, lambda z, y: (torch._dynamo.graph_break(), -of_labels(z, y).mean())[1]),
-    # As slime has them: a ratio of each token, of all sequences one after another.
-    "sequences in one line": (
-        IN_FORWARD, lambda z, y, a, m: (
-            clipped(torch.cat([*map(of_labels, z, y)]), a.flatten()) * m.flatten()
-        ).sum() / m.sum(),
-    ),
-    "sequences out of order": (
-        IN_FORWARD, lambda z, y, a, m: (
-            clipped(torch.cat([of_labels(z[at], y[at]) for at in (1, 0, 2, 3)]), a.flatten()) * m.flatten()
-        ).sum(),
-    ),
-    "tokens left out at random": (IN_FORWARD, lambda s: (s * (torch.rand_like(s) < 2)).sum() / 3),
     "sequences twice": (
         "is neither linear nor an operation on single tokens", lambda z, y, a: (
             clipped(torch.stack([of_labels(z[at], y[at]) for at in (1, 1)]), a[:2])
         ).sum(),
-    ),
-    "responses cut out of packed tokens": (
-        IN_FORWARD, lambda z, y, a: (
-            u := z.flatten(0, 1), v := y.flatten(), pieces := [(u[i:j], v[i:j]) for i, j in ((2, 5), (7, 9), (9, 19))],
-            clipped(torch.cat([of_labels(*each) for each in pieces]), a.flatten()[:15]).mean()
-            - torch.cat([entropies_of(each) for each, _ in pieces]).mean() / 9,
-        )[3],
-    ),
-    "every other sequence, and the last ones": (
-        IN_FORWARD, lambda z, y, a: (
-            clipped(torch.cat([of_labels(z[at], y[at]) for at in (slice(0, 4, 2), slice(2, 4))]), a).mean()
-        ),
-    ),
-    "columns of tokens in another shape": (
-        IN_FORWARD, lambda z, y, a: (
-            u := z[:, :4], x := [of_labels(u[:, at], y[:, at]).view(2, 4) for at in (slice(2), slice(2, 4))],
-            clipped(torch.cat(x, dim=1), a[:, :4].reshape(2, 8)).mean(),
-        )[2],
-    ),
-    # As Dream has them, a diffusion model: the logits of a token stand at the one before.
-    "of the token before": (
-        IN_FORWARD, lambda z, y, m: (
-            (of_rows(torch.cat([z[:, :1], z[:, :-1]], dim=1), y, reduction="none") * m.flatten()).sum() / m.sum()
-        ),
-    ),
-    "of the token before, warmer": (
-        IN_FORWARD, lambda z, y, a, m: (
-            u := (z / a.exp()[..., None]).mT, x := torch.cat([u[..., :1], u[..., :-1]], -1).log_softmax(1),
-            (clipped(x.gather(1, y[:, None]).squeeze(1), a) * m).mean(),
-        )[2],
-    ),
-    "responses of packed tokens": (
-        IN_FORWARD, lambda z, y, a: (
-            u := z.flatten(0, 1), x := of_labels(torch.cat([u[1:4], u[-3:]]), y.flatten()[:6]),
-            clipped(x, a.flatten()[:6]).mean(),
-        )[2],
-    ),
-    "beside another head's": (
-        TRANSFORMED, lambda h, w, y: of_rows(torch.cat([F.linear(h, w), F.linear(h, w * 2)]), torch.cat([y, y])),
-    ),
-    "split at indices that go back": (
-        TRANSFORMED, lambda z, y: sum(
-            of_rows(u, v, reduction="sum")
-            for u, v in zip(*(each.tensor_split((4, 2), 1) for each in (z, y)), strict=True)
-        ),
-    ),
-    # They are others before the cast, which is behind a reshape: of eight bits, also from the end, and rounded.
-    "labels that are cast": (
-        IN_FORWARD, lambda h, w, y, z: F.cross_entropy(z.flatten(0, 1), (y + 512).flatten().to(torch.uint8).long())
-        + F.linear(h, w.repeat(4, 1)).flatten(0, 1).log_softmax(-1)[
-            torch.arange(y.numel()), (y - V).to(torch.int8).flatten().long()
-        ].mean() + of_rows(F.linear(h, w.repeat(10, 1)), (y * 9 + 3).flatten().bfloat16().long()),
     ),
     # Nothing reads a log-softmax, but what is subtracted.
     "soft targets after the maximum": (
@@ -611,9 +527,8 @@ PROGRAMS = {
         ).mean(),
     ),
     # As a reranker has them: one column for each of a group.
-    "scores of candidates": (
-        Reason.NO_LINEAR, lambda z, y, h: F.cross_entropy(z[:, -1, 7].view(2, 2), y[:2, 0] % 2) + h.sum(),
-    ),
+    "scores of candidates":
+        (Reason.NO_LINEAR, lambda z, y, h: F.cross_entropy(z[:, -1, 7].view(2, 2), y[:2, 0] % 2) + h.sum()),
     "a temperature that is computed twice": (
         [AT_ONCE], lambda z, y, a: (
             count := torch.zeros((), dtype=a.dtype), first := z / a[:, :1, None].exp().clamp(min=0.1),
@@ -622,12 +537,10 @@ PROGRAMS = {
         )[4],
     ),
     # Nobody needs its gradient: it is detached last.
-    "a metric of other rows": (
-        [AT_ONCE, NO_GRADIENT], lambda z, y, e: (of_rows(z[:, :-1], y[:, 1:]), (e.mean() * 2).detach()),
-    ),
-    "a metric of other rows in a buffer": (
-        [AT_ONCE, NO_GRADIENT], lambda z, y, e: (of_rows(z[:, :-1], y[:, 1:]), _logged(e.mean() * 2)),
-    ),
+    "a metric of other rows":
+        ([AT_ONCE, NO_GRADIENT], lambda z, y, e: (of_rows(z[:, :-1], y[:, 1:]), (e.mean() * 2).detach())),
+    "a metric of other rows in a buffer":
+        ([AT_ONCE, NO_GRADIENT], lambda z, y, e: (of_rows(z[:, :-1], y[:, 1:]), _logged(e.mean() * 2))),
     # A head that waits is one region, with all of its chunks, though their sum is left to the program.
     "chunks of two heads in turns": (
         [AT_ONCE, LATER], lambda h, w, y, a: sum(
@@ -643,123 +556,67 @@ PROGRAMS = {
             -1, y.roll(-8)[:, None]
         ).log().sum(),
     ),
-    "in vmap": (
-        Reason.DISTRIBUTED, lambda h, w, y: torch.vmap(lambda x, of: F.cross_entropy(F.linear(x, w), of))(h, y).sum(),
-    ),
-    "means of sequences": (
-        IN_FORWARD, lambda x, m: -((x * m).sum(1) / m.sum(1).clamp(min=1)).where(m.sum(1) > 0, m.new_zeros(())).mean(),
-    ),
+    "in vmap":
+        (Reason.DISTRIBUTED, lambda h, w, y: torch.vmap(lambda x, of: F.cross_entropy(F.linear(x, w), of))(h, y).sum()),
     "padded": ("after pad in line", lambda x, a: (F.pad(x, (0, 1)) * a[:, :1]).exp().sum()),
+    "tokens beside their neighbours":
+        ("combines different tokens", lambda x, a: (x.exp() * x.roll(1, 1).exp() * a).sum()),
     "neighbours": ("combines different tokens", lambda x: (x[:, 1:] * x[:, :-1].detach()).sum()),
     "returned": ("and not detached", lambda x, a: (torch.exp(x - a).mean(), x)),
-    # They are no hidden states, of which a matrix makes logits.
-    "products": (IN_FORWARD, lambda x, a, m: torch.einsum("bt,tk->bk", x, a.t()).sum() + (x @ m.t()).sum()),
-    "ratio to itself alone": (
-        IN_FORWARD, lambda h, x, a, m: -((x - x.detach()).exp() * a * m).sum() / m.sum() + h.square().mean(),
-    ),
     # Only one of the regions can compute its gradients before the other.
     "heads that weigh each other": (
         "depend on its own results",
         lambda h, w, y, x: (x.exp() * (u := log_probs(h, w * -1.5, y)).detach()).sum() + (u.exp() * x.detach()).sum(),
     ),
-    "one head after another": (
-        IN_FORWARD, lambda h, w, y, z, x, m: z.logsumexp(-1).square().mean() - (x * m).sum()
-        + losses(h, v := w * -1.5, y).mean() - F.linear(h, v).logsumexp(-1).square().mean() / 3,
-    ),
     "two heads in turns": (
         "added in turns", lambda h, w, y, z, x, m: losses(h, v := w * -1.5, y).mean() - (x * m).sum()
         + F.linear(h, v).logsumexp(-1).square().mean() - z.logsumexp(-1).square().mean() / 3,
     ),
-    # A token loss of one would have no gradient for the other.
-    "each head weighs the other": (
-        FUSED, lambda h, w, y, x, m: -(
-            torch.where(m > 0, x, (u := log_probs(h.tanh(), w, y)).detach()) + u * x.detach()
-        ).mean(),
-    ),
-    "trained weights": (
-        "needs a gradient, too", lambda h, x, a: (torch.exp(x - a) * h.mean(-1).exp().square()).sum(),
-    ),
-    # What reads the shape stands before the region, which gives the losses, too.
-    "weights in the shape of losses": (
-        IN_FORWARD, lambda z, y, a: (
-            s := F.cross_entropy(z.transpose(1, 2), y, reduction="none"),
-            ((weighted := s * a[:, :1].expand(s.shape)).sum(), weighted.detach().sum()),
-        )[1],
-    ),
-    "labels of another head": (
-        IN_FORWARD, lambda h, w, y, z: of_rows(z, (u := F.linear(h.tanh(), w)).argmax(-1).flatten()) + of_rows(u, y),
-    ),
-    # Of logits.
-    "class weights beside predictions": (
-        WITH_WEIGHTS, lambda z, w, y, m: (
-            (of_rows(z, y, weight=class_weights(w), reduction="none") * m.flatten()).sum(), (z.argmax(-1) == y).sum(),
-        ),
-    ),
-    "constants added": (
-        FUSED, lambda z, y: of_rows(z + 3.0, y) + ((z - 1).logsumexp(-1) - z.logsumexp(-1)).exp().sum(),
-    ),
-    # As torchtune has it.
-    "a loss for each chunk": (
-        IN_FORWARD,
-        lambda z, y: sum(of_rows(*of, reduction="sum") for of in zip(z.chunk(2, 1), y.chunk(2, 1), strict=True))
-        / y.numel(),
-    ),
-    # Of classes whose probabilities are shifted, beside their loss: e in each row.
-    "sum of exp that is a constant": (
-        IN_FORWARD, lambda z, y: (
-            F.nll_loss((u := z.log_softmax(-1)).flatten(0, 1), y.flatten()), (u + 1).exp().sum(-1).detach(),
-        ),
-    ),
+    "trained weights": ("needs a gradient, too", lambda h, x, a: (torch.exp(x - a) * h.mean(-1).exp().square()).sum()),
 }  # fmt: skip
-PROGRAMS_OF_BOTH = {
-    "dft": (IN_FORWARD, lambda s: (s * torch.exp(-s.detach())).mean()),
-    "by matmul": (IN_FORWARD, lambda x, a, m: (torch.stack([x, x * a], -1) @ a[0, :2] * m).sum()),
-    "taken": (IN_FORWARD, lambda x: x.take(torch.tensor([0, 3, 3])).mean()),
-    "bits": (IN_FORWARD, lambda x, m: ((x * m).sum(), (x.detach() * 1e-3).view(torch.int64) < 0)),
+expect(IN_FORWARD, thunder=True)({
+    "dft": lambda s: (s * torch.exp(-s.detach())).mean(),
+    "by matmul": lambda x, a, m: (torch.stack([x, x * a], -1) @ a[0, :2] * m).sum(),
+    "taken": lambda x: x.take(torch.tensor([0, 3, 3])).mean(),
+    "bits": lambda x, m: ((x * m).sum(), (x.detach() * 1e-3).view(torch.int64) < 0),
     # thunder's derivative keeps the sum, with a dtype of its own.
-    "summed in another dtype": (IN_FORWARD, lambda s: (s - s.detach()).sum(dtype=torch.float32).double()),
+    "summed in another dtype": lambda s: (s - s.detach()).sum(dtype=torch.float32).double(),
     # thunder has its gradient from PyTorch, which reads the rows.
-    "by dot": (IN_FORWARD, lambda s, m: torch.dot(s[0], m[0])),
-    "by other tokens": ("mixes tokens, after softmax", lambda x, a: (torch.exp(x - a) * x.detach().softmax(-1)).sum()),
+    "by dot": lambda s, m: torch.dot(s[0], m[0]),
     # It is NaN, though no token has a weight that is.
-    "none selected": (IN_FORWARD, lambda s, m: torch.where(m < 0, s, 0.0).sum() / (m < 0).sum()),
-    "none of one sequence": (
-        IN_FORWARD, lambda h, w, y, m: (
-            count := (valid := (m > 0) & (torch.arange(B) > 0)[:, None]).sum(-1),
-            torch.where(count > 0, losses(h, w, y.where(valid, -100)).sum(-1) / count, 0.0).mean(),
-        )[1],
-    ),
+    "none selected": lambda s, m: torch.where(m < 0, s, 0.0).sum() / (m < 0).sum(),
+    "none of one sequence": lambda h, w, y, m: (
+        count := (valid := (m > 0) & (torch.arange(B) > 0)[:, None]).sum(-1),
+        torch.where(count > 0, losses(h, w, y.where(valid, -100)).sum(-1) / count, 0.0).mean(),
+    )[1],
+    "sum that is logged": lambda x, m: (-0.5 * (loss := (x * m).sum()) / m.sum(), loss.detach()),
+    # The mean over tokens and classes at once.
+    "of all classes":
+        lambda z, y: 0.9 * of_rows(z, y) - 0.1 * F.log_softmax(z, -1).mean()
+        + 1e-3 * (z.softmax(-1) * z.log_softmax(-1)).sum(),
+})  # fmt: skip
+expect(FUSED, thunder=True)({
+    "times ones, of no tensor": lambda s, m: (s @ torch.ones(m.shape[1], 1, dtype=m.dtype)).sum(),
+    # thunder lacks the sum of a scalar's gradient, where that is broadcast on a CPU, and a method of tensors.
+    "scalar and vector":
+        lambda h, w, y: (s := losses(h, w, y % 3)).mean() + s * s.mean() - s.sum() + torch.arange(3).sum(),
+    "of a module": lambda z, y: -LOG_SOFTMAX(z[0]).gather(1, y[0][:, None]),
+})  # fmt: skip
+OTHERS_OF_BOTH = {
+    "by other tokens": ("mixes tokens, after softmax", lambda x, a: (torch.exp(x - a) * x.detach().softmax(-1)).sum()),
     # thunder has its gradient from PyTorch, which wants one of each part.
     "of a part": ("hsplit in line", lambda x: x.hsplit([2])[0].sum()),
-    "times ones, of no tensor": (FUSED, lambda s, m: (s @ torch.ones(m.shape[1], 1, dtype=m.dtype)).sum()),
-    "sum that is logged": (
-        IN_FORWARD, lambda x, m: (-0.5 * (loss := (x * m).sum()) / m.sum(), loss.detach()),
-    ),
-    # thunder lacks the sum of a scalar's gradient, where that is broadcast on a CPU, and a method of tensors.
-    "scalar and vector": (
-        FUSED, lambda h, w, y: (s := losses(h, w, y % 3)).mean() + s * s.mean() - s.sum() + torch.arange(3).sum(),
-    ),
     # The region takes the place of the loss, so it would read them after the change.
     "hidden states changed": (
         Reason.OPERAND_MODIFIED,
         lambda h, w, y: (x := h.tanh() + 1, z := F.linear(x, w.detach()), x.mul_(0.5), of_rows(z, y) + x.sum())[3],
     ),
     # It is NaN.
-    "mean of no tokens": (
-        ANY, lambda h, w, s: s.sum() + F.linear(h[:, :0], w).log_softmax(-1).mean().isnan().double(),
-    ),
-    # The mean over tokens and classes at once.
-    "of all classes": (
-        IN_FORWARD, lambda z, y: 0.9 * of_rows(z, y) - 0.1 * F.log_softmax(z, -1).mean()
-        + 1e-3 * (z.softmax(-1) * z.log_softmax(-1)).sum(),
-    ),
-    "greedy choice": (
-        Reason.NOT_A_LOG_PROBABILITY,
-        lambda z: (u := z.log_softmax(-1)).gather(-1, u.argmax(-1, keepdim=True)).sum(),
-    ),
+    "mean of no tokens": (ANY, lambda h, w, s: s.sum() + F.linear(h[:, :0], w).log_softmax(-1).mean().isnan().double()),
+    "greedy choice":
+        (Reason.NOT_A_LOG_PROBABILITY, lambda z: (u := z.log_softmax(-1)).gather(-1, u.argmax(-1, keepdim=True)).sum()),
     # The gradient is 0, and there is one.
     "normalised twice": (Reason.NOT_FOLLOWED, lambda z: z.log_softmax(-1).logsumexp(-1).square().sum()),
-    "of a module": (FUSED, lambda z, y: -LOG_SOFTMAX(z[0]).gather(1, y[0][:, None])),
     "several codebooks": (
         PRODUCT, lambda h, w, y: of_labels(
             torch.einsum("bth,kvh->bktv", h, torch.stack([w, w.tanh()])), torch.stack([y, y], 1)
@@ -779,11 +636,9 @@ CHANGED = {
     "labels": lambda z, y: (lambda: y.view(torch.int32).mul_(0), lambda: of_rows(z, (y + 1) % V, reduction="none")),
 }  # fmt: skip
 
-for name, made in CHANGED.items():
-    expect(FUSED, name=f"{name} changed between")(_before_and_after(made))
-
-for name, (outcome, made) in (PROGRAMS | PROGRAMS_OF_BOTH).items():
-    expect(outcome, thunder=name in PROGRAMS_OF_BOTH, name=name)(made)
+expect(FUSED)({f"{name} changed between": _before_and_after(made) for name, made in CHANGED.items()})
+for name, (outcome, made) in (OTHERS | OTHERS_OF_BOTH).items():
+    expect(outcome, thunder=name in OTHERS_OF_BOTH)({name: made})
 
 
 @expect(FUSED, thunder=True, dynamo=False)
@@ -793,107 +648,250 @@ def one_row_at_a_time(h, w, y):
 
 
 @expect(IN_FORWARD)
-def rows_as_many_as_labels(h, w, y, a):
-    """Their numbers have the symbol of the labels' length, and may be given by name."""
-    x = F.linear(h[0], w).log_softmax(-1)
-    rows = torch.arange(y.shape[1]), torch.arange(end=y.shape[1]), torch.arange(start=0, end=y.shape[1], step=1)
-    return -sum((x[each, y[0]] * a[0]).sum() for each in rows)
+class InForward:
+    """Programs whose gradients are computed in the forward."""
+
+    def rows_as_many_as_labels(h, w, y, a):
+        """Their numbers have the symbol of the labels' length, and may be given by name."""
+        x = F.linear(h[0], w).log_softmax(-1)
+        rows = torch.arange(y.shape[1]), torch.arange(end=y.shape[1]), torch.arange(start=0, end=y.shape[1], step=1)
+        return -sum((x[each, y[0]] * a[0]).sum() for each in rows)
+
+    def ratio_to_itself(x, a, m):
+        """As NeMo RL has it: 1 where it is logged, and a gradient that is cut where the divergence is clamped."""
+        ratio, difference = (x - x.detach()).exp(), a - x
+        clamped = difference.clamp(-3, 3)
+        weight = torch.where(difference == clamped, ratio, ratio.detach())
+        divergence = torch.nan_to_num(weight, posinf=0.0) * (clamped.exp() - 1 - clamped)
+        return ((divergence - ratio * a) * m).sum(), (ratio.detach() < 0.8).double().mean(), ratio.detach()
+
+    def smoothing_in_place(z, y, m):
+        """As transformers' LabelSmoother: what is changed in place is read afterwards by its first name."""
+        of_classes = -z.log_softmax(-1)
+        of_labels, of_all = of_classes.gather(-1, y[..., None]), of_classes.sum(-1, keepdim=True, dtype=torch.float64)
+        ignored = (m == 0)[..., None]
+        of_labels.masked_fill_(ignored, 0.0)
+        of_all.masked_fill_(ignored, 0.0)
+        return 0.9 * of_labels.sum() / m.sum() + 0.1 * of_all.sum() / (m.sum() * of_classes.shape[-1])
+
+    def slices_of_tokens(x, e, a, m):
+        """As those of a response, of which a loss is made: of other tokens, what it reads and weighs is not known."""
+        response = x[:, 1:][:, :-1]
+        of_tokens = clipped(response, a[:, 1:-1]) / a[:, 2:] * a[:, :1] - e[:, 1:][:, :-1].square()
+        of_tokens = torch.where(m[:, 1:-1].bool(), of_tokens, 0.0)
+        others = e.flatten()[::2].exp()
+        return (of_tokens.sum(-1) / m.sum(-1)).mean() - 0.01 * others.mean(), response.detach().exp().sum()
+
+    def means_of_packed_sequences(s, y, a, m):
+        """By sums that are scattered, or cumulated up to their ends."""
+        s, of_sequence = s.flatten(), y.flatten() % 3
+        counts = torch.zeros(3, dtype=s.dtype).scatter_add_(0, of_sequence, m.flatten())
+        sums = torch.zeros(3, dtype=s.dtype).scatter_add_(0, of_sequence, s * m.flatten())
+        others = torch.zeros(3, dtype=s.dtype).index_add(0, of_sequence, s, alpha=2)
+        ends = F.pad(s.cumsum(0), (1, 0))
+        return (sums / counts.clamp(min=1)).mean() + (others * a[0, :3]).sum() + (ends[3:] - ends[:-3]).mean() / 3
+
+    def sequences_one_by_one(x, a, m):
+        """Of split tokens, all results have a loss, each of which is divided by its own number."""
+        of_sequences = [x.split(1), (a * m).split(1), m.unbind()]
+        return sum(((x - a).exp() * m).sum() / m.sum() for x, a, m in zip(*of_sequences, strict=True)) / len(x)
+
+    def masks_in_two_dtypes(x, a, m):
+        """A mask as a factor, and as it is."""
+        is_valid = m > 0
+        kept = torch.where(is_valid, x * is_valid.to(x.dtype) - a, 0.0)
+        return (kept.exp() * m).sum() / m.sum()
+
+    def losses_that_a_mask_sets(s, y, a, m):
+        s, ratio = s.view_as(y), s.view_as(y) - a
+        s[y == -100] = 0.5
+        ratio[m == 0] = 0
+        return ((s * m).sum() + ratio.exp().sum()) / m.sum()
+
+    def losses_that_a_mask_sets_which_nothing_else_reads(x, m):
+        x = 2 * x
+        x[m == 0] = 0
+        return x.exp().sum()
+
+    def many_sequences(x, a, m):
+        """Cut out of packed tokens: one loss of all, where a loss for each would be too many operations."""
+
+        def loss(cut):
+            x, a, m = map(cut, of_all)
+            ratio = (x - a).exp()
+            return (torch.max(-ratio * a, -ratio.clamp(0.8, 1.2) * a) * m).sum() / m.sum().clamp(min=1)
+
+        of_all = x.flatten(), a.flatten(), m.flatten()
+        return sum(loss(lambda z, end=end: z[end - 2 : end]) for end in range(2, 20, 2)) / 9 + loss(lambda z: z[-1:])
+
+    def sequences_that_overlap(x, a, m):
+        """Or read tensors that others read beside other ones."""
+        overlapping = sum((x[:, at : at + 2] * a[:, at : at + 2]).exp().mean() for at in range(3))
+        overlapping = overlapping + sum((x[at : at + 2] * m[at : at + 2]).exp().mean() for at in range(len(x) - 1))
+        in_order = sum((x[at] * a[at]).exp().sum() for at in range(len(x)))
+        shuffled = sum((x[at] + a[-at]).sigmoid().sum() + (x[at] - a[0]).tanh().sum() for at in range(len(x)))
+        return overlapping + in_order + shuffled + sum((x[at] + a[at]).sigmoid().sum() for at in range(len(x))[::-1])
+
+    def chunks_in_other_orders(h, w, y, a, m):
+        """Of the same operations, in turn."""
+        first, second = (of_labels(F.linear(h[at], w), y[at]) for at in (slice(2), slice(2, None)))
+        exponentials, sines = [(first * a[:2]).exp()], [(first * m[:2]).sin()]
+        sines.append((second * m[2:]).sin())
+        exponentials.append((second * a[2:]).exp())
+        return sum(each.sum() for pair in zip(exponentials, sines, strict=True) for each in pair)
+
+    def sums_of_chunks_in_other_orders(h, w, y, a, m):
+        """Each has weights of its own."""
+        first, second = (of_labels(F.linear(h[at], w), y[at]) for at in (slice(2), slice(2, None)))
+        total = (first.exp() * a[:2]).sum() + (first.sin() * m[:2]).sum()
+        return total + (second.sin() * m[2:]).sum() + (second.exp() * a[2:]).sum()
+
+    def slices_without_infinite_tokens(h, w, y, a, m):
+        """Some of the first tokens are certain, and 0 is no place where the square root could be asked for."""
+        x = log_probs(torch.cat([h[:, :1] * 1e4, h[:, 1:]], 1), w, y)
+        of_answer = x[:, 1:]
+        unlikely = (1 - of_answer.exp()).log() - (of_answer + (a[:, 1:].abs() + 100)).sqrt()
+        return (unlikely * m[:, 1:]).sum() + (x * m).sum(), x.detach()
+
+    def logits_read_for_their_dtype_and_sizes(z, y, m):
+        """And a view of them, whose strides nothing has that is made like it."""
+        loss, mask = z.new_zeros(()), torch.ones_like(z[..., 0]) * (m > 0).to(z)
+        mask[:, 0] = 0.5
+        s = of_rows(z, y, reduction="none")
+        return loss + (s * mask.flatten()).sum() / torch.full_like(mask, 3.0).sum(), torch.zeros_like(z[..., :1]).sum()
+
+    def chunks_backwards(z, y, a):
+        pairs = zip(z.flatten(0, 1).split(8), y.flatten().split(8), strict=True)
+        chunks = [F.cross_entropy(x, of_x, reduction="none", label_smoothing=0.1) for x, of_x in pairs]
+        return (torch.cat(chunks[::-1]) * a.flatten()).sum()
+
+    def temperatures_of_tokens(h, w, y, a, m):
+        """As verl has it: in place, under a view, and without a gradient."""
+        logits = F.linear(h.view(1, -1, H), w)
+        rows = logits.squeeze(0)
+        rows.div_(a.detach().exp().flatten().clamp(min=1e-8).unsqueeze(-1))
+        x = rows.log_softmax(-1)
+        entropy, of_labels = -(x.exp() * x).sum(-1), x.gather(-1, y.view(-1, 1)).squeeze(-1)
+        right = (logits.argmax(-1) == y.view(1, -1)).sum()
+        return -(of_labels * m.flatten()).sum() - 0.01 * entropy.mean(), right
+
+    def factors_of_rows(z, w, y, a):
+        """Before a bias, a softcap and a slice; rows that are permuted, and one factor for all."""
+        factors = 1 + a.square()
+        first = 3 * torch.tanh((z * factors[..., None] + w[:, 0])[:, 1:] / 3)
+        second = factors.t()[..., None] * z.transpose(0, 1) / factors.amax()
+        return of_rows(first, y[:, 1:]) + of_rows(second, y.t())
+
+    def a_checkpoint_under_autocast_before_the_head(h, w, y):
+        """What is cast in it stays there."""
+        with torch.autocast("cpu", torch.bfloat16):
+            x = checkpoint(lambda h: F.linear(h, w[:H].detach().float()), h.detach().float(), use_reentrant=False)
+        return of_rows(F.linear(h + x, w), y)
+
+    def products_under_autocast(h, w, y, m):
+        """What is cast is the number of each token, or what was made of it; gradients in 16 bits would not agree."""
+        x, mask = log_probs(h.float(), w.float(), y), m.float()
+        with torch.autocast("cpu", torch.bfloat16):
+            total = torch.einsum("bt,bt->", x, mask) + ((x * mask) @ mask.t()).sum()
+        return total * 0.0, total.detach()
+
+    def value_loss_between_terms(h, x, e, a, m):
+        policy, value = (clipped(x, a) * m).sum(), (h.mean(-1) - a).square().mean()
+        return (policy + 0.1 * value) / 2 - 0.01 * e.mean(), value.detach(), policy.detach()
+
+    def numbers_that_nothing_needs(x, a, m):
+        """Dynamo leaves what was computed of log-probabilities in its graph."""
+        of_sequences = x.cumsum(-1)
+        of_sequences.sum()
+        policy = (x * a).sum()
+        (x.exp() * m).view(of_sequences.shape)
+        return policy - (x.exp() * m).mean(), policy.detach()
+
+    def focal_loss_of_one_hot_targets(z, y, a, m):
+        """Beside a cross-entropy of the same labels, as PolyLoss has it, and in other words."""
+        one_hot = F.one_hot(y, V)
+        p, x = (z.softmax(-1) * one_hot).sum(-1), torch.einsum("btv,btv->bt", one_hot.double(), z.log_softmax(-1))
+        of_tokens = F.cross_entropy(z.transpose(1, 2), y, reduction="none")
+        return (of_tokens + (1 - p).square() * a - x * m).mean() - (z.log_softmax(-1) * one_hot.to(z)).sum() / m.sum()
+
+    def head_of_an_equation(h, w, y, a):
+        """The order of operands and dimensions is free, and so are a transposed weight and dots."""
+        first = of_rows(torch.einsum("vh,bth->tbv", w, h), y.t())
+        second = of_labels(torch.einsum("b h t, h v", h.transpose(1, 2).tanh(), w.t()), y)
+        return first - (second * a).sum() + F.cross_entropy(torch.einsum("...h,vh->...v", h[0].sin(), w), y[0])
+
+    def heads_of_parts(h, w, y, a):
+        """As unsloth has it: a head for each part of the hidden states, whose tokens are read as one."""
+        rows, labels = h.flatten(0, 1).chunk(3), y.flatten().chunk(3)
+        packed = [of_labels(each @ w.t() / 0.9, own) for each, own in zip(rows, labels, strict=True)]
+        sequences = torch.stack([of_labels(F.linear(h[at], w).tanh() * 3, y[at]) for at in range(B)])
+        return clipped(torch.cat(packed), a.flatten()).mean() + clipped(sequences, a).mean()
+
+    def heads_of_copied_parts(h, w, y, a):
+        rows = [each.to(h.dtype).clone() for each in h.flatten(0, 1).chunk(3)]
+        packed = [of_labels(each @ w.t(), own) for each, own in zip(rows, y.flatten().chunk(3), strict=True)]
+        return clipped(torch.cat(packed), a.flatten()).mean()
+
+    def filled_by_chunks(z, y, a):
+        """As OpenRLHF has it, in chunks whose last one has fewer tokens."""
+        u = z.flatten(0, 1)
+        filled = u.new_zeros(len(u))
+        for at in range(0, len(u), 7):
+            filled[at : at + 7] = u[at : at + 7].logsumexp(-1)
+        return (clipped(u.gather(-1, y.flatten()[:, None]).squeeze(-1) - filled, a.flatten())).mean()
+
+    def filled_by_sequences(z, y, m):
+        """As torchtune and verl have it; in float32."""
+        x, e = torch.zeros(m.shape), torch.zeros_like(m)
+        with torch.no_grad():
+            m = m / m.mean()
+        for at in range(B):
+            x[at] = of_labels(z[at], y[at])
+            e[at] = entropies_of(z[at])
+        return -(x * m).sum() / m.sum() - e.mul(m).mean() / 9
+
+    def filled_in_the_memory_of_others(z, y, m):
+        weights = m * 1
+        filled = torch.zeros(m.shape, dtype=m.dtype, out=weights)
+        for at in range(B):
+            filled[at] = y[at] * 2.0
+        return (of_labels(z, y) * weights).mean()
+
+    def filled_in_another_memory_format(z, y, m):
+        filled = torch.zeros_like(m.t().contiguous().t())
+        for at in range(B):
+            filled[at] = m[at]
+        parts = m.new_ones(B, 2, 2, 2).contiguous(memory_format=torch.channels_last) * m.sum()
+        other = m.new_empty(B, 2, 2, 2)
+        other[:B] = parts
+        return (of_labels(z, y) * filled).sum() * filled.stride(0) + other.view(-1).mean()
+
+    def a_sum_of_no_label_beside_a_metric(z, y):
+        """What is logged is of ignored rows, too."""
+        y = torch.full_like(y, -100)
+        return of_rows(z, y, reduction="sum") / (y >= 0).sum(), z.detach().logsumexp(-1).mean()
 
 
-@expect(IN_FORWARD)
-def ratio_to_itself(x, a, m):
-    """As NeMo RL has it: 1 where it is logged, and a gradient that is cut where the divergence is clamped."""
-    ratio, difference = (x - x.detach()).exp(), a - x
-    clamped = difference.clamp(-3, 3)
-    weight = torch.where(difference == clamped, ratio, ratio.detach())
-    divergence = torch.nan_to_num(weight, posinf=0.0) * (clamped.exp() - 1 - clamped)
-    return ((divergence - ratio * a) * m).sum(), (ratio.detach() < 0.8).double().mean(), ratio.detach()
+def _in_other_orders(*picks):
+    """As Megatron-LM has tokens, or by the lengths of packed sequences; some are masks."""
+
+    def loss(picked, x, a, m):
+        ratio = (picked(x) - picked(a)).exp()
+        return (torch.where(picked(x > -4), ratio.clamp(max=1.2), 2.0) * picked(m)).sum() / picked(m).sum()
+
+    return lambda x, a, m: sum(loss(picked, x, a, m) for picked in picks)
 
 
-@expect(IN_FORWARD)
-def smoothing_in_place(z, y, m):
-    """As transformers' LabelSmoother: what is changed in place is read afterwards by its first name."""
-    of_classes = -z.log_softmax(-1)
-    of_labels, of_all = of_classes.gather(-1, y[..., None]), of_classes.sum(-1, keepdim=True, dtype=torch.float64)
-    ignored = (m == 0)[..., None]
-    of_labels.masked_fill_(ignored, 0.0)
-    of_all.masked_fill_(ignored, 0.0)
-    return 0.9 * of_labels.sum() / m.sum() + 0.1 * of_all.sum() / (m.sum() * of_classes.shape[-1])
-
-
-@expect(IN_FORWARD)
-def slices_of_tokens(x, e, a, m):
-    """As those of a response, of which a loss is made: of other tokens, what it reads and weighs is not known."""
-    response = x[:, 1:][:, :-1]
-    of_tokens = clipped(response, a[:, 1:-1]) / a[:, 2:] * a[:, :1] - e[:, 1:][:, :-1].square()
-    of_tokens = torch.where(m[:, 1:-1].bool(), of_tokens, 0.0)
-    others = e.flatten()[::2].exp()
-    return (of_tokens.sum(-1) / m.sum(-1)).mean() - 0.01 * others.mean(), response.detach().exp().sum()
-
-
-@expect(IN_FORWARD)
-def means_of_packed_sequences(s, y, a, m):
-    """By sums that are scattered, or cumulated up to their ends."""
-    s, of_sequence = s.flatten(), y.flatten() % 3
-    counts = torch.zeros(3, dtype=s.dtype).scatter_add_(0, of_sequence, m.flatten())
-    sums = torch.zeros(3, dtype=s.dtype).scatter_add_(0, of_sequence, s * m.flatten())
-    others = torch.zeros(3, dtype=s.dtype).index_add(0, of_sequence, s, alpha=2)
-    ends = F.pad(s.cumsum(0), (1, 0))
-    return (sums / counts.clamp(min=1)).mean() + (others * a[0, :3]).sum() + (ends[3:] - ends[:-3]).mean() / 3
-
-
-PICKS: list[Callable] = [
+expect(IN_FORWARD, thunder=True)({"tokens in other orders": _in_other_orders(
     lambda x: x.transpose(0, 1), lambda x: x.T, lambda x: x[None].permute(2, 0, 1),
     lambda x: x.roll(1, -1), lambda x: x.narrow(1, 1, 2), lambda x: x.select(0, -1), lambda x: x.unbind()[2],
     lambda x: x.flatten().split([3, 4, x.numel() - 7])[1], lambda x: torch.chunk(x, 2, dim=-1)[1],
     lambda x: x.tensor_split((1, 2))[1], lambda x: x[:, 1:].split(2)[0].t().roll(1, 0),
-]  # fmt: skip
+)})  # fmt: skip
 # thunder has no derivative of these.
-OTHER_PICKS = [
+expect(IN_FORWARD)({"tokens in more orders": _in_other_orders(
     lambda x: x.mT, lambda x: torch.movedim(x, 0, 1), lambda x: x.flip(0, 1), lambda x: torch.roll(input=x, shifts=1),
-]  # fmt: skip
-
-for name, picks in (("tokens in other orders", PICKS), ("tokens in more orders", OTHER_PICKS)):
-
-    @expect(IN_FORWARD, thunder=picks is PICKS, name=name)
-    def tokens_in_other_orders(x, a, m, picks=picks):
-        """As Megatron-LM has them, or by the lengths of packed sequences; some are masks."""
-
-        def loss(picked):
-            ratio = (picked(x) - picked(a)).exp()
-            return (torch.where(picked(x > -4), ratio.clamp(max=1.2), 2.0) * picked(m)).sum() / picked(m).sum()
-
-        return sum(loss(picked) for picked in picks)
-
-
-@expect(IN_FORWARD)
-def sequences_one_by_one(x, a, m):
-    """Of split tokens, all results have a loss, each of which is divided by its own number."""
-    of_sequences = [x.split(1), (a * m).split(1), m.unbind()]
-    return sum(((x - a).exp() * m).sum() / m.sum() for x, a, m in zip(*of_sequences, strict=True)) / len(x)
-
-
-@expect(IN_FORWARD)
-def masks_in_two_dtypes(x, a, m):
-    """A mask as a factor, and as it is."""
-    is_valid = m > 0
-    kept = torch.where(is_valid, x * is_valid.to(x.dtype) - a, 0.0)
-    return (kept.exp() * m).sum() / m.sum()
-
-
-@expect(IN_FORWARD)
-def losses_that_a_mask_sets(s, y, a, m):
-    s, ratio = s.view_as(y), s.view_as(y) - a
-    s[y == -100] = 0.5
-    ratio[m == 0] = 0
-    return ((s * m).sum() + ratio.exp().sum()) / m.sum()
-
-
-@expect(IN_FORWARD)
-def losses_that_a_mask_sets_which_nothing_else_reads(x, m):
-    x = 2 * x
-    x[m == 0] = 0
-    return x.exp().sum()
+)})  # fmt: skip
 
 
 # Newer ones refuse it in eager mode.
@@ -902,47 +900,6 @@ def numbers_that_a_mask_makes_infinite(x, a, m):
     a = a.half()
     a[m == 0] = 1e9
     return (x - a).exp().sum()
-
-
-@expect(IN_FORWARD)
-def many_sequences(x, a, m):
-    """Cut out of packed tokens: one loss of all, where a loss for each would be too many operations."""
-
-    def loss(cut):
-        x, a, m = map(cut, of_all)
-        ratio = (x - a).exp()
-        return (torch.max(-ratio * a, -ratio.clamp(0.8, 1.2) * a) * m).sum() / m.sum().clamp(min=1)
-
-    of_all = x.flatten(), a.flatten(), m.flatten()
-    return sum(loss(lambda z, end=end: z[end - 2 : end]) for end in range(2, 20, 2)) / 9 + loss(lambda z: z[-1:])
-
-
-@expect(IN_FORWARD)
-def sequences_that_overlap(x, a, m):
-    """Or read tensors that others read beside other ones."""
-    overlapping = sum((x[:, at : at + 2] * a[:, at : at + 2]).exp().mean() for at in range(3))
-    overlapping = overlapping + sum((x[at : at + 2] * m[at : at + 2]).exp().mean() for at in range(len(x) - 1))
-    in_order = sum((x[at] * a[at]).exp().sum() for at in range(len(x)))
-    shuffled = sum((x[at] + a[-at]).sigmoid().sum() + (x[at] - a[0]).tanh().sum() for at in range(len(x)))
-    return overlapping + in_order + shuffled + sum((x[at] + a[at]).sigmoid().sum() for at in range(len(x))[::-1])
-
-
-@expect(IN_FORWARD)
-def chunks_in_other_orders(h, w, y, a, m):
-    """Of the same operations, in turn."""
-    first, second = (of_labels(F.linear(h[at], w), y[at]) for at in (slice(2), slice(2, None)))
-    exponentials, sines = [(first * a[:2]).exp()], [(first * m[:2]).sin()]
-    sines.append((second * m[2:]).sin())
-    exponentials.append((second * a[2:]).exp())
-    return sum(each.sum() for pair in zip(exponentials, sines, strict=True) for each in pair)
-
-
-@expect(IN_FORWARD)
-def sums_of_chunks_in_other_orders(h, w, y, a, m):
-    """Each has weights of its own."""
-    first, second = (of_labels(F.linear(h[at], w), y[at]) for at in (slice(2), slice(2, None)))
-    total = (first.exp() * a[:2]).sum() + (first.sin() * m[:2]).sum()
-    return total + (second.sin() * m[2:]).sum() + (second.exp() * a[2:]).sum()
 
 
 @expect(FUSED)
@@ -959,119 +916,149 @@ def many_operations(x):
     return x.sum()
 
 
-@expect("combines different tokens")
-def tokens_beside_their_neighbours(x, a):
-    return (x.exp() * x.roll(1, 1).exp() * a).sum()
-
-
-@expect(IN_FORWARD)
-def slices_without_infinite_tokens(h, w, y, a, m):
-    """Some of the first tokens are certain, and 0 is no place where the square root could be asked for."""
-    x = log_probs(torch.cat([h[:, :1] * 1e4, h[:, 1:]], 1), w, y)
-    of_answer = x[:, 1:]
-    unlikely = (1 - of_answer.exp()).log() - (of_answer + (a[:, 1:].abs() + 100)).sqrt()
-    return (unlikely * m[:, 1:]).sum() + (x * m).sum(), x.detach()
-
-
 @expect(IN_FORWARD, thunder=True)
-def rows_that_tensors_pick(z, y, a, m):
-    """Some of them twice, in other shapes, and counted from the end; beside all rows of the same logits."""
-    at, last = torch.tensor([3, 0, 3]), m.sum(-1).long() - 1
-    x = z.log_softmax(-1)[..., at, :].gather(-1, y[:, at, None]).squeeze(-1)
-    others = F.cross_entropy(z[torch.arange(B), last], y[torch.arange(B), last])
-    of_negative = F.cross_entropy(z[0][-at], y[0][-at]) + of_rows(z.index_select(1, at), y[:, at])
-    return (x * a[:, at]).sum() + others + of_negative + of_rows(z, y)
+class InForwardByBoth:
+    def rows_that_tensors_pick(z, y, a, m):
+        """Some of them twice, in other shapes, and counted from the end; beside all rows of the same logits."""
+        at, last = torch.tensor([3, 0, 3]), m.sum(-1).long() - 1
+        x = z.log_softmax(-1)[..., at, :].gather(-1, y[:, at, None]).squeeze(-1)
+        others = F.cross_entropy(z[torch.arange(B), last], y[torch.arange(B), last])
+        of_negative = F.cross_entropy(z[0][-at], y[0][-at]) + of_rows(z.index_select(1, at), y[:, at])
+        return (x * a[:, at]).sum() + others + of_negative + of_rows(z, y)
+
+    def capped_by_a_sigmoid_by_hand(z, y, m):
+        capped = 3 * torch.sigmoid(z)
+        shifted = capped - capped.amax(-1, keepdim=True)
+        x = shifted - shifted.exp().sum(-1, keepdim=True).log()
+        entropy = capped.logsumexp(-1) - (capped.softmax(-1) * capped).sum(-1)
+        right = (capped.argmax(-1) == y).sum()
+        of_label, log_prob = (each.gather(-1, y[..., None])[..., 0] for each in (capped, x))
+        return -((log_prob - of_label.square()) * m).sum() - (0.1 * entropy + 0.01 * capped.mean(-1)).mean(), right
+
+    def shifted_before_a_cap(h, w, y, m):
+        """Also with a bias, and of a frozen head."""
+        logits, other = F.linear(h, w, w[:, 0]), F.linear(2 * h, w.detach())
+        capped = 3 * torch.sigmoid((2 * logits - 1) / 5)
+        right = (capped.argmax(-1) == y).sum()
+        return of_rows(capped, y) + (capped.logsumexp(-1) * m).sum() + of_rows(4 * ((other + 3) / 4).tanh(), y), right
+
+    def products_of_16_bits(h, w, y, m):
+        """A derivative in float32, of products with tensors of 16 bits; gradients in 16 bits would not agree."""
+        x, of_tokens = log_probs(h.bfloat16(), w.bfloat16(), y), m.bfloat16()
+        loss = (x @ of_tokens.t()).sum() + torch.dot(x[0], of_tokens[0]) + torch.mv(x, of_tokens[1]).sum()
+        return loss * 0.0, loss.detach()
+
+    def heads_of_parts_of_each_sequence(h, w, y, a):
+        """Joined twice, along the tokens; and token by token."""
+        x = [of_labels(F.linear(h[:, at], w), y[:, at]) for at in (slice(2), slice(2, 3), slice(3, None))]
+        by_token = torch.stack([of_labels(F.linear(h[:, at], w) * 0.5, y[:, at]) for at in (2, 0)], dim=1)
+        twice = torch.cat([torch.cat(x[:2], 1), x[2]], dim=-1)
+        return clipped(twice, a).mean() + clipped(by_token, a[:, :2]).mean()
+
+    def logits_of_each_sequence(h, w, y, a):
+        """Stacked in front, behind the tokens, and behind the classes; joined as they were cut, or in another order."""
+        one_by_one = [F.linear(each, w) for each in h]
+        by_token = torch.stack([F.linear(h[:, at], w) * 2 for at in (2, 0)], dim=-2)
+        behind = torch.stack([F.linear(each, w) for each in h.tanh()], dim=-1)
+        by_token, behind = of_labels(by_token, y[:, 1:3]), behind.log_softmax(1).gather(1, y.t()[:, None]).squeeze(1)
+        joined = of_rows(torch.stack(one_by_one), y) + of_rows(torch.cat([each[None] for each in one_by_one[::-1]]), y)
+        return joined - clipped(behind.t(), a).mean() + (by_token * a[:, :2]).sum()
+
+    def guarded_means_of_no_label(z, y, m):
+        """Beside a term that has tokens."""
+        none, some = torch.full_like(y, -100), y.where(m > 0, -100)
+        means = [torch.where((labels >= 0).any(), of_rows(z, labels), 0.0) for labels in (none, some)]
+        total = of_rows(z, none, reduction="sum", label_smoothing=0.1) / (count := (none >= 0).sum())
+        return means[0] / 2 + means[1] + z.logsumexp(-1).square().mean() / 9 + torch.where(count > 0, total, 0.0)
 
 
 @expect(ANY)
-def labels_written_between_losses(z, y):
-    """By an index; they are those of one tensor, and not the same."""
-    z, written = z.transpose(1, 2), y.clone()
-    with torch.no_grad():
-        before = F.cross_entropy(z, written, reduction="none").mean()
-        written[0, 0] = (y[0, 0] + 1) % V
-        behind = F.cross_entropy(z, written)
-    return F.cross_entropy(z, y), before, behind
+class WhateverIsFused:
+    def labels_written_between_losses(z, y):
+        """By an index; they are those of one tensor, and not the same."""
+        z, written = z.transpose(1, 2), y.clone()
+        with torch.no_grad():
+            before = F.cross_entropy(z, written, reduction="none").mean()
+            written[0, 0] = (y[0, 0] + 1) % V
+            behind = F.cross_entropy(z, written)
+        return F.cross_entropy(z, y), before, behind
 
-
-@expect(ANY)
-def labels_written_by_numpy_and_by_a_method(z, y):
-    """By functions that return nothing, what they write to, or a view, and by one that only reads."""
-    written, found = y.clone(), []
-    changes = [
-        lambda of: of.__setitem__(0, 1), lambda of: of.fill(2), lambda of: np.abs(of),
-        lambda of: np.minimum(of, 1, of), lambda of: operator.iadd(of.T[0], 3),
-    ]  # fmt: skip
-    for change in changes:
+    def labels_written_by_numpy_and_by_a_method(z, y):
+        """By functions that return nothing, what they write to, or a view, and by one that only reads."""
+        written, found = y.clone(), []
+        changes = [
+            lambda of: of.__setitem__(0, 1), lambda of: of.fill(2), lambda of: np.abs(of),
+            lambda of: np.minimum(of, 1, of), lambda of: operator.iadd(of.T[0], 3),
+        ]  # fmt: skip
+        for change in changes:
+            found.append(of_rows(z.detach(), written))
+            change(written.numpy())
         found.append(of_rows(z.detach(), written))
-        change(written.numpy())
-    found.append(of_rows(z.detach(), written))
-    written.__imul__(2)
-    return (of_labels(z, y), of_rows(z.detach(), written), *found)
+        written.__imul__(2)
+        return (of_labels(z, y), of_rows(z.detach(), written), *found)
 
+    def temperatures_written_by_functions(h, z, y):
+        """Of PyTorch's, whose names do not say so."""
+        mean, var = h.new_zeros(H), h.new_ones(H)
+        vectors, negative = h.new_full((V, 2), 3), h.new_full((1,), -2)
+        changes = [
+            lambda: F.batch_norm(h.detach().flatten(0, 1), mean, var, training=True),
+            lambda: F.instance_norm(h.detach().mT, mean, var),
+            lambda: F.embedding(y, vectors, max_norm=1.0),
+            lambda: F.relu(input=negative, inplace=True),
+        ]
+        found = []
+        for change in changes:
+            change()
+            found.append(of_rows(z.detach() / (3 + var.mean() + mean[0] + vectors.mean() + negative), y))
+        return (of_rows(z, y), *found)
 
-@expect(ANY)
-def temperatures_written_by_functions(h, z, y):
-    """Of PyTorch's, whose names do not say so."""
-    mean, var = h.new_zeros(H), h.new_ones(H)
-    vectors, negative = h.new_full((V, 2), 3), h.new_full((1,), -2)
-    changes = [
-        lambda: F.batch_norm(h.detach().flatten(0, 1), mean, var, training=True),
-        lambda: F.instance_norm(h.detach().mT, mean, var),
-        lambda: F.embedding(y, vectors, max_norm=1.0),
-        lambda: F.relu(input=negative, inplace=True),
-    ]
-    found = []
-    for change in changes:
-        change()
-        found.append(of_rows(z.detach() / (3 + var.mean() + mean[0] + vectors.mean() + negative), y))
-    return (of_rows(z, y), *found)
+    @torch.no_grad()
+    def labels_that_get_the_memory_of_others(z, y):
+        """After they were changed through a view of what they had."""
+        labels = y.clone()
+        view, before = labels.view(-1), of_rows(z, labels)
+        view.fill_(3)
+        behind = of_rows(z, labels)
+        return before, behind, labels.set_(y + 1)
 
+    def one_hot_vectors_that_are_written(z, y):
+        one_hot = F.one_hot(y, V).to(z.dtype)
+        one_hot[0] = 0.0
+        one_hot[:, :, 0].add_(1.0)
+        return -(one_hot * z.log_softmax(-1)).sum(-1).mean()
 
-@expect(ANY)
-@torch.no_grad()
-def labels_that_get_the_memory_of_others(z, y):
-    """After they were changed through a view of what they had."""
-    labels = y.clone()
-    view, before = labels.view(-1), of_rows(z, labels)
-    view.fill_(3)
-    behind = of_rows(z, labels)
-    return before, behind, labels.set_(y + 1)
+    def heads_of_changed_parts(h, w, y, a):
+        first, second = (both := h * 1)[:2], both[2:]
+        x = of_labels(F.linear(first, w.detach()), y[:2])
+        both.mul_(2)  # Of a frozen head, no gradient needs what it was.
+        return clipped(torch.cat([x, of_labels(F.linear(second, w.detach()), y[2:])]), a).mean()
 
+    def heads_of_copied_parts_that_change(h, w, y, a):
+        parts = h[:2].clone(), h[2:].clone()
+        packed = []
+        for each, own in zip(parts, y.split(2), strict=True):
+            each[0].mul_(2)
+            packed.append(of_labels(F.linear(each, w), own))
+        return clipped(torch.cat(packed), a).mean()
 
-@expect(Reason.OPERAND_MODIFIED)
-@torch.no_grad()
-def labels_in_one_buffer(z, y):
-    buffer, found = torch.empty_like(y), []
-    for number in range(B):
-        buffer[number] = y[number]
-        found.append(of_labels(z[number], buffer[number]))
-        buffer[number] = 0
-    return torch.stack(found)
+    def heads_of_copied_parts_of_what_changes(h, w, y, a):
+        x = h * 1
+        parts = x[:2].clone(), x[2:].clone()
+        x.mul_(2)
+        packed = [of_labels(F.linear(each, w), own) for each, own in zip(parts, y.split(2), strict=True)]
+        return clipped(torch.cat(packed), a).mean()
 
+    def heads_of_equal_inputs_with_other_gradients(h, w, y):
+        factor = w[0]
+        with torch.no_grad():
+            frozen = h * 2
+        return losses(frozen * factor, w, y).mean() + losses(h * 2 * factor, w, y).mean()
 
-@expect(ANY)
-def one_hot_vectors_that_are_written(z, y):
-    one_hot = F.one_hot(y, V).to(z.dtype)
-    one_hot[0] = 0.0
-    one_hot[:, :, 0].add_(1.0)
-    return -(one_hot * z.log_softmax(-1)).sum(-1).mean()
-
-
-@expect(IN_FORWARD)
-def logits_read_for_their_dtype_and_sizes(z, y, m):
-    """And a view of them, whose strides nothing has that is made like it."""
-    loss, mask = z.new_zeros(()), torch.ones_like(z[..., 0]) * (m > 0).to(z)
-    mask[:, 0] = 0.5
-    s = of_rows(z, y, reduction="none")
-    return loss + (s * mask.flatten()).sum() / torch.full_like(mask, 3.0).sum(), torch.zeros_like(z[..., :1]).sum()
-
-
-@expect(IN_FORWARD)
-def chunks_backwards(z, y, a):
-    pairs = zip(z.flatten(0, 1).split(8), y.flatten().split(8), strict=True)
-    chunks = [F.cross_entropy(x, of_x, reduction="none", label_smoothing=0.1) for x, of_x in pairs]
-    return (torch.cat(chunks[::-1]) * a.flatten()).sum()
+    def heads_of_parts_that_are_rounded(h, w, y, a):
+        """Only the last cast is the linear's own."""
+        packed = [of_labels(F.linear(h[at].half().to(h.dtype), w), y[at]) for at in range(B)]
+        return clipped(torch.stack(packed), a).mean()
 
 
 @expect("is neither linear nor an operation on single tokens in their order, after sum in line", thunder=True)
@@ -1084,10 +1071,17 @@ def gspo(x, a, m):
 
 
 @expect(NONE, thunder=True)
-def attention(h):
-    scores = (h @ h.transpose(1, 2)).softmax(-1)
-    x = (h @ h.transpose(1, 2)).log_softmax(-1)
-    return -(scores * scores.log()).sum() + (scores @ h).sum() - (x.exp() * x).sum(-1).mean()
+class NoLosses:
+    def attention(h):
+        scores = (h @ h.transpose(1, 2)).softmax(-1)
+        x = (h @ h.transpose(1, 2)).log_softmax(-1)
+        return -(scores * scores.log()).sum() + (scores @ h).sum() - (x.exp() * x).sum(-1).mean()
+
+    def gate_of_sigmoids(h, w, a):
+        scores = torch.sigmoid(F.linear(h, w[:4]))
+        weights, experts = scores.topk(2, -1)
+        weights = weights / scores.sum(-1, keepdim=True) + scores.gather(-1, experts) * scores.mean(-1, keepdim=True)
+        return (weights * a[..., None]).sum() + (h * torch.sigmoid(h @ w[:H])).mean()
 
 
 @expect(FUSED, thunder=True)
@@ -1102,74 +1096,70 @@ def columns_of_logits_beside_a_loss(h, w, y):
 # Heads: sums of linears, other products, and changes in place.
 
 
-LOGITS = {
-    "bias of a frozen head": (
-        FUSED, lambda h, w: F.linear(h, w, w[:, 0]).detach() + F.linear(F.linear(h, w[:3]), w[:, 3:6]),
-    ),
-    "adapter of equations": (
-        IN_FORWARD, lambda h, w: torch.einsum("bth,vh->btv", h, w)
-        + 2 * torch.einsum("btr,vr->btv", torch.einsum("bth,rh->btr", h, w[:3]), w[:, :3]),
-    ),
-    "tensordot": (IN_FORWARD, lambda h, w: torch.tensordot(h, w, dims=([-1], [1]))),
-    "tensordot of a number": (IN_FORWARD, lambda h, w: torch.tensordot(h.tanh(), w.t(), 1)),
-    "factors that are no float": (TRANSFORMED, lambda z: z * 1e-200 * 1e-200),
-    "one bias for all columns": (PRODUCT, lambda h, w: torch.addmm(w[:1, 0], h.flatten(0, 1), w.t())),
-    "half a bias": (PRODUCT, lambda h, w: torch.addmm(w[:, 0], h.flatten(0, 1), w.t(), beta=0.5)),
-    # A region would add the constant before it rounds the logits to 16 bits.
-    "shifted in float32": (
-        TRANSFORMED, lambda h, w: 23 * torch.sigmoid((F.linear(h.bfloat16(), w.bfloat16()).float() + 5) / 7.5),
-    ),
-}  # fmt: skip
-LOGITS_BY_DYNAMO = {
-    # Expanded: the weight has as many classes as the logits, and its memory has one.
-    "one row for all classes": (PRODUCT, lambda h, w: F.linear(h, w[:1].expand(V, -1))),
-    "one column for all": (PRODUCT, lambda h, w: h @ w[0].expand(V, H).t()),
-    "factors of rows that are learned": (TRANSFORMED, lambda h, z: z * h.mean(-1, keepdim=True)),
-    "changed under a detached view": (ANY, lambda z: (z.detach().mul_(2.0), z)[1]),
-    "a part of their gradient": (TRANSFORMED, lambda z: (z + z.detach()) / 2),
-    "scaled without gradients": (Reason.OPERAND_MODIFIED, lambda z: (_without_gradients(z.mul_, 2), z)[1]),
-    "a bias added under a view": (
-        FUSED, lambda z, w: (u := z.transpose(0, 1), z.add_(w[:, 0]), u.transpose(0, 1))[2],
-    ),
-    "a bias added under a part": (ANY, lambda z, w: (z[:, 1:].add_(w[:, 0]), z)[1]),
-    "a bias added without gradients": (ANY, lambda z, w: (_without_gradients(z.add_, w[:, 0]), z)[1]),
-    "scaled under a view": (FUSED, lambda z: (z.div_(0.7), u := z.flatten(0, 1), z.mul_(2).mul_(0.4), u)[3]),
-    # A bias gets a gradient where it was added after the linear was detached, and none where it was detached with it.
-    "bias after a frozen head": (FUSED, lambda h, w: _without_gradients(torch.matmul, h, w.t()) + w[:, 0]),
-    "adapter beside tied embeddings": (
-        FUSED, lambda h, w, y: F.linear(x := torch.tanh(F.embedding(y, w)) + h, w)
-        + F.linear(x, w[:3]) @ (w[:, 3:6].t() * 1.0).contiguous(),
-    ),
-    "cumulated, of a frozen head": (TRANSFORMED, lambda h, w: F.linear(h, w.detach()).cumsum(-1)),
-    "factors of rows after a bias": (TRANSFORMED, lambda h, w, m: F.linear(h, w, w[:, 0]) * m[..., None]),
-    "kernels of one token at every second": (
-        PRODUCT, lambda h, w: F.conv1d(h.repeat(1, 2, 1).transpose(1, 2), w[..., None], stride=2).transpose(1, 2),
-    ),
-    # Before their factor, in float16.
-    "shifted too far": (
-        TRANSFORMED, lambda h, w: 30 * torch.sigmoid(F.linear(h.half(), w.half()) * 2**-17 + 0.75).float(),
-    ),
-    "a head for each sequence": (PRODUCT, lambda h, w, m: torch.bmm(h, w.t() * m[:, :1, None])),
-}  # fmt: skip
-
-
 def _loss_of(logits: Callable) -> Callable:
     return lambda h, w, y, a, m: F.cross_entropy(logits(h, w, y, a, m).reshape(-1, V), y.flatten())
 
 
-for name, (outcome, made) in (LOGITS | LOGITS_BY_DYNAMO).items():
-    expect(outcome, thunder=name in LOGITS, name=name)(_loss_of(with_arguments(made)))
+expect(IN_FORWARD, thunder=True, of=_loss_of)({
+    "adapter of equations":
+        lambda h, w: torch.einsum("bth,vh->btv", h, w)
+        + 2 * torch.einsum("btr,vr->btv", torch.einsum("bth,rh->btr", h, w[:3]), w[:, :3]),
+    "tensordot": lambda h, w: torch.tensordot(h, w, dims=([-1], [1])),
+    "tensordot of a number": lambda h, w: torch.tensordot(h.tanh(), w.t(), 1),
+})  # fmt: skip
+expect(TRANSFORMED, thunder=True, of=_loss_of)({
+    "factors that are no float": lambda z: z * 1e-200 * 1e-200,
+    # A region would add the constant before it rounds the logits to 16 bits.
+    "shifted in float32": lambda h, w: 23 * torch.sigmoid((F.linear(h.bfloat16(), w.bfloat16()).float() + 5) / 7.5),
+})  # fmt: skip
+expect(PRODUCT, thunder=True, of=_loss_of)({
+    "one bias for all columns": lambda h, w: torch.addmm(w[:1, 0], h.flatten(0, 1), w.t()),
+    "half a bias": lambda h, w: torch.addmm(w[:, 0], h.flatten(0, 1), w.t(), beta=0.5),
+})  # fmt: skip
+expect(FUSED, thunder=True, of=_loss_of)({
+    "bias of a frozen head": lambda h, w: F.linear(h, w, w[:, 0]).detach() + F.linear(F.linear(h, w[:3]), w[:, 3:6]),
+})  # fmt: skip
+expect(PRODUCT, of=_loss_of)({
+    # Expanded: the weight has as many classes as the logits, and its memory has one.
+    "one row for all classes": lambda h, w: F.linear(h, w[:1].expand(V, -1)),
+    "one column for all": lambda h, w: h @ w[0].expand(V, H).t(),
+    "kernels of one token at every second":
+        lambda h, w: F.conv1d(h.repeat(1, 2, 1).transpose(1, 2), w[..., None], stride=2).transpose(1, 2),
+    "a head for each sequence": lambda h, w, m: torch.bmm(h, w.t() * m[:, :1, None]),
+})  # fmt: skip
+expect(TRANSFORMED, of=_loss_of)({
+    "factors of rows that are learned": lambda h, z: z * h.mean(-1, keepdim=True),
+    "a part of their gradient": lambda z: (z + z.detach()) / 2,
+    "cumulated, of a frozen head": lambda h, w: F.linear(h, w.detach()).cumsum(-1),
+    "factors of rows after a bias": lambda h, w, m: F.linear(h, w, w[:, 0]) * m[..., None],
+    # Before their factor, in float16.
+    "shifted too far": lambda h, w: 30 * torch.sigmoid(F.linear(h.half(), w.half()) * 2**-17 + 0.75).float(),
+})  # fmt: skip
+expect(ANY, of=_loss_of)({
+    "changed under a detached view": lambda z: (z.detach().mul_(2.0), z)[1],
+    "a bias added under a part": lambda z, w: (z[:, 1:].add_(w[:, 0]), z)[1],
+    "a bias added without gradients": lambda z, w: (_without_gradients(z.add_, w[:, 0]), z)[1],
+})  # fmt: skip
+expect(FUSED, of=_loss_of)({
+    "a bias added under a view": lambda z, w: (u := z.transpose(0, 1), z.add_(w[:, 0]), u.transpose(0, 1))[2],
+    "scaled under a view": lambda z: (z.div_(0.7), u := z.flatten(0, 1), z.mul_(2).mul_(0.4), u)[3],
+    # A bias gets a gradient where it was added after the linear was detached, and none where it was detached with it.
+    "bias after a frozen head": lambda h, w: _without_gradients(torch.matmul, h, w.t()) + w[:, 0],
+    "adapter beside tied embeddings":
+        lambda h, w, y: F.linear(x := torch.tanh(F.embedding(y, w)) + h, w)
+        + F.linear(x, w[:3]) @ (w[:, 3:6].t() * 1.0).contiguous(),
+})  # fmt: skip
+expect(Reason.OPERAND_MODIFIED, of=_loss_of)({
+    "scaled without gradients": lambda z: (_without_gradients(z.mul_, 2), z)[1],
+})  # fmt: skip
 
 # Changes in place, and operations that look linear and are not.
 
 OF_LOSSES = {
     "padded": lambda s, m: F.pad(s, (0, 2), value=5.0).sum() + F.pad(s[None], (0, 2), mode="replicate").sum(),
     "by keyword": lambda s, m: (
-        s.diff(prepend=m[:, :1]).sum()
-        + torch.add(s, other=m).sum()
-        + torch.div(s.sum(), other=3.0)
-        + s.where(condition=m > 0, other=m).sum()
-        + torch.where(other=m, condition=m > 0, input=s).mean()
+        s.diff(prepend=m[:, :1]).sum() + torch.add(s, other=m).sum() + torch.div(s.sum(), other=3.0)
+        + s.where(condition=m > 0, other=m).sum() + torch.where(other=m, condition=m > 0, input=s).mean()
     ),
     "under a view": lambda s, m: (s.view(-1), s.mul_(m))[0].sum(),
     "under a detached view": lambda s, m: (s.detach().mul_(m), (s * m).sum())[1],
@@ -1182,53 +1172,10 @@ OF_LOSSES = {
     "as a product, transposed": lambda s, m: (t := s * 1.0, t.transpose_(0, 1), (t.exp() * m.t()).sum())[2],
     "beside zeros that are written": lambda s, m: (u := torch.zeros_like(m), u.view(-1).fill_(3.0), (s + u).sum())[2],
     "masked": lambda s, m: (s[None].index_put_((m[None] == 0,), s.new_zeros(())), s.sum())[1],
-}
-
+}  # fmt: skip
 for (name, made), of_tokens in itertools.product(OF_LOSSES.items(), (losses, log_probs)):
-    expect(ANY, name=f"{name}, {of_tokens.__name__}")(
-        lambda h, w, y, m, of_tokens=of_tokens, made=made: made(of_tokens(h, w, y), m)
-    )
-
-
-@expect(IN_FORWARD)
-def temperatures_of_tokens(h, w, y, a, m):
-    """As verl has it: in place, under a view, and without a gradient."""
-    logits = F.linear(h.view(1, -1, H), w)
-    rows = logits.squeeze(0)
-    rows.div_(a.detach().exp().flatten().clamp(min=1e-8).unsqueeze(-1))
-    x = rows.log_softmax(-1)
-    entropy, of_labels = -(x.exp() * x).sum(-1), x.gather(-1, y.view(-1, 1)).squeeze(-1)
-    right = (logits.argmax(-1) == y.view(1, -1)).sum()
-    return -(of_labels * m.flatten()).sum() - 0.01 * entropy.mean(), right
-
-
-@expect(IN_FORWARD)
-def factors_of_rows(z, w, y, a):
-    """Before a bias, a softcap and a slice; rows that are permuted, and one factor for all."""
-    factors = 1 + a.square()
-    first = 3 * torch.tanh((z * factors[..., None] + w[:, 0])[:, 1:] / 3)
-    second = factors.t()[..., None] * z.transpose(0, 1) / factors.amax()
-    return of_rows(first, y[:, 1:]) + of_rows(second, y.t())
-
-
-@expect(IN_FORWARD, thunder=True)
-def capped_by_a_sigmoid_by_hand(z, y, m):
-    capped = 3 * torch.sigmoid(z)
-    shifted = capped - capped.amax(-1, keepdim=True)
-    x = shifted - shifted.exp().sum(-1, keepdim=True).log()
-    entropy = capped.logsumexp(-1) - (capped.softmax(-1) * capped).sum(-1)
-    right = (capped.argmax(-1) == y).sum()
-    of_label, log_prob = (each.gather(-1, y[..., None])[..., 0] for each in (capped, x))
-    return -((log_prob - of_label.square()) * m).sum() - (0.1 * entropy + 0.01 * capped.mean(-1)).mean(), right
-
-
-@expect(IN_FORWARD, thunder=True)
-def shifted_before_a_cap(h, w, y, m):
-    """Also with a bias, and of a frozen head."""
-    logits, other = F.linear(h, w, w[:, 0]), F.linear(2 * h, w.detach())
-    capped = 3 * torch.sigmoid((2 * logits - 1) / 5)
-    right = (capped.argmax(-1) == y).sum()
-    return of_rows(capped, y) + (capped.logsumexp(-1) * m).sum() + of_rows(4 * ((other + 3) / 4).tanh(), y), right
+    program = lambda h, w, y, m, of=of_tokens, made=made: made(of(h, w, y), m)  # noqa: E731
+    expect(ANY)({f"{name}, {of_tokens.__name__}": program})
 
 
 @expect("its tokens' weights depend on its own results")
@@ -1240,14 +1187,6 @@ def weighted_by_what_reads_its_predictions(h, w, y, z):
     return (x * reward).mean()
 
 
-@expect(NONE, thunder=True)
-def gate_of_sigmoids(h, w, a):
-    scores = torch.sigmoid(F.linear(h, w[:4]))
-    weights, experts = scores.topk(2, -1)
-    weights = weights / scores.sum(-1, keepdim=True) + scores.gather(-1, experts) * scores.mean(-1, keepdim=True)
-    return (weights * a[..., None]).sum() + (h * torch.sigmoid(h @ w[:H])).mean()
-
-
 @expect("may depend on is changed in place")
 def written_rows_that_are_read_before_other_labels(z, y, m):
     """One region would give both of them, where the second has its labels."""
@@ -1257,21 +1196,23 @@ def written_rows_that_are_read_before_other_labels(z, y, m):
 
 
 @expect(Reason.OPERAND_MODIFIED)
-def labels_that_depend_on_normalisers(z, y):
-    normalisers = z.logsumexp(-1)
-    y[:, 0] = (normalisers[:, 0] > 3).long()
-    return of_labels(z, y).sum() + normalisers.sum()
+class OfLabelsThatAreWritten:
+    @torch.no_grad()
+    def labels_in_one_buffer(z, y):
+        buffer, found = torch.empty_like(y), []
+        for number in range(B):
+            buffer[number] = y[number]
+            found.append(of_labels(z[number], buffer[number]))
+            buffer[number] = 0
+        return torch.stack(found)
+
+    def labels_that_depend_on_normalisers(z, y):
+        normalisers = z.logsumexp(-1)
+        y[:, 0] = (normalisers[:, 0] > 3).long()
+        return of_labels(z, y).sum() + normalisers.sum()
 
 
 # Gradient modes, and other things that Dynamo has.
-
-
-@expect(IN_FORWARD, thunder=True)
-def products_of_16_bits(h, w, y, m):
-    """A derivative in float32, of products with tensors of 16 bits; gradients in 16 bits would not agree."""
-    x, of_tokens = log_probs(h.bfloat16(), w.bfloat16(), y), m.bfloat16()
-    loss = (x @ of_tokens.t()).sum() + torch.dot(x[0], of_tokens[0]) + torch.mv(x, of_tokens[1]).sum()
-    return loss * 0.0, loss.detach()
 
 
 @expect(FUSED)
@@ -1283,71 +1224,12 @@ def a_sum_that_ends_under_autocast(h, w, y, a):
     return total * 0.0, total.detach()
 
 
-@expect(IN_FORWARD)
-def a_checkpoint_under_autocast_before_the_head(h, w, y):
-    """What is cast in it stays there."""
-    with torch.autocast("cpu", torch.bfloat16):
-        x = checkpoint(lambda h: F.linear(h, w[:H].detach().float()), h.detach().float(), use_reentrant=False)
-    return of_rows(F.linear(h + x, w), y)
-
-
-@expect(IN_FORWARD)
-def products_under_autocast(h, w, y, m):
-    """What is cast is the number of each token, or what was made of it; gradients in 16 bits would not agree."""
-    x, mask = log_probs(h.float(), w.float(), y), m.float()
-    with torch.autocast("cpu", torch.bfloat16):
-        total = torch.einsum("bt,bt->", x, mask) + ((x * mask) @ mask.t()).sum()
-    return total * 0.0, total.detach()
-
-
-@expect(IN_FORWARD)
-def value_loss_between_terms(h, x, e, a, m):
-    policy, value = (clipped(x, a) * m).sum(), (h.mean(-1) - a).square().mean()
-    return (policy + 0.1 * value) / 2 - 0.01 * e.mean(), value.detach(), policy.detach()
-
-
-@expect(IN_FORWARD)
-def numbers_that_nothing_needs(x, a, m):
-    """Dynamo leaves what was computed of log-probabilities in its graph."""
-    of_sequences = x.cumsum(-1)
-    of_sequences.sum()
-    policy = (x * a).sum()
-    (x.exp() * m).view(of_sequences.shape)
-    return policy - (x.exp() * m).mean(), policy.detach()
-
-
-@expect(IN_FORWARD)
-def focal_loss_of_one_hot_targets(z, y, a, m):
-    """Beside a cross-entropy of the same labels, as PolyLoss has it, and in other words."""
-    one_hot = F.one_hot(y, V)
-    p, x = (z.softmax(-1) * one_hot).sum(-1), torch.einsum("btv,btv->bt", one_hot.double(), z.log_softmax(-1))
-    of_tokens = F.cross_entropy(z.transpose(1, 2), y, reduction="none")
-    return (of_tokens + (1 - p).square() * a - x * m).mean() - (z.log_softmax(-1) * one_hot.to(z)).sum() / m.sum()
-
-
 @expect(Reason.CLASS_PROBABILITIES)
 def rows_of_one_hot_targets(h, w, y, z):
     """Other rows than the labels', and the choice of the head itself."""
     own = F.linear(h.tanh(), w)
     own = own.log_softmax(-1) * F.one_hot(own.argmax(-1), V)
     return (z.log_softmax(-1) * F.one_hot(y, V))[:, 1:].sum(-1).mean() + own.sum(-1).mean()
-
-
-@expect(IN_FORWARD)
-def head_of_an_equation(h, w, y, a):
-    """The order of operands and dimensions is free, and so are a transposed weight and dots."""
-    first = of_rows(torch.einsum("vh,bth->tbv", w, h), y.t())
-    second = of_labels(torch.einsum("b h t, h v", h.transpose(1, 2).tanh(), w.t()), y)
-    return first - (second * a).sum() + F.cross_entropy(torch.einsum("...h,vh->...v", h[0].sin(), w), y[0])
-
-
-@expect(IN_FORWARD)
-def heads_of_parts(h, w, y, a):
-    """As unsloth has it: a head for each part of the hidden states, whose tokens are read as one."""
-    rows, labels = h.flatten(0, 1).chunk(3), y.flatten().chunk(3)
-    packed = [of_labels(each @ w.t() / 0.9, own) for each, own in zip(rows, labels, strict=True)]
-    sequences = torch.stack([of_labels(F.linear(h[at], w).tanh() * 3, y[at]) for at in range(B)])
-    return clipped(torch.cat(packed), a.flatten()).mean() + clipped(sequences, a).mean()
 
 
 @expect("is neither linear nor an operation on single tokens", thunder=True)
@@ -1358,150 +1240,34 @@ def accuracy_of_each_part(h, w, y, a):
     return clipped(x, a).mean(), sum((z.argmax(-1) == y[at]).sum() for at, z in enumerate(of_parts))
 
 
-@expect(IN_FORWARD, thunder=True)
-def heads_of_parts_of_each_sequence(h, w, y, a):
-    """Joined twice, along the tokens; and token by token."""
-    x = [of_labels(F.linear(h[:, at], w), y[:, at]) for at in (slice(2), slice(2, 3), slice(3, None))]
-    by_token = torch.stack([of_labels(F.linear(h[:, at], w) * 0.5, y[:, at]) for at in (2, 0)], dim=1)
-    twice = torch.cat([torch.cat(x[:2], 1), x[2]], dim=-1)
-    return clipped(twice, a).mean() + clipped(by_token, a[:, :2]).mean()
-
-
-@expect(ANY)
-def heads_of_changed_parts(h, w, y, a):
-    first, second = (both := h * 1)[:2], both[2:]
-    x = of_labels(F.linear(first, w.detach()), y[:2])
-    both.mul_(2)  # Of a frozen head, no gradient needs what it was.
-    return clipped(torch.cat([x, of_labels(F.linear(second, w.detach()), y[2:])]), a).mean()
-
-
-@expect(IN_FORWARD, thunder=True)
-def logits_of_each_sequence(h, w, y, a):
-    """Stacked in front, behind the tokens, and behind the classes; and joined as they were cut, or in another order."""
-    one_by_one = [F.linear(each, w) for each in h]
-    by_token = torch.stack([F.linear(h[:, at], w) * 2 for at in (2, 0)], dim=-2)
-    behind = torch.stack([F.linear(each, w) for each in h.tanh()], dim=-1)
-    by_token, behind = of_labels(by_token, y[:, 1:3]), behind.log_softmax(1).gather(1, y.t()[:, None]).squeeze(1)
-    turned = of_rows(torch.cat([each[None] for each in one_by_one[::-1]]), y)
-    return of_rows(torch.stack(one_by_one), y) + turned - clipped(behind.t(), a).mean() + (by_token * a[:, :2]).sum()
-
-
-@expect(IN_FORWARD)
-def heads_of_copied_parts(h, w, y, a):
-    rows = [each.to(h.dtype).clone() for each in h.flatten(0, 1).chunk(3)]
-    packed = [of_labels(each @ w.t(), own) for each, own in zip(rows, y.flatten().chunk(3), strict=True)]
-    return clipped(torch.cat(packed), a.flatten()).mean()
-
-
-@expect(ANY)
-def heads_of_copied_parts_that_change(h, w, y, a):
-    parts = h[:2].clone(), h[2:].clone()
-    packed = []
-    for each, own in zip(parts, y.split(2), strict=True):
-        each[0].mul_(2)
-        packed.append(of_labels(F.linear(each, w), own))
-    return clipped(torch.cat(packed), a).mean()
-
-
-@expect(ANY)
-def heads_of_copied_parts_of_what_changes(h, w, y, a):
-    x = h * 1
-    parts = x[:2].clone(), x[2:].clone()
-    x.mul_(2)
-    packed = [of_labels(F.linear(each, w), own) for each, own in zip(parts, y.split(2), strict=True)]
-    return clipped(torch.cat(packed), a).mean()
-
-
-@expect(ANY)
-def heads_of_equal_inputs_with_other_gradients(h, w, y):
-    factor = w[0]
-    with torch.no_grad():
-        frozen = h * 2
-    return losses(frozen * factor, w, y).mean() + losses(h * 2 * factor, w, y).mean()
-
-
-@expect(ANY)
-def heads_of_parts_that_are_rounded(h, w, y, a):
-    """Only the last cast is the linear's own."""
-    packed = [of_labels(F.linear(h[at].half().to(h.dtype), w), y[at]) for at in range(B)]
-    return clipped(torch.stack(packed), a).mean()
-
-
-@expect(IN_FORWARD)
-def filled_by_chunks(z, y, a):
-    """As OpenRLHF has it, in chunks whose last one has fewer tokens."""
-    u = z.flatten(0, 1)
-    filled = u.new_zeros(len(u))
-    for at in range(0, len(u), 7):
-        filled[at : at + 7] = u[at : at + 7].logsumexp(-1)
-    return (clipped(u.gather(-1, y.flatten()[:, None]).squeeze(-1) - filled, a.flatten())).mean()
-
-
-@expect(IN_FORWARD)
-def filled_by_sequences(z, y, m):
-    """As torchtune and verl have it; in float32."""
-    x, e = torch.zeros(m.shape), torch.zeros_like(m)
-    with torch.no_grad():
-        m = m / m.mean()
-    for at in range(B):
-        x[at] = of_labels(z[at], y[at])
-        e[at] = entropies_of(z[at])
-    return -(x * m).sum() / m.sum() - e.mul(m).mean() / 9
-
-
 @expect("changes a tensor in place")
-def filled_with_what_changes(x, m):
-    filled, of_all = torch.zeros(2 * B, m.shape[1], dtype=x.dtype), x * 2
-    filled[:B] = of_all
-    of_all.mul_(3)
-    filled[B:] = of_all
-    return (filled * torch.cat([m, m.exp()])).sum()
+class FilledAndChanged:
+    def filled_with_what_changes(x, m):
+        filled, of_all = torch.zeros(2 * B, m.shape[1], dtype=x.dtype), x * 2
+        filled[:B] = of_all
+        of_all.mul_(3)
+        filled[B:] = of_all
+        return (filled * torch.cat([m, m.exp()])).sum()
 
+    def filled_twice_and_read_meanwhile(z, y, m):
+        filled = torch.zeros_like(m)
+        filled[: B - 1] = of_labels(z[1:], y[1:])
+        first = filled[0].sum()
+        filled[1:] = of_labels(z[1:], y[1:])
+        return (filled * m).sum() + first
 
-@expect("changes a tensor in place")
-def filled_twice_and_read_meanwhile(z, y, m):
-    filled = torch.zeros_like(m)
-    filled[: B - 1] = of_labels(z[1:], y[1:])
-    first = filled[0].sum()
-    filled[1:] = of_labels(z[1:], y[1:])
-    return (filled * m).sum() + first
+    def filled_and_a_view_of_it_changed(z, y, m):
+        filled = torch.zeros_like(m)
+        for at in range(B):
+            filled[at] = of_labels(z[at], y[at])
+        filled[1].mul_(3)
+        return (filled * m).sum()
 
-
-@expect("changes a tensor in place")
-def filled_and_a_view_of_it_changed(z, y, m):
-    filled = torch.zeros_like(m)
-    for at in range(B):
-        filled[at] = of_labels(z[at], y[at])
-    filled[1].mul_(3)
-    return (filled * m).sum()
-
-
-@expect(IN_FORWARD)
-def filled_in_the_memory_of_others(z, y, m):
-    weights = m * 1
-    filled = torch.zeros(m.shape, dtype=m.dtype, out=weights)
-    for at in range(B):
-        filled[at] = y[at] * 2.0
-    return (of_labels(z, y) * weights).mean()
-
-
-@expect(IN_FORWARD)
-def filled_in_another_memory_format(z, y, m):
-    filled = torch.zeros_like(m.t().contiguous().t())
-    for at in range(B):
-        filled[at] = m[at]
-    parts = m.new_ones(B, 2, 2, 2).contiguous(memory_format=torch.channels_last) * m.sum()
-    other = m.new_empty(B, 2, 2, 2)
-    other[:B] = parts
-    return (of_labels(z, y) * filled).sum() * filled.stride(0) + other.view(-1).mean()
-
-
-@expect("changes a tensor in place")
-def sums_in_views(s, m):
-    found = torch.zeros(2, dtype=s.dtype)
-    found.add_(s.sum())
-    found[1].add_((s * m).sum())
-    return found.sum()
+    def sums_in_views(s, m):
+        found = torch.zeros(2, dtype=s.dtype)
+        found.add_(s.sum())
+        found[1].add_((s * m).sum())
+        return found.sum()
 
 
 @expect("may depend on is changed in place")
@@ -1510,22 +1276,6 @@ def views_that_losses_are_copied_to(z, y, m):
     for at in range(B):
         found[at].copy_(of_labels(z[at], y[at]))
     return (found * m).sum()
-
-
-@expect(IN_FORWARD, thunder=True)
-def guarded_means_of_no_label(z, y, m):
-    """Beside a term that has tokens."""
-    none, some = torch.full_like(y, -100), y.where(m > 0, -100)
-    means = [torch.where((labels >= 0).any(), of_rows(z, labels), 0.0) for labels in (none, some)]
-    total = of_rows(z, none, reduction="sum", label_smoothing=0.1) / (count := (none >= 0).sum())
-    return means[0] / 2 + means[1] + z.logsumexp(-1).square().mean() / 9 + torch.where(count > 0, total, 0.0)
-
-
-@expect(IN_FORWARD)
-def a_sum_of_no_label_beside_a_metric(z, y):
-    """What is logged is of ignored rows, too."""
-    y = torch.full_like(y, -100)
-    return of_rows(z, y, reduction="sum") / (y >= 0).sum(), z.detach().logsumexp(-1).mean()
 
 
 @expect("is neither linear nor an operation on single tokens in their order")
@@ -1553,17 +1303,6 @@ def test_attention_is_not_missed():
         return of_rows(F.linear((of_heads @ of_heads.mT).softmax(-1).sum(1) @ h, w), y)
 
     check(program, IN_FORWARD, torch.compile(program, backend=compile_graph), (24,))
-
-
-def test_line_of_log_probabilities():
-    """It is where their labels are read, and not where something is made of them."""
-
-    def program(h, w, y, *_):
-        picked = F.linear(h, w).log_softmax(-1).gather(-1, y[..., None])
-        return -(picked - picked.detach()).exp().sum()
-
-    (decision,) = check(program, IN_FORWARD, torch.compile(program, backend=compile_graph), (6,))
-    assert decision.line.line == inspect.getsourcelines(program)[1] + 1
 
 
 def test_contrastive_loss_is_not_missed():
@@ -1724,7 +1463,7 @@ def _evaluated(h, w, y, a, m):
 
 @pytest.mark.parametrize("program", [
     _transposed_before, lambda *given: checkpoint(_transposed_before, *given, use_reentrant=False), _evaluated,
-    ratio_to_itself,
+    with_arguments(InForward.ratio_to_itself),
 ])  # fmt: skip
 def test_entered_without_gradients(program):
     """Gradients are off before anything in the graph says so."""
@@ -1746,19 +1485,15 @@ OF_VALUES = {
     ),
     "divided": (IN_FORWARD, lambda x, m: (x.exp() * m).sum() / ((m[0] > 0).sum().item() + 1)),
     "by itself": (IN_FORWARD, lambda x, m: (loss := (x.exp() * m).sum()) / loss.item()),
-    "a term by another": (
-        "reads one of its terms", lambda s, m: (s * m).sum() * (square := s.square().mean()).item() + square,
-    ),
-    "sliced": (
-        "depends on the values", lambda x, m: (x[:, : (n := (m[0] > 0).sum().item())].exp() * m[:, :n]).sum(),
-    ),
-    "a list": (
-        "depends on the values", lambda x, m: (x[:, : (n := (m > 0).sum(1).tolist()[0])].exp() * m[:, :n]).sum(),
-    ),
+    "a term by another":
+        ("reads one of its terms", lambda s, m: (s * m).sum() * (square := s.square().mean()).item() + square),
+    "sliced":
+        ("depends on the values", lambda x, m: (x[:, : (n := (m[0] > 0).sum().item())].exp() * m[:, :n]).sum()),
+    "a list":
+        ("depends on the values", lambda x, m: (x[:, : (n := (m > 0).sum(1).tolist()[0])].exp() * m[:, :n]).sum()),
     # What reads a size of what a region gives stays where it is.
-    "logged before the loss": (
-        "whose size depends on the values", lambda x, a, m: (x.detach()[m > 0].mean(), (x * a).sum()),
-    ),
+    "logged before the loss":
+        ("whose size depends on the values", lambda x, a, m: (x.detach()[m > 0].mean(), (x * a).sum())),
     "before another loss of the head": (
         "whose size depends on the values", lambda h, w, x, m: x[m > 0].sum()
         + F.logsigmoid(F.linear(h.sin(), w).logsumexp(-1).sum(-1)).sum(),
@@ -1856,10 +1591,16 @@ def test_number_of_a_loss(monkeypatch):
     assert not graphs[0].graph.find_nodes(op="call_function", target=F.linear)
 
 
+def _chunks(count, h, w, *of_tokens):
+    """Logits of each chunk of tokens, and what else there is of these."""
+    heads = [F.linear(rows, w) for rows in h.flatten(0, 1).chunk(count)]
+    return zip(heads, *(each.flatten().chunk(count) for each in of_tokens), strict=True)
+
+
 def _in_chunks(h, w, y, a):
     """As torchtune has it: a loss for each chunk, whose operations count once."""
     total = 0
-    for logits, labels, old in zip(_heads(h, w, 12), y.flatten().chunk(12), a.flatten().chunk(12), strict=True):
+    for logits, labels, old in _chunks(12, h, w, y, a):
         x = of_labels(logits, labels)
         total = total + (clipped(x, old) + 0.1 * ((old - x).exp() - (old - x) - 1)).sum()
     return total / a.numel()
@@ -1867,7 +1608,7 @@ def _in_chunks(h, w, y, a):
 
 def _in_chunks_with_metrics(h, w, y, a):
     total, right, clips, uncertain, logged = 0, 0, 0, 0, []
-    for logits, labels, old in zip(_heads(h, w, 3), y.flatten().chunk(3), a.flatten().chunk(3), strict=True):
+    for logits, labels, old in _chunks(3, h, w, y, a):
         x = of_labels(logits, labels)
         total = total + clipped(x, old).sum()
         right, clips = right + (logits.argmax(-1) == labels).sum(), clips + ((x.detach() - old).exp() > 1.2).sum()
@@ -1877,9 +1618,8 @@ def _in_chunks_with_metrics(h, w, y, a):
 
 
 def _in_chunks_with_losses(h, w, y):
-    ignored = y.flatten().where(torch.arange(y.numel()) % 5 > 1, 7).chunk(3)
-    parts = zip(_heads(h, w, 3), ignored, strict=True)
-    each = [F.cross_entropy(logits, labels, ignore_index=7, reduction="sum") for logits, labels in parts]
+    y = y.flatten().where(torch.arange(y.numel()) % 5 > 1, 7)
+    each = [F.cross_entropy(*of, ignore_index=7, reduction="sum") for of in _chunks(3, h, w, y)]
     return sum(each) / y.numel(), torch.stack(each).detach()
 
 
@@ -1888,14 +1628,9 @@ def _in_chunks_of_a_weight_made_anew(h, w, y):
     total = 0
     for rows, labels in zip(h.flatten(0, 1).chunk(3), y.flatten().chunk(3), strict=True):
         weight = F.normalize(w.detach() + w[:, :2] @ w[:2] / 4, dim=-1)
-        total = total + F.cross_entropy(
-            F.linear(rows, torch._weight_norm(weight, w[:, :1], 0)), labels, reduction="sum"
-        )
+        logits = F.linear(rows, torch._weight_norm(weight, w[:, :1], 0))
+        total = total + F.cross_entropy(logits, labels, reduction="sum")
     return total
-
-
-def _heads(h, w, chunks):
-    return [F.linear(rows, w) for rows in h.flatten(0, 1).chunk(chunks)]
 
 
 @pytest.mark.parametrize(("program", "lengths"), [
@@ -1915,7 +1650,7 @@ def test_memory_is_compared_once_for_each_loss_that_is_added_in_place(monkeypatc
     @with_arguments
     def program(h, w, y):
         total = h.new_zeros(())
-        for logits, labels in zip(_heads(h, w, 12), y.flatten().chunk(12), strict=True):
+        for logits, labels in _chunks(12, h, w, y):
             total += of_labels(logits, labels).exp().sum()
         return total
 
@@ -1932,8 +1667,7 @@ def test_gradients_of_a_head_for_each_of_many_losses_wait(chunks, options, strat
 
     @with_arguments
     def program(h, w, y):
-        parts = zip(_heads(h, w, chunks), y.flatten().chunk(chunks), strict=True)
-        of_each = [(F.cross_entropy(z, labels), (z.argmax(-1) == labels).sum()) for z, labels in parts]
+        of_each = [(F.cross_entropy(z, of), (z.argmax(-1) == of).sum()) for z, of in _chunks(chunks, h, w, y)]
         return sum(loss**2 for loss, _ in of_each), torch.stack([right for _, right in of_each])
 
     compiled = by_dynamo(program, options={"chunk_rows": 7, **options})
@@ -2026,9 +1760,8 @@ def test_by_thunder(program, outcome):
 PICKED = (1, 2, 1)
 BY_THUNDERFX = {
     # Derivatives that thunder lacks: they are the weights of a region's tokens, and thunder asks for their gradient.
-    "ends": (
-        FUSED, lambda s: (s.flatten().cumsum(0)[at := torch.tensor(PICKED)] / at).sum() + s.flip(1)[0, :2].sum(),
-    ),
+    "ends":
+        (FUSED, lambda s: (s.flatten().cumsum(0)[at := torch.tensor(PICKED)] / at).sum() + s.flip(1)[0, :2].sum()),
     "picked": (FUSED, lambda s: s[:, torch.tensor(PICKED)].mean()),
     "selected": (FUSED, lambda s: s.index_select(1, torch.tensor(PICKED)).sum()),
     "of pairs": (FUSED, lambda s: (s[at := torch.tensor(PICKED), at] * at).sum()),
