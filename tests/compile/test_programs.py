@@ -214,6 +214,7 @@ expect(IN_FORWARD)({
     "logged as a histogram": lambda s: (s.mean(), torch.histc(s * 2)),
     "logged in a buffer": lambda s: (s.mean(), _without_gradients(s.new_zeros(B).lerp_, s.sum(1), 0.1)),
     "logged in a part of a buffer": lambda s: (s.mean(), _logged(s.sum(1)[0])),
+    "logged less their mean": lambda s: (t := s.detach() * 2, t.sub_(t.mean()), (s.mean(), t))[-1],
     # Lengths are symbols, and what is made of them is a number.
     "over a root": lambda h, s, m: (s * m).sum() * (1 / h.shape[1]) + s.mean() / h.shape[1] ** 0.5,
     "by einsum": lambda x, m: -torch.einsum("bt,bt->", x, m),
@@ -459,6 +460,8 @@ expect(TRANSFORMED)({
         of_rows(u, v, reduction="sum")
         for u, v in zip(*(each.tensor_split((4, 2), 1) for each in (z, y)), strict=True)
     ),
+    "log-probabilities of some classes, after a sum over all":
+        lambda z, y: -z.cumsum(-1)[..., :40].log_softmax(-1).gather(-1, y.clamp(max=39)[..., None]).sum(),
 })  # fmt: skip
 expect("class weights")({
     "class weights, logged":
@@ -1303,6 +1306,17 @@ def test_attention_is_not_missed():
         return of_rows(F.linear((of_heads @ of_heads.mT).softmax(-1).sum(1) @ h, w), y)
 
     check(program, IN_FORWARD, torch.compile(program, backend=compile_graph), (24,))
+
+
+def test_line_of_log_probabilities():
+    """It is where their labels are read, and not where something is made of them."""
+
+    def program(h, w, y, *_):
+        picked = F.linear(h, w).log_softmax(-1).gather(-1, y[..., None])
+        return -(picked - picked.detach()).exp().sum()
+
+    (decision,) = check(program, IN_FORWARD, torch.compile(program, backend=compile_graph), (6,))
+    assert decision.line.line == inspect.getsourcelines(program)[1] + 1
 
 
 def test_contrastive_loss_is_not_missed():
