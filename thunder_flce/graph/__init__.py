@@ -1,4 +1,5 @@
 """Everything that touches thunder: symbols, rules, the transform and its front ends."""
 
-# First: its import registers what is here (`thunder_flce.registration`), so none of it may be half imported then.
+# thunder first: after its import, `thunder_flce.registration` imports `plugin`, and no module here may be half imported
+# at that time.
 import thunder  # noqa: F401

@@ -1,4 +1,4 @@
-"""What transforms of thunder and PyTorch make of a program, as far as the fusion has to know, or its user be told."""
+"""Transforms of thunder and PyTorch for several ranks: what the fusion has to handle, and what users are warned of."""
 
 import warnings
 from copy import copy
@@ -23,14 +23,14 @@ _REWRITE_LINEARS = (TransformForTensorParallel, LORATransform, BitsAndBytesLinea
 
 
 def fuses_later(fusion: Any, trace: TraceCtx) -> bool:
-    """Whether a transform after the fusion rewrites linears; then sees to it that the fusion runs after that.
+    """Whether a later transform rewrites linears; if so, appends a copy of the fusion that runs after that transform.
 
-    `thunder.distributed` appends its transforms to those of a function that is jitted already.
+    `thunder.distributed` appends its transforms to those of a function that is already jitted.
     """
     if fusion.original is not None:
         _restore_sources(trace, fusion.original)
         return False
-    # The data of a Dynamo graph has none.
+    # The compile data of a Dynamo graph has no transforms.
     transforms = getattr(get_compile_data(), "transforms", [])
     place = next((at for at, transform in enumerate(transforms) if transform is fusion), len(transforms))
     if not any(isinstance(transform, _REWRITE_LINEARS) for transform in transforms[place + 1 :]):
@@ -43,9 +43,10 @@ def fuses_later(fusion: Any, trace: TraceCtx) -> bool:
 
 @rule("synchronize_tensor_parallel_output")
 def _columns_of_all_ranks(interpreter: Interpreter, op: Op, input: Tensor, group: Any, layer_type: Any) -> Class:
-    """What `thunder.distributed.column_parallel` puts after a linear: it gathers the columns of all ranks.
+    """Rule for the operation by which `thunder.distributed.column_parallel` gathers a linear's columns from all ranks.
 
-    Before the linear it has put what sums the input's gradient over the ranks. A region does that itself.
+    Before the linear, `column_parallel` has put an operation that sums the input's gradient over the ranks. The rule
+    drops that operation, since a region sums the gradient itself.
     """
     of = interpreter.get(input)
     if not isinstance(of, Class) or not of.is_logits or len(of.logits.terms) > 1:
@@ -60,38 +61,38 @@ def _columns_of_all_ranks(interpreter: Interpreter, op: Op, input: Tensor, group
 
 
 def divided_weights() -> set[str]:
-    """The weights that `column_parallel` or `row_parallel` divides among ranks, by their names in the trace."""
+    """Names in the trace of the weights that `column_parallel` or `row_parallel` divides among ranks."""
     transforms = getattr(get_compile_data(), "transforms", ())
     divide = (transform for transform in transforms if isinstance(transform, TransformForTensorParallel))
     return {name for transform in divide for name in transform.chunked_param_name_to_layer_type}
 
 
 def _restore_sources(trace: TraceCtx, original: TraceCtx) -> None:
-    """The places of the user's calls, which tensor parallelism leaves out as it writes a trace anew."""
+    """Restores the source lines of the user's calls, which tensor parallelism of thunder drops from a trace."""
     for operation in {bsym.sym.id for bsym in trace.bound_symbols}:
         sources, bsyms = (
             [bsym for bsym in each.bound_symbols if bsym.sym.id == operation] for each in (original, trace)
         )
-        # Where calls of an operation were added, the user's cannot be told apart from them.
+        # If the rewriting added calls of an operation, nothing tells the user's calls apart from these.
         if len(sources) == len(bsyms):
             for bsym, source in zip(bsyms, sources, strict=True):
                 bsym.source_filename, bsym.source_positions = source.source_filename, source.source_positions
 
 
 def warn_of_gradients_that_are_not_summed() -> None:
-    """Warns of programs whose gradients would be wrong without a word from anyone, with the fusion or without it."""
+    """Warns of programs whose gradients are silently wrong, with the fusion or without it."""
     data = get_compile_data()
     if data is None:
         return
     if getattr(data, "use_fsdp", False) and get_skip_data_parallel_grad_sync():
         _warn(
-            "thunder.distributed.fsdp loses gradients in no_sync(): those of its micro-batches are written over, not "
-            "added up. Leave no_sync() out, or use thunder.distributed.ddp"
+            "thunder.distributed.fsdp loses gradients in no_sync(): each micro-batch overwrites the gradients of the "
+            "one before. Do not use no_sync(), or use thunder.distributed.ddp"
         )
     if any(isinstance(module, FSDPModule) for module in data._thunder_module_map.values()):
         _warn(
-            "fully_shard has no effect on a module that thunder compiles: each rank keeps the gradients of its own "
-            "data. Use thunder.distributed.fsdp, or fully_shard the model and then compile it with "
+            "fully_shard has no effect on a module that thunder compiles: gradients are not reduced over the ranks. "
+            "Use thunder.distributed.fsdp, or call fully_shard on the model and then compile it with "
             "thunder_flce.thunderfx"
         )
 

@@ -1,6 +1,6 @@
 """Three ways to use the fusion with thunder: `jit`, the plugin "flce", and the executor alone.
 
-To import this module registers all rules.
+Importing this module registers all rules.
 """
 
 import difflib
@@ -27,7 +27,7 @@ from thunder_flce.graph.transform import FuseLinearCrossEntropy
 from thunder_flce.matching.decisions import NotFusedWarning
 from thunder_flce.options import OPTIONS, Options
 
-# thunder's interpreter does not know the decorators of newer versions.
+# thunder's interpreter cannot trace the decorators of newer versions of transformers.
 _TRACED_TRANSFORMERS = "4.52.4"
 
 
@@ -46,14 +46,15 @@ def jit(
     Args:
         fn: the function or module to compile.
         options: choices about the time and memory of the fused losses.
-        strict: raise a `NotFusedError`, with the reason, where a cross-entropy is not fused with its linear.
+        strict: raise a `NotFusedError`, with the reason, if a cross-entropy is not fused with its linear.
         executors: as in `thunder.jit`; `thunder_flce.executor` is put before them.
-        transforms: as in `thunder.jit`; the fusion runs before them, on the program as the user wrote it, but after
-            those of thunder that put adapters, or quantized or divided weights, into linears.
+        transforms: as in `thunder.jit`. The fusion runs before them, on the program as the user wrote it, but after
+            thunder's transforms that put adapters, quantized weights or sharded weights into linears.
         **thunder_options: passed on to `thunder.jit`.
 
     Raises:
-        TypeError: for a field of `Options` among them, or a misspelt argument of ours, which thunder would ignore.
+        TypeError: if `thunder_options` has a field of `Options` or a misspelt argument of `jit`; thunder would ignore
+            both.
     """
     _warn_of_transformers(fn)
     fusion = FuseLinearCrossEntropy(options, strict=strict)
@@ -61,14 +62,14 @@ def jit(
 
 
 def _warn_of_transformers(fn: Callable) -> None:
-    """Warns of a version of transformers that thunder cannot trace: thunder's own error does not name it."""
+    """Warns if thunder cannot trace the installed version of transformers; thunder's own error does not say so."""
     modules = fn.modules() if isinstance(fn, torch.nn.Module) else ()
     if not any(type(module).__module__.startswith("transformers.") for module in modules):
         return
     installed = version("transformers")
     if LooseVersion(installed) > LooseVersion(_TRACED_TRANSFORMERS):
         warnings.warn(
-            f"thunder.jit traces models of transformers up to {_TRACED_TRANSFORMERS}, and this is {installed}: use "
+            f"thunder.jit traces models of transformers up to {_TRACED_TRANSFORMERS}, not of {installed}: use "
             'torch.compile(thunder_flce.loss_only(model), backend="thunder_flce") or thunder_flce.thunderfx',
             stacklevel=3,
         )
@@ -80,9 +81,10 @@ def with_fusion(
     transforms: Sequence[Transform] | None,
     **others: Any,
 ) -> dict[str, Any]:
-    """thunder's arguments, with ours among the `executors` and `transforms`, of which None means thunder's defaults.
+    """Returns arguments for thunder, with our executor and the fusion added, and checks the names of all others.
 
-    thunder takes any name, and says nothing of those that it does not know, as of our options.
+    None as `executors` means thunder's defaults. thunder accepts any name, and silently ignores those that it does not
+    know, such as fields of our `Options`.
     """
     if ours := [name for name in others if name in OPTIONS]:
         raise TypeError(f"{ours[0]} is no argument but a field of Options: options=thunder_flce.Options({ours[0]}=…)")
@@ -99,7 +101,7 @@ class FlcePlugin(thunder.Plugin):
 
     Args:
         options: choices about the time and memory of the fused losses.
-        strict: raise a `NotFusedError`, with the reason, where a cross-entropy is not fused with its linear.
+        strict: raise a `NotFusedError`, with the reason, if a cross-entropy is not fused with its linear.
     """
 
     def __init__(self, options: Options | None = None, *, strict: bool = False):
@@ -107,7 +109,7 @@ class FlcePlugin(thunder.Plugin):
         self.strict = strict
 
     def setup_executors(self) -> list[Executor]:
-        """The executor; thunder puts it before its own."""
+        """Our executor; thunder puts it before its own executors."""
         return [executor]
 
     def setup_transforms(self) -> list[Transform]:
@@ -118,26 +120,26 @@ class FlcePlugin(thunder.Plugin):
 register_plugin("flce", FlcePlugin)
 
 
-# The executor alone: `thunder.jit(model, executors=[thunder_flce.executor, …])`. thunder asks a table how to trace a
-# function. What stands there for a linear and for a loss first sees to it that the program's list of transforms, which
-# thunder reads once the program is traced, has a fusion.
+# The executor alone: `thunder.jit(model, executors=[thunder_flce.executor, …])`. thunder looks up in a table (of
+# "lookasides") how to trace a function. Our entries for linears and losses first add a fusion to the program's list of
+# transforms, which thunder reads after tracing.
 
 
 def add_fusion() -> None:
-    """Puts a fusion before the other transforms of the program that is traced, if it has the executor but no fusion."""
+    """Inserts a fusion as the first transform of the program being traced, if that has our executor but no fusion."""
     data = get_compile_data()
     if executor not in getattr(data, "executors_list", ()):
         return
     transforms = getattr(data, "transforms", ())
-    # As `thunderfx` and the plugin have.
+    # `jit`, `thunderfx` and the plugin have added one already.
     if any(isinstance(each, FuseLinearCrossEntropy) for each in transforms):
         return
     if isinstance(transforms, list):
         transforms.insert(0, FuseLinearCrossEntropy())
     else:
         warnings.warn(
-            "thunder_flce: give thunder.jit its transforms as a list, or FuseLinearCrossEntropy() among them; of a "
-            f"{type(transforms).__name__}, the executor cannot fuse linear + cross-entropy",
+            "thunder_flce: give thunder.jit its transforms as a list, or FuseLinearCrossEntropy() among them: the "
+            f"executor cannot add the fusion to a {type(transforms).__name__}, so nothing is fused",
             NotFusedWarning,
             stacklevel=2,
         )
@@ -151,7 +153,8 @@ def _with_fusion(function: Callable) -> Callable:
     return lookaside
 
 
-# One of them is in every language model: methods such as `logits.log_softmax(-1)` thunder looks up elsewhere.
+# Every language model calls one of these functions. thunder looks up methods, such as `logits.log_softmax(-1)`,
+# elsewhere.
 for _function in (
     F.linear, F.embedding, torch.matmul, torch.mm, torch.einsum, F.cross_entropy, F.nll_loss, F.log_softmax,
     torch.log_softmax, F.softmax, torch.softmax, torch.logsumexp,

@@ -1,4 +1,4 @@
-"""A trace of thunder's as a `Program`."""
+"""Reads a trace of thunder as a `Program`."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ _NLL_LOSS = ("weight", "ignore_index", "reduction")
 
 
 def read(trace: TraceCtx) -> Program:
-    """The program of a trace."""
+    """Returns the `Program` that a trace computes."""
     with_grad = _tensors_that_need_grad(trace)
     tensors: dict[str, Tensor] = {}
 
@@ -36,7 +36,7 @@ def read(trace: TraceCtx) -> Program:
             continue
         name, output = bsym.sym.name, tree_map(of, bsym.output)
         if bsym.sym.executor is not None:
-            # An operator of another executor is not PyTorch's of that name.
+            # An executor's own operator need not be PyTorch's operator of the same name.
             name += f" of {bsym.sym.executor.name}"
         elif name == "nll_loss":
             args, kwargs = args[:2], {**dict(zip(_NLL_LOSS, args[2:], strict=False)), **kwargs}
@@ -45,7 +45,7 @@ def read(trace: TraceCtx) -> Program:
         elif name == "view" and output.dtype != args[0].dtype:
             name += " of bits"
         elif name == "unpack_trivial":
-            args, output = (), None  # What it returns are arguments of the program.
+            args, output = (), None  # Its outputs are arguments of the program.
         ops.append(
             Op(
                 NAMES.get(name, name),
@@ -62,7 +62,7 @@ def read(trace: TraceCtx) -> Program:
 
 
 def tensor_of(proxy: TensorProxy, *, needs_grad: bool) -> Tensor:
-    """A proxy as a tensor of the program; that of integers needs no gradient."""
+    """Returns a proxy as a tensor of the program; a tensor of integers never needs a gradient."""
     needs_grad = needs_grad and dtypes.is_inexact_dtype(proxy.dtype)
     device, dtype = devices.to_torch_device(proxy.device), dtypes.to_torch_dtype(proxy.dtype)
     return Tensor(
@@ -71,14 +71,14 @@ def tensor_of(proxy: TensorProxy, *, needs_grad: bool) -> Tensor:
 
 
 def source_of(bsym: BoundSymbol) -> Source:
-    """Where the user called it, as far as that is known."""
+    """File and line of the user's code that called the operation, as far as thunder knows them."""
     return Source(bsym.source_filename, getattr(bsym.source_positions, "lineno", None))
 
 
 def _tensors_that_need_grad(trace: TraceCtx) -> set[str]:
-    """The names of all tensors of a trace through which a gradient flows; thunder marks only its inputs.
+    """Names of all tensors of a trace through which a gradient flows; thunder itself marks only the trace's inputs.
 
-    There may be too many, since an operation whose derivative is zero counts as passing the gradient on.
+    The set may be too large, since an operation whose derivative is zero counts as passing the gradient on.
     """
     needed = {arg.name for arg in trace.args or () if isinstance(arg, TensorProxy) and arg.requires_grad}
     for bsym in trace.bound_symbols:
@@ -89,23 +89,23 @@ def _tensors_that_need_grad(trace: TraceCtx) -> set[str]:
 
 
 def carries_grad(tensor: TensorProxy) -> bool:
-    """Whether a gradient can flow through a tensor: not if it was computed under `torch.no_grad`."""
+    """Whether a gradient can flow through a tensor; False for a tensor that was computed under `torch.no_grad`."""
     return dtypes.is_inexact_dtype(tensor.dtype) and ProxyTag.DETACHED_AUTOGRAD_GRAPH not in tensor.tags
 
 
 def may_need_grad(tensor: TensorProxy) -> bool:
-    """Whether a tensor may need a gradient: arguments, which alone have a history, say whether they do."""
+    """Whether a tensor may need a gradient. Only arguments have a history, and `requires_grad` is exact for them."""
     return carries_grad(tensor) and (tensor.requires_grad or tensor.history is None)
 
 
 def loss_dtype(tensor: TensorProxy) -> dtypes.dtype:
-    """float32, or float64 for float64: the dtype of the loss and of everything that is one number a row."""
+    """Dtype of the loss and of every value that is one number per row: float64 for float64, otherwise float32."""
     return dtypes.float64 if dtypes.to_strong_dtype(tensor.dtype) is dtypes.float64 else dtypes.float32
 
 
 def is_static(*values: Any) -> bool:
-    """Whether all shapes and numbers are known when a trace is compiled; not so with thunder's symbolic values."""
-    # To read `shape` would add a symbol to the trace.
+    """Whether all shapes and numbers are known when a trace is compiled: False with thunder's symbolic values."""
+    # Reading `shape` would add a symbol to the trace.
     sizes = [size for value in values if isinstance(value, TensorProxy) for size in value._shape]
     return not any(isinstance(value, NumberProxy) for value in (*values, *sizes))
 
@@ -115,7 +115,7 @@ def _is_random(bsym: BoundSymbol) -> bool:
 
 
 def tensors_written(bsym: BoundSymbol) -> list[TensorProxy]:
-    """The tensors that an operation, or one that it consists of, changes in place."""
+    """Returns the tensors that an operation, or one of its subsymbols, changes in place."""
     written: list[Proxy] = [tensor for inner in bsym.subsymbols for tensor in tensors_written(inner)]
     if bsym.sym.id == prims.PrimIDs.COPY_:
         written.append(bsym.args[1])

@@ -1,4 +1,4 @@
-"""What thunder's interpreter makes of a `linear_cross_entropy`."""
+"""How thunder's interpreter traces a call of `linear_cross_entropy`."""
 
 import inspect
 from collections.abc import Sequence
@@ -30,21 +30,21 @@ from thunder_flce.token_losses import check_function
 from thunder_flce.vocab_parallel import ONLY_EAGER, as_literal
 
 UNGUARDED = (
-    "thunder does not notice when vocab_parallel changes that the jitted function itself makes, such as by "
-    "mesh.get_group() or VocabParallel(group=group): make it outside of the function"
+    "thunder does not notice when vocab_parallel changes if the jitted function itself makes it, such as by "
+    "mesh.get_group() or VocabParallel(group=group): make it outside the function"
 )
 
 
-# torchsymbol alone is not enough: thunder copies its table of functions when thunder is imported.
+# `torchsymbol` alone is not enough: thunder copies its table of functions at its import.
 @register_general_jit_lookaside(functional.linear_cross_entropy)
 @register_general_jit_lookaside(inspect.unwrap(functional.linear_cross_entropy))  # In Dynamo's graphs.
 def _lookaside(*args: Any, **kwargs: Any) -> Any:
-    """What thunder's interpreter calls, with its wrapped values, in place of `functional.linear_cross_entropy`."""
+    """Called by thunder's interpreter, with wrapped values, in place of `functional.linear_cross_entropy`."""
     thunder_fixes.apply()
     if any(hasattr(wrapped.value, "device_mesh") for wrapped in (*args, *kwargs.values())):
         return do_raise(NotImplementedError(ONLY_EAGER))
     for text in (each.value for each in kwargs.values() if isinstance(each.value, StringProxy)):
-        # Of symbolic values, thunder checks no strings.
+        # With symbolic values, thunder itself adds no check of a string.
         get_jit_ctx().add_constraint((clang.check_string_value, text, text.value))
     token_loss = kwargs.get("token_loss")
     if token_loss is not None and token_loss.value is not None:
@@ -83,24 +83,24 @@ def _lookaside(*args: Any, **kwargs: Any) -> Any:
 
 @register_general_jit_lookaside(torch.ops.thunder_flce.linear_cross_entropy.default)
 def _operator_lookaside(tensors: Any, settings: Any) -> Any:
-    """The operator that `thunderfx` has written into Dynamo's graph, as the region's symbol, with its plan."""
+    """Traces the operator that `thunderfx` has written into Dynamo's graph as the region's symbol, with its plan."""
     recursively_proxy(*_items(tensors))
     return interpreter_needs_wrap(record_source_loc_in_symbol_header(_of_operator))(tensors, settings)
 
 
 def _of_operator(tensors: Sequence[TensorProxy], settings: str) -> tuple[TensorProxy, ...]:
-    """The loss and its outputs, as the operator returns them."""
+    """Adds the operator's region to the trace; returns the loss and its outputs, as the operator does."""
     known = Settings.parse(settings)
     return symbols.add_region(known.call(tensors), known.options or Options())[0]
 
 
 torch_to_thunder_functions[torch.ops.thunder_flce.linear_cross_entropy.default] = _of_operator
-# With which thunder finds out whether it can run a call in Dynamo's graphs.
+# thunder calls this entry to find out whether it can run the call in a Dynamo graph.
 torch_to_thunder_functions[inspect.unwrap(functional.linear_cross_entropy)] = symbols.linear_cross_entropy
 
 
 def _add_check(wrapped: Any) -> bool:
-    """Has thunder compile anew for another vocab_parallel; False where thunder cannot find the wrapped value again."""
+    """Has thunder recompile if vocab_parallel changes. False if thunder cannot look the value up again."""
     if not should_register_for_prologue(wrapped.provenance):
         return False
     proxy = AnyProxy(wrapped.value, history=wrapped.provenance)
@@ -109,7 +109,7 @@ def _add_check(wrapped: Any) -> bool:
 
 
 def _literal(vocab_parallel: Any) -> str | None:
-    """A plain value for a `VocabParallel`, or its group."""
+    """Returns a `VocabParallel`, or a group in its place, as a string; None for None."""
     return None if vocab_parallel is None else as_literal(vocab_parallel)
 
 
@@ -127,7 +127,7 @@ _check_vocab_parallel = get_executor("python").register_operator(
 
 
 def _items(wrapped: Any) -> Sequence[Any]:
-    """The wrapped items of a wrapped sequence."""
+    """Returns the wrapped items of a wrapped list or tuple; nothing for other values."""
     if wrapped is None or not isinstance(wrapped.value, list | tuple):
         return ()
     wrapped.track_items()

@@ -1,17 +1,17 @@
-"""The executor `flce`, the symbols of a region, and what runs them on torch tensors.
+"""The executor `flce`, the symbols of a region, and the functions that run them on torch tensors.
 
 =============================  ===================================================================================
-symbol                         what it stands for
+symbol                         meaning
 =============================  ===================================================================================
-flce_linear_cross_entropy      the region; it consists of its forward, without gradients, and has a rule for autograd
-flce_linear_cross_entropy_fwd  its forward: what `operation.call.result_names` names
+flce_linear_cross_entropy      the region; its subsymbol is the forward without gradients; has a rule for autograd
+flce_linear_cross_entropy_fwd  its forward; returns the results that `operation.call.result_names` lists
 flce_linear_cross_entropy_bwd  its backward, for plans that compute the gradients there
 flce_scale_gradients           its backward, for plans that computed the gradients in the forward
 =============================  ===================================================================================
 
 The last three belong to the executor `flce` and are primitives: opaque to every pass, and tagged so that no pass
-computes a forward again in the backward. `operators` runs them, whether or not the executor is listed. But for the
-last, all take what the operators take: tensors, or numbers in their place, and `Settings.non_defaults`.
+recomputes a forward in the backward. `operators` runs them, whether or not the executor is listed. All symbols except
+the last take the operators' arguments: tensors, or numbers in place of tensors, and `Settings.non_defaults`.
 """
 
 import inspect
@@ -49,7 +49,7 @@ from thunder_flce.vocab_parallel import agreed_call
 executor = OperatorExecutor("flce", version="0.1")
 register_executor(executor)
 
-# No pass may run a forward again in the backward: nvFuser's rematerialisation skips REDUCTION_OP, thunder's own skips
+# No pass may recompute a forward in the backward: nvFuser's rematerialisation skips REDUCTION_OP, thunder's own skips
 # DONT_RECOMPUTE_IN_BACKWARD.
 FORWARD_TAGS = (OpTags.REDUCTION_OP, OpTags.DONT_RECOMPUTE_IN_BACKWARD)
 
@@ -71,7 +71,7 @@ def _forward_impl(tensors: Sequence[Any], **settings: Any) -> tuple[Tensor, ...]
 
 
 def _with_tensors(names: Sequence[str], given: Sequence[Any]) -> list[Tensor]:
-    """With tensors in place of the numbers among what is given by these names."""
+    """Returns the given values in order, numbers converted to tensors; `names` are the arguments' names."""
     return list(calls.with_tensors(dict(zip(names, given, strict=True))).values())
 
 
@@ -131,9 +131,9 @@ scale_gradients = executor.register_operator(
 
 @ltorch.torchsymbol(id="thunder_flce.flce_linear_cross_entropy", tags=FORWARD_TAGS)
 def flce_linear_cross_entropy(tensors: Sequence[TensorProxy], **settings: Any) -> tuple[TensorProxy, ...]:
-    """The loss and its outputs. What it consists of is its forward, without gradients.
+    """Returns the loss and its outputs; as its subsymbol, it adds the forward without gradients.
 
-    Where it has `options`, nobody has planned it yet, nor found out which operands need a gradient.
+    While the settings have `options`, the region has no plan yet, and which operands need a gradient is unknown.
     """
     known = settings_of(settings)
     of_gradients: dict[str, Any] = {"saved_rows": None, "float32_accumulator": False, "float32_rows": 0}
@@ -142,11 +142,11 @@ def flce_linear_cross_entropy(tensors: Sequence[TensorProxy], **settings: Any) -
 
 
 def _region_grad(tensors: Sequence[TensorProxy], **settings: Any) -> tuple[TensorProxy, ...]:
-    """The region with gradients."""
+    """Differentiation rule: adds the forward, and the backward or the scaling of finished gradients."""
     known = settings_of(settings)
     call = known.call(tensors)
     if known.options is not None:
-        # Only the transform knows which operands need a gradient. Without it, arguments of the program say so.
+        # Only the transform knows exactly which operands need a gradient. Without it, `may_need_grad` decides.
         needs_grad = tuple(name for name in operand_names(call.tensors) if may_need_grad(call.tensors[name]))
         known = _with_plan(replace(call, needs_grad=needs_grad), known.vocab_parallel)
     results = dict(zip(known.result_names, linear_cross_entropy_fwd(tensors, **known.non_defaults()), strict=True))
@@ -167,14 +167,14 @@ register_grad(flce_linear_cross_entropy.id, _region_grad)
 
 
 def _with_plan(call: Call, vocab_parallel: str | None) -> Settings:
-    """With a plan by default options; where sizes are not known, the operator makes it when it runs."""
+    """Returns settings with a plan by default options; if sizes are unknown, the operator plans when it runs."""
     if is_static(*call.tensors.values()):
         return calls.settings_of_call(*_planned(call, vocab_parallel, Options()))
     return calls.unplanned(specs(call), Options(), vocab_parallel=vocab_parallel)
 
 
 def _planned(call: Call, vocab_parallel: str | None, options: Options) -> PlannedRegion:
-    """The call, of specs, and its plan. Where ranks divide the vocabulary, they exchange what they have to agree on."""
+    """Returns the call on specs, and its plan. Ranks that divide the vocabulary communicate here and agree on it."""
     if vocab_parallel is None:
         check_call(call)
         call = specs(call)
@@ -189,14 +189,14 @@ def _planned(call: Call, vocab_parallel: str | None, options: Options) -> Planne
 def add_region(
     call: Call, options: Options, *, vocab_parallel: str | None = None
 ) -> tuple[tuple[TensorProxy, ...], PlannedRegion]:
-    """Adds a region to a trace, with its plan; returns its loss and outputs, and how it runs."""
+    """Adds a region with its plan to a trace; returns the loss and its outputs, and the planned region."""
     planned = _planned(call, vocab_parallel, options)
     settings = calls.settings_of_call(*planned)
     return flce_linear_cross_entropy(tuple(call.tensors.values()), **settings.non_defaults()), planned
 
 
 def is_region(bsym: BoundSymbol) -> bool:
-    """Whether a bound symbol is a region, called by the user or put there by the transform."""
+    """Whether a bound symbol is a region, written by the user or by the transform."""
     return bsym.sym.id == flce_linear_cross_entropy.id
 
 
@@ -208,7 +208,7 @@ _SIGNATURE = inspect.signature(functional.linear_cross_entropy)
 def linear_cross_entropy(
     input: TensorProxy, linear_weight: TensorProxy, target: TensorProxy, **arguments: Any
 ) -> TensorProxy | tuple[TensorProxy, ...]:
-    """`functional.linear_cross_entropy` in a trace: a region. `vocab_parallel` is a `VocabParallel` by `as_literal`."""
+    """`functional.linear_cross_entropy` in a trace: adds a region. `vocab_parallel` is the string of `as_literal`."""
     try:
         bound = _SIGNATURE.bind(input, linear_weight, target, **arguments)
     except TypeError as error:

@@ -1,7 +1,7 @@
-"""What lightning-thunder 0.2.6 and 0.2.7.dev20260201 have wrong for programs that end in a loss.
+"""Fixes for faults of lightning-thunder 0.2.6 and 0.2.7.dev20260201 that affect programs which end in a loss.
 
-Each is mended for all programs of the process once the fusion is used, and not by an import. A version of thunder that
-has a repair of its own needs none of ours.
+The first use of the fusion applies all fixes, to every program of the process; an import alone does not. A fix can be
+deleted once thunder has its own.
 """
 
 from collections.abc import Callable
@@ -38,15 +38,15 @@ if nvfuser_available():
 
 _maybe_broadcast = clang.maybe_broadcast
 traced_by = dict(general_jit_lookasides)
-"""How thunder traces each function, with what is mended here; `plugin` calls it."""
+"""thunder's lookaside for each function (how to trace it), fixes included; those of `plugin` call these."""
 
 
 @lru_cache(maxsize=1)
 def apply() -> None:
-    """Mends all of them, once."""
+    """Applies all fixes; calls after the first do nothing."""
     register_grad(prims.PrimIDs.MINIMUM, _minimum_grad)
     register_method("where", _where_method)
-    # `labels % 3`: there is the function alone.
+    # For `labels % 3`: thunder has only the function `torch.remainder`.
     register_method("mod", ltorch.remainder)
     for function, mended in ((F.log_softmax, _log_softmax), (F.nll_loss, _nll_loss)):
         torch_to_thunder_functions[function] = mended
@@ -60,7 +60,7 @@ def apply() -> None:
     of_torch.register_implementation(
         ltorch.nll_loss_backward, of_torch.register_operator("flce_nll_loss_backward", **backward)
     )
-    # The losses that autocast computes in float32: on every device, and on GPUs only.
+    # autocast computes the first two losses in float32 on every device, and the other two only on GPUs.
     for loss in (ltorch.cross_entropy, ltorch.nll_loss):
         register_autocast_rule(loss.id)(_in_float32(loss))
     for loss in (ltorch.log_softmax, ltorch._softmax):
@@ -68,16 +68,17 @@ def apply() -> None:
     if nvfuser_available():
         reshape = prims.PrimIDs.RESHAPE
         register_supported(reshape, _reshape, get_executor("nvfuser").implmap[reshape].checker)
-    # A lazy graph module writes its code when it is first called. By then thunder's interpreter is at work, and it
-    # cannot run what torch 2.13 and newer write it with.
+    # A lazy graph module generates its code at its first call. thunder's interpreter would trace that call, and cannot
+    # run the code generator of torch 2.13 and newer.
     ThunderCompiler.__call__ = _use_lazy_graph_module(False)(ThunderCompiler.__call__)
 
 
 def _reshape(*args: Any, fd: Any, **kwargs: Any) -> Any:
-    """A reshape by nvFuser 0.2.36, with a copy behind it, which costs nothing: it is fused.
+    """Adds a copy after a reshape, for nvFuser 0.2.36; the copy is fused and costs nothing.
 
-    Without it, what follows the reshape of an expanded tensor has one value everywhere. So had gradients of the sum of
-    each sequence, as DPO's, `(-log_probs).view(sequences, -1).sum(-1)`: that of the first sequence.
+    Without the copy, operations that follow a reshape of an expanded tensor read one value everywhere. This affected
+    gradients of a sum per sequence, such as DPO's `(-log_probs).view(sequences, -1).sum(-1)`: all sequences got the
+    gradient of the first.
     """
     return fd.ops.set(nvfuser_reshape(*args, fd=fd, **kwargs))
 
@@ -87,17 +88,17 @@ _torch_sum: Callable = get_executor("torch").implmap[ltorch.sum.id].symbol
 
 
 def _zeros(*shape: int, device: Any, dtype: Any) -> TensorProxy:
-    """The gradient of what nothing uses. Of a scalar, it would be torch.zeros() without a shape."""
+    """Gradient of a tensor that nothing uses; for a scalar, thunder would call torch.zeros() without a shape."""
     return _torch_zeros(*shape, device=device, dtype=dtype) if shape else ltorch.full((), 0, device=device, dtype=dtype)
 
 
 def _sum(*args: Any, dtype: Any = None, **kwargs: Any) -> TensorProxy:
-    """With a dtype of thunder's, which a derivative has where the program's is PyTorch's."""
+    """Accepts a dtype of thunder as well as one of PyTorch: thunder's derivatives pass the former."""
     return _torch_sum(*args, dtype=None if dtype is None else dtypes.to_torch_dtype(dtype), **kwargs)
 
 
 def _minimum_grad(a: TensorProxy, b: TensorProxy, /) -> TensorProxy:
-    """The derivative of minimum, which is missing. As in thunder's maximum, equal operands share the gradient."""
+    """Derivative of minimum, which thunder lacks. Equal operands share the gradient, as in thunder's maximum."""
     smaller = prims.minimum(a, b)
     grad = get_grad(smaller)
     shared = prims.where(a == b, grad / 2, grad)
@@ -107,19 +108,19 @@ def _minimum_grad(a: TensorProxy, b: TensorProxy, /) -> TensorProxy:
 
 
 def _where_method(self: TensorProxy, condition: TensorProxy, other: Any, /) -> TensorProxy:
-    """`Tensor.where`, for which thunder takes `torch.where`, whose first argument is the condition."""
+    """`Tensor.where`: thunder calls `torch.where` with the same arguments, though that takes the condition first."""
     return ltorch.where(condition, self, other)
 
 
 def _log_softmax(input: TensorProxy, dim: int | None = None, _stacklevel: int = 3, *, dtype: Any = None) -> TensorProxy:
-    """As `nn.LogSoftmax` calls it: thunder knows neither `_stacklevel`, for a warning, nor a missing `dim`."""
+    """`F.log_softmax` as `nn.LogSoftmax` calls it, with `_stacklevel` or without `dim`, which thunder lacks."""
     return ltorch.log_softmax(input, int(input.ndim not in (0, 1, 3)) if dim is None else dim, dtype=dtype)
 
 
 def _nll_loss(
     input: TensorProxy, target: TensorProxy, weight: Any = None, *, ignore_index: int = -100, reduction: str = "mean"
 ) -> TensorProxy:
-    """Without an `ignore_index`, thunder takes -1 for it, or fails where a gradient is needed."""
+    """Passes `ignore_index`, -100 by default: without it, thunder takes -1, or fails if a gradient is needed."""
     return ltorch.nll_loss(input, target, weight, ignore_index, reduction)
 
 
@@ -127,7 +128,7 @@ def _nll_loss_backward(
     grad: Tensor, input: Tensor, /, target: Tensor, weight: Tensor | None, reduction: str, ignore_index: int,
     total_weight: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """thunder's fails for sums, and for inputs (B, V, …)."""
+    """Backward of `nll_loss`: thunder's own fails for the reduction "sum" and for inputs of shape (B, V, …)."""
     classes, ignored = min(1, input.ndim - 1), target == ignore_index
     target = target.masked_fill(ignored, 0)
     scale = -grad if total_weight is None else -grad / total_weight
@@ -136,7 +137,7 @@ def _nll_loss_backward(
 
 
 def _broadcast_differentiated_scalars(*args: Any, treat_cpu_scalar_tensors_as_numbers: bool = True) -> Any:
-    """`loss + losses` on a CPU, where thunder takes the scalar for a number and does not sum its gradient."""
+    """Broadcasts CPU scalars that may need a gradient, as in `loss + losses`: thunder would not sum their gradient."""
     tensors = [each for each in args if isinstance(each, TensorProxy)]
     on_cpu = all(each.device.devicetype is devices.DeviceType.CPU for each in tensors)
     is_number = not (on_cpu and any(each.ndim == 0 and may_need_grad(each) for each in tensors))
@@ -146,10 +147,10 @@ def _broadcast_differentiated_scalars(*args: Any, treat_cpu_scalar_tensors_as_nu
 
 
 def _in_float32(loss: Callable, except_on: devices.DeviceType | None = None) -> Callable:
-    """A loss under `torch.autocast`, which thunder computes in the dtype of the logits."""
+    """Returns an autocast rule that casts a loss's logits to float32; thunder keeps the logits' dtype."""
 
     def cast(input: TensorProxy, *args: Any, dtype: Any, **settings: Any) -> TensorProxy:
-        # thunder gives autocast's dtype, one of its own, as an argument of the name that a user's has, too.
+        # thunder passes autocast's dtype, a thunder dtype, by the same name as the loss's own `dtype` of the user.
         if isinstance(dtype, torch.dtype):
             return loss(input, *args, dtype=dtype, **settings)
         if input.device.devicetype is not except_on:

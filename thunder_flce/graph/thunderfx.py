@@ -1,4 +1,4 @@
-"""`thunderfx`, thunder behind `torch.compile`: the fusion is done in Dynamo's graphs, before thunder sees them."""
+"""`thunderfx`, thunder behind `torch.compile`: the fusion rewrites Dynamo's graphs before thunder sees them."""
 
 import inspect
 import operator
@@ -40,23 +40,23 @@ def thunderfx(
 ) -> ThunderFXCompiledObject:
     """`thunder.dynamo.thunderfx`, thunder behind `torch.compile`, with linear + cross-entropy fused.
 
-    The linear and the loss have to be in one graph: a graph break before the linear does no harm, one between the two
-    prevents fusion. A function that calls the model and uses only its loss is fused even where the model also returns
-    its logits, since Dynamo removes unused outputs.
+    The linear and the loss have to be in one graph: a graph break before the linear does no harm, but a graph break
+    between the two prevents fusion. A function that calls the model and uses only its loss is fused even if the model
+    also returns its logits, since Dynamo removes unused outputs.
 
     Args:
         fn: the function or module to compile.
         options: choices about the time and memory of the fused losses; not the `options` of `torch.compile`, which
             are for other backends.
-        strict: raise a `NotFusedError`, with the reason, where a cross-entropy is not fused with its linear.
+        strict: raise a `NotFusedError`, with the reason, if a cross-entropy is not fused with its linear.
         executors: as in `thunder.jit`; `thunder_flce.executor` is put before them.
         transforms: as in `thunder.jit`; they see the fused losses.
-        **compile_options: passed on to `torch.compile` or `thunder.jit`, whichever has them.
+        **compile_options: passed on to `torch.compile` if it has an argument of that name, otherwise to `thunder.jit`.
 
     Raises:
-        TypeError: for a field of `Options` among them, which thunder would ignore.
+        TypeError: if `compile_options` has a field of `Options`, which thunder would ignore.
     """
-    # Not by thunder's `get_torch_compile_kwargs`, which takes away what lightning has wrapped around torch.compile.
+    # thunder's `get_torch_compile_kwargs` would do the same, but removes lightning's wrapper of torch.compile.
     of_torch = inspect.signature(torch.compile).parameters
     torch_options = {name: value for name, value in compile_options.items() if name in of_torch}
     thunder_options = {name: value for name, value in compile_options.items() if name not in torch_options}
@@ -66,31 +66,31 @@ def thunderfx(
 
 
 class _PlanRegions(FuseLinearCrossEntropy):
-    """Makes the plans of the regions that the user wrote; all that can be fused is fused before."""
+    """Plans the regions of a trace; it fuses nothing, since Dynamo's graph has been fused before."""
 
     def match(self, program: Program) -> tuple[Interpreter, list[Region], list[Decision]]:
-        """Nothing."""
+        """Returns no regions and no decisions."""
         return Interpreter(program), [], []
 
     def unknown_losses(self, trace: TraceCtx) -> list[Decision]:
-        """Nothing, where it was said of Dynamo's graph."""
+        """Returns nothing unless values are symbolic; in other cases, `fuse` has reported on Dynamo's graph."""
         return super().unknown_losses(trace) if using_symbolic_values() else []
 
 
 class _Compiler(ThunderCompiler):
-    """thunder's backend, which is given graphs with regions."""
+    """thunder's backend; fuses a Dynamo graph before it passes the graph to thunder."""
 
     def __init__(self, options: Options | None, *, strict: bool, transforms: list[Transform], **thunder_options: Any):
         super().__init__(transforms=transforms, **thunder_options)
         self._options, self._strict, self._transforms = as_options(options), strict, tuple(transforms)
         self.decisions: list[list[Decision]] = []
-        """Of each graph."""
+        """One list for each graph"""
 
     def __call__(self, gm: torch.fx.GraphModule, sample_args: list[Any]) -> Any:
-        # thunder appends a transform of its own for each graph, and the list would grow.
+        # thunder appends its own transform to the list for each graph; a fresh list keeps it from growing.
         self.thunder_options["transforms"] = list(self._transforms)
         try:
-            # There is no plan for sizes that nobody knows.
+            # Without known sizes, no region can be planned.
             if self.thunder_options.get("cache") != "symbolic values":
                 self.decisions.append(fuse(gm, self._options, strict=self._strict))
                 _as_thunder_knows_them(gm)
@@ -99,7 +99,7 @@ class _Compiler(ThunderCompiler):
         compiled = super().__call__(gm, sample_args)
 
         def call(*args: Any) -> Any:
-            # Of a part without gradients that thunder divides, it may leave out the switch that ends it.
+            # If thunder splits a graph inside a no_grad block, the switch that ends the block may be lost.
             with torch.set_grad_enabled(torch.is_grad_enabled()):
                 return compiled(*args)
 
@@ -107,10 +107,11 @@ class _Compiler(ThunderCompiler):
 
 
 def _as_thunder_knows_them(gm: torch.fx.GraphModule) -> None:
-    """Turns ATen's operations, in which the weights of a sum are written, into functions that thunder has.
+    """Replaces ATen operations, in which the weights of a sum are written, by functions that thunder knows.
 
-    Others thunder would leave to Inductor, and neither can be given sizes that the other has computed. If a tensor is
-    changed in place, nor can thunder be given two of other sizes that share memory.
+    thunder would leave unknown functions to Inductor, which splits the graph. The parts cannot pass sizes that they
+    compute to each other. Nor can thunder take two tensors of different sizes that share memory, if one is changed in
+    place.
     """
     for node in gm.graph.nodes:
         if node.target is torch.sym_sum:
@@ -138,7 +139,7 @@ _OTHER_NAMES = {"_to_copy": "to", "_unsafe_view": "reshape", "mm": "matmul", "mv
 
 
 def _detach(given: Any) -> Any:
-    """PyTorch's, which thunder traces, but leaves to Inductor where a node calls it."""
+    """Calls `torch.detach`: thunder can trace that function, but leaves nodes that call it directly to Inductor."""
     return torch.detach(given)
 
 

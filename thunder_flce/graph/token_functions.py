@@ -1,6 +1,7 @@
-"""From a function that a program gives as `token_loss` to its text.
+"""Converts a function that a program passes as `token_loss` to its text.
 
-thunder's interpreter runs it on stand-ins, as it runs the program, so that what it reads is checked by the prologue.
+thunder's interpreter runs the function on stand-in proxies, as it runs the program. The prologue therefore checks the
+values that the function reads.
 """
 
 from collections.abc import Sequence
@@ -24,13 +25,16 @@ from thunder_flce.operation.pointwise import (
     written,
 )
 
-_SYMBOLIC = "token_loss needs thunder's constant values: of symbolic ones, it does not notice when a number changes"
+_SYMBOLIC = (
+    "token_loss needs thunder's constant values, the default: with cache='symbolic values', thunder does not notice "
+    "when a number changes that the function reads"
+)
 
 
 def interpreted_token_loss(
     function: Any, input: TensorProxy, target: TensorProxy, *, inputs: Sequence[TensorProxy]
 ) -> Any:
-    """What `pointwise.written` gives, of a wrapped function, and wrapped; or a signal."""
+    """Returns the result of `pointwise.written` for a wrapped function, wrapped too; or the signal of an exception."""
     if not is_static(input, target):
         return do_raise(NotImplementedError(_SYMBOLIC))
     of_rows = loss_dtype(input)

@@ -1,4 +1,4 @@
-"""What a region's symbols take, as the operators do: settings, in plain values that a trace prints, and a call."""
+"""Arguments of a region's symbols: settings, as plain values that a trace can print, and the specs of a call."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,18 +16,21 @@ from thunder_flce.operators import Settings, written
 
 
 def settings_of(values: Mapping[str, Any]) -> Settings:
-    """The settings whose values are a symbol's arguments by name."""
+    """Returns the `Settings` that a symbol's keyword arguments describe."""
     text = written(values)
     return Settings.parse(written(plain(values)) if "Proxy" in text else text)
 
 
 def plain(values: Any) -> Any:
-    """Without the proxies that thunder has for numbers and strings among its symbolic values: others compile anew."""
+    """Replaces thunder's proxies of symbolic numbers and strings by their values; other values will recompile."""
 
     def value(given: Any) -> Any:
         if isinstance(given, NumberProxy):
             if given.value is None:
-                raise TypeError("linear_cross_entropy takes no number that a compiled program reads from a tensor")
+                raise TypeError(
+                    "linear_cross_entropy takes no number that a compiled program reads from a tensor, such as by "
+                    ".item(): compute the number outside the program"
+                )
             given.make_static_constrained()
             _check_origins(given)
         return given.value if isinstance(given, NumberProxy | StringProxy) else given
@@ -36,9 +39,10 @@ def plain(values: Any) -> Any:
 
 
 def _check_origins(number: NumberProxy) -> None:
-    """Has thunder check a number when the program is called, or the sizes and numbers that it is computed from.
+    """Has thunder check, in each call, that a number is unchanged, or the sizes and numbers it is computed from.
 
-    By itself it checks no sizes, and of numbers only those that an operation reads: a region has plain values.
+    By itself, thunder checks no sizes, and checks only numbers that an operation reads. A region has plain values
+    instead.
     """
     if number.history is not None:
         get_jit_ctx().add_constraint((clang.check_number_type_and_value, number, number.value))
@@ -51,12 +55,12 @@ def _check_origins(number: NumberProxy) -> None:
 
 
 def specs(call: Call) -> Call:
-    """The same without proxies, and without the numbers that are given in place of tensors."""
+    """Returns a call with specs in place of proxies, and of numbers that were given in place of tensors."""
     like = spec_of(call.tensors["input"])
     number = Spec((), torch.float64 if like.dtype is torch.float64 else torch.float32, like.device)
     return call.map(lambda _, value: spec_of(value) if isinstance(value, TensorProxy) else number)
 
 
 def spec_of(proxy: TensorProxy) -> Spec:
-    """What is known of a tensor."""
+    """Returns the shape, dtype and device of a proxy."""
     return Spec(tuple(map(int, proxy.shape)), dtypes.to_torch_dtype(proxy.dtype), devices.to_torch_device(proxy.device))

@@ -1,4 +1,4 @@
-"""How traces print a region: its line and, beneath it as comments, what one chunk of it runs.
+"""How traces print a region: its call and, as comments beneath, the program that it runs for each chunk.
 
     (t2, t3, t4, t5) = flce_linear_cross_entropy_fwd((hidden, weight, t1), names=(…), …, plan={…})
       # x = hidden, W = weight, y = t1
@@ -7,8 +7,8 @@
       #   logits bf16[C, 128256] = x @ W.t()                         cuBLAS
       #   …
 
-thunder prints the contents of a fusion in this way, from its subsymbols. A region has none: it is opaque to every pass,
-so its symbols print their comments themselves, at every print depth.
+thunder prints the contents of a fusion in this way, from its subsymbols. A region's symbols are opaque to every pass
+and have no subsymbols, so they print their comments themselves, at every print depth.
 """
 
 import ast
@@ -26,14 +26,14 @@ from thunder_flce.operators import Settings
 
 
 def print_forward(bsym: BoundSymbol, *printables: Any) -> Iterator[str]:
-    """The python_printer of `flce_linear_cross_entropy_fwd`."""
+    """`python_printer` of `flce_linear_cross_entropy_fwd`."""
     yield from _call(bsym, *printables)
     known = settings_of(bsym.kwargs)
     yield from _region_comments(bsym, known, {}, known.result_names, "forward")
 
 
 def print_backward(bsym: BoundSymbol, *printables: Any) -> Iterator[str]:
-    """The python_printer of `flce_linear_cross_entropy_bwd`."""
+    """`python_printer` of `flce_linear_cross_entropy_bwd`."""
     yield from _call(bsym, *printables)
     known, (upstream, saved, _) = settings_of(bsym.kwargs), bsym.args
     names = ("grad", *(f"{name}_grad" for name in known.loss.differentiable_outputs), *known.saved_names)
@@ -42,7 +42,7 @@ def print_backward(bsym: BoundSymbol, *printables: Any) -> Iterator[str]:
 
 
 def print_scaling(bsym: BoundSymbol, *printables: Any) -> Iterator[str]:
-    """The python_printer of `flce_scale_gradients`."""
+    """`python_printer` of `flce_scale_gradients`."""
     yield from _call(bsym, *printables)
     _, _, *gradients = bsym.args
     names, spec = [each.name for each in gradients], spec_of(gradients[0])
@@ -50,12 +50,12 @@ def print_scaling(bsym: BoundSymbol, *printables: Any) -> Iterator[str]:
 
 
 def type_of(proxy: TensorProxy) -> str:
-    """A tensor's dtype and shape, such as "bf16[2, 4096]"."""
+    """Returns a tensor's dtype and shape, such as "bf16[2, 4096]"."""
     return f"{dtypes.to_strong_dtype(proxy.dtype).shortname()}[{', '.join(map(str, proxy.shape))}]"
 
 
 def _call(bsym: BoundSymbol, *printables: Any) -> Iterator[str]:
-    """The call that runs; where its line is long, the arguments are on lines of their own."""
+    """Prints the call; if its line is too long, the arguments follow on lines of their own."""
     line = default_python_printer(bsym, *printables)
     if len(line) <= WIDTH:
         yield line
@@ -63,7 +63,7 @@ def _call(bsym: BoundSymbol, *printables: Any) -> Iterator[str]:
     statement: Any = ast.parse(line).body[0]
     call = statement.value
     arguments = [ast.get_source_segment(line, each) or "" for each in (*call.args, *call.keywords)]
-    # Columns of Python's syntax trees are bytes.
+    # Column offsets of Python's syntax trees count bytes.
     yield line.encode()[: call.func.end_col_offset].decode() + "("
     *lines, last = _filled(arguments)
     yield from (f"  {each}" for each in (*lines, f"{last})"))
@@ -73,7 +73,7 @@ def _region_comments(
     bsym: BoundSymbol, known: Settings, others: Mapping[str, Any], outputs: Iterable[str], direction: str
 ) -> Iterator[str]:
     if known.options is not None:
-        return  # Its plan is made when it runs.
+        return  # The operator plans when it runs, so the program is unknown here.
     call = known.call(bsym.args[-1])
     given = {**{letter(name): tensor for name, tensor in call.tensors.items()}, **others}
     operands = [f"{name} = {getattr(each, 'name', each)}" for name, each in given.items()]
@@ -83,7 +83,7 @@ def _region_comments(
 
 
 def _filled(parts: Sequence[str]) -> list[str]:
-    """As few lines as these fit into, separated by commas."""
+    """Joins parts by commas, in as few lines as possible."""
     lines: list[str] = []
     for part in parts:
         if not lines or len(lines[-1]) + len(part) + 2 > WIDTH:

@@ -1,4 +1,4 @@
-"""The transform: makes a linear and what is computed from its logits one region, and gives every region its plan."""
+"""The transform: replaces each linear and the losses of its logits by a region, and gives every region its plan."""
 
 import warnings
 from typing import Any, NamedTuple
@@ -25,10 +25,10 @@ from thunder_flce.options import Options, as_options
 
 
 class Compilation(NamedTuple):
-    """The decisions about one trace: a jitted function has one for each set of shapes that it was called with."""
+    """Decisions about one trace: a jitted function has one trace for each set of input shapes."""
 
     trace: TraceCtx
-    """The trace before the transform."""
+    """Trace before the transform"""
 
     decisions: list[Decision]
 
@@ -36,8 +36,8 @@ class Compilation(NamedTuple):
 class FuseLinearCrossEntropy(Transform):
     """Replaces linear → … → cross_entropy by `linear_cross_entropy`, before autograd.
 
-    The same for log-probabilities and entropies that are spelled out (`matching.rules`). The fused op takes the place
-    of the loss, because the labels may be computed between the two:
+    Log-probabilities and entropies that are written out are replaced in the same way (`matching.rules`). The fused
+    operation stands where the loss was, since labels may be computed between the linear and the loss:
 
         # before                                              # after
         logits = ltorch.linear(h, w, None)                    labels = ltorch.pad(y, (0, 1), 'constant', -100)
@@ -45,8 +45,8 @@ class FuseLinearCrossEntropy(Transform):
         rows = ltorch.view(logits, -1, 32000)                 loss = linear_cross_entropy(h, w, labels, …, plan={…})
         loss = ltorch.cross_entropy(rows, labels, …)
 
-    What can't be fused stays as it is. Its decision in `compilations` has the reason; where the logits do come from a
-    linear, a `NotFusedWarning` reports it.
+    A loss that cannot be fused stays as it is. Its decision in `compilations` has the reason; if the logits come from a
+    linear, a `NotFusedWarning` reports the reason.
 
     Args:
         options: choices about time and memory.
@@ -59,7 +59,7 @@ class FuseLinearCrossEntropy(Transform):
         self.strict = strict
         self.compilations: list[Compilation] = []
         self.original: TraceCtx | None = None
-        """The program as the user wrote it, of a fusion that runs once its linears are rewritten."""
+        """The program as the user wrote it, if this fusion runs after a transform that rewrites linears"""
 
     def transform_traces_pre_prologue(
         self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs: Any
@@ -67,7 +67,7 @@ class FuseLinearCrossEntropy(Transform):
         """Called by thunder once per compiled trace.
 
         Raises:
-            NotFusedError: where `strict`, with the source and the reason of everything that is not fused.
+            NotFusedError: if `strict` is set and a loss is not fused; lists the source and reason of all such losses.
         """
         if fuses_later(self, computation_trace):
             self._check_regions(computation_trace)
@@ -80,12 +80,12 @@ class FuseLinearCrossEntropy(Transform):
         return prologue_trace, _with_copies(fused), epilogue_trace
 
     def _fused(self, computation_trace: TraceCtx) -> tuple[TraceCtx, list[Decision]]:
-        # Reading logits.shape leaves a symbol in the trace that uses the logits, though its result is not used.
+        # `dce` removes the unused symbols that reading logits.shape left in the trace, since they use the logits.
         trace = dce(_opened(computation_trace))
         _keep_forwards_out_of_backward(trace)
         if not _is_known(trace):
             return computation_trace, self.unknown_losses(trace)
-        # The trace has its casts already; the region's symbol would be cast by them once more.
+        # The trace has autocast's casts already; without this, autocast would cast the region's arguments once more.
         with disable_autocast():
             interpreter, regions, refused = self.match(read(trace))
             if not regions and not any(map(symbols.is_region, trace.bound_symbols)):
@@ -95,29 +95,29 @@ class FuseLinearCrossEntropy(Transform):
         return trace, in_order([*decisions, *refused])
 
     def match(self, program: Program) -> tuple[Interpreter, list[Region], list[Decision]]:
-        """What is known of a program, and what can be fused in it."""
+        """Returns a program's interpreter, the regions that can be fused, and decisions about losses that cannot."""
         return match(program, self.options)
 
     def unknown_losses(self, trace: TraceCtx) -> list[Decision]:
-        """What is said of a program whose sizes or numbers are not known: nothing is fused then."""
+        """Returns decisions about a program with unknown sizes or numbers, in which nothing is fused."""
         reason = Reason.DYNAMIC if using_symbolic_values() else Reason.NUMBER_READ
         losses = [bsym for bsym in trace.bound_symbols if bsym.sym.name in (*LOSSES, *NORMALISERS)]
         return [Decision(source_of(bsym), reason=reason) for bsym in losses]
 
     def _check_regions(self, trace: TraceCtx) -> None:
-        """Raises for regions that the user has written: thunder would gather their losses in place of logits."""
+        """Raises if the user wrote a region on a divided weight: thunder would gather losses instead of logits."""
         divided = divided_weights()
         for bsym in filter(symbols.is_region, trace.bound_symbols):
             if any(arg.name in divided for arg in bsym.flat_proxy_args):
                 raise NotImplementedError(
                     f"linear_cross_entropy at {source_of(bsym)}: thunder.distributed divides its weight among ranks, "
-                    "but knows linears only. Write the linear and the loss, which will be fused; or divide the weight "
-                    "yourself, and say so by vocab_parallel"
+                    "but supports linears only. Call F.linear and the loss instead, which will be fused; or divide the "
+                    "weight yourself and pass vocab_parallel"
                 )
 
 
 MANY = 8
-"""Compilations of one program; after as many, Dynamo gives a function up by default."""
+"""Number of compilations of one program that causes a warning; Dynamo's default limit is the same."""
 
 
 def _warn_of_many_compilations() -> None:
@@ -132,16 +132,16 @@ def _warn_of_many_compilations() -> None:
 
 
 def _is_known(trace: TraceCtx) -> bool:
-    """Whether all sizes, and all numbers that a trace computes with, are known; it may read others and return them."""
+    """Whether all sizes, and all numbers that a trace computes with, are known; it may still return unknown numbers."""
     computing = (bsym for bsym in trace.bound_symbols if bsym.sym.id != PrimIDs.RETURN)
     tensors = ((each for each in bsym.flat_outs if isinstance(each, TensorProxy)) for bsym in trace.bound_symbols)
     return all(is_static(*bsym.flat_args) for bsym in computing) and all(is_static(*outs) for outs in tensors)
 
 
 def _opened(trace: TraceCtx) -> TraceCtx:
-    """Checkpointed functions as the operations that they consist of, tagged as `thunder.jit` traces them.
+    """Replaces the symbol of each checkpointed function by the function's operations, tagged as `thunder.jit` does.
 
-    `thunderfx` traces one symbol, which thunder opens only when it differentiates:
+    `thunderfx` traces a checkpointed function as one symbol, which thunder opens only when it differentiates:
 
         # before                                              # after
         loss = ltorch.checkpoint(_, h, w, labels)             logits = ltorch.linear(h, w, None)
@@ -166,9 +166,9 @@ def _opened(trace: TraceCtx) -> TraceCtx:
 
 
 def _keep_forwards_out_of_backward(trace: TraceCtx) -> None:
-    """Exempts losses from activation checkpointing, in which thunder would run them twice, whatever their tags.
+    """Exempts losses from activation checkpointing: thunder would compute them twice, whatever the symbols' tags.
 
-    That would save no memory: what they save is small, or finished gradients.
+    Recomputation would save no memory: the tensors that losses save are small, or finished gradients.
     """
     for bsym in trace.bound_symbols:
         if symbols.is_region(bsym) or bsym.sym.name in LOSSES:
@@ -177,13 +177,13 @@ def _keep_forwards_out_of_backward(trace: TraceCtx) -> None:
 
 
 def _with_copies(trace: TraceCtx) -> TraceCtx:
-    """Losses on their own read their logits again in the backward: a copy, where these are changed in place later."""
+    """Gives an unfused cross-entropy a copy of its logits if a later operation may change them before its backward."""
     copied = from_trace(trace)
     with tracectx(copied):
         for at, bsym in enumerate(trace.bound_symbols):
             if bsym.sym.id == ltorch.cross_entropy.id:
                 later = [each.dtype for after in trace.bound_symbols[at:] for each in tensors_written(after)]
-                if (logits := bsym.flat_proxy_args[0]).dtype in later:  # Views have the same dtype.
+                if (logits := bsym.flat_proxy_args[0]).dtype in later:  # A written view of the logits has their dtype.
                     bsym = bsym.from_bsym_swap_proxies({variableify(logits): ltorch.clone(logits)})
             copied.bound_symbols.append(bsym)
     copied.set_provenance(TraceProvenance("Copy logits that are changed in place"))

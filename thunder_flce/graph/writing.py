@@ -1,4 +1,4 @@
-"""Writes a trace anew: a region in place of each linear and what is computed from its logits, each with its plan."""
+"""Rewrites a trace: replaces each linear and the losses of its logits by a region with its plan."""
 
 import operator
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ from thunder_flce.vocab_parallel import as_literal
 def write_regions(
     trace: TraceCtx, regions: Sequence[Region], interpreter: Interpreter, *, options: Options
 ) -> tuple[TraceCtx, list[Decision]]:
-    """The trace with regions, and with a plan for those that the user wrote; and what was decided about each."""
+    """Returns the trace with its regions, all planned, also those that the user wrote; and a decision about each."""
     writer = _Writer(trace, interpreter, options)
     for item in ordered(regions, interpreter):
         if isinstance(item, Op):
@@ -44,7 +44,7 @@ def write_regions(
 
 
 class _Writer:
-    """The `Writer` of a trace."""
+    """`matching.writing.Writer` for thunder's traces."""
 
     def __init__(self, trace: TraceCtx, interpreter: Interpreter, options: Options):
         self.trace = from_trace(trace)
@@ -53,7 +53,7 @@ class _Writer:
         self._swapped: dict[Any, Proxy] = {}
 
     def keep(self, op: Op) -> None:
-        """Adds an operation of the program; a region that the user wrote gets a plan."""
+        """Adds an operation of the program as it is; a region that the user wrote gets a plan."""
         bsym = op.handle
         if symbols.is_region(bsym) and settings_of(bsym.kwargs).options is not None and is_static(*bsym.flat_args):
             self._add(bsym, lambda: self._planned(op))
@@ -61,7 +61,7 @@ class _Writer:
             self.add(bsym)
 
     def add(self, bsym: BoundSymbol) -> None:
-        """Adds a bound symbol, with what has taken the place of its operands."""
+        """Adds a bound symbol, with operands swapped for their replacements."""
         self.trace.bound_symbols.append(bsym.from_bsym_swap_proxies(self._swapped) if self._swapped else bsym)
 
     def write(self, region: Region) -> None:
@@ -69,7 +69,7 @@ class _Writer:
         self._add(region.place.handle, lambda: write(region, self, self._interpreter, self._options))
 
     def _add(self, source: BoundSymbol, write: Callable[[], tuple[dict[Tensor, Tensor], Decision]]) -> None:
-        """Adds what a function writes, at a line of the user's."""
+        """Adds the symbols that `write` records, with the source line and tags of `source`."""
         scope: list[BoundSymbol] = []
         with tracectx(self.trace):
             self.trace.push_scope(scope)
@@ -96,7 +96,7 @@ class _Writer:
     # See `matching.writing.Writer`.
 
     def call(self, function: Callable, *args: Any, **kwargs: Any) -> Tensor:
-        """The result of a function of PyTorch's."""
+        """Adds a call of a PyTorch function; returns its result."""
         needs_grad = function is not torch.detach and any(each.needs_grad for each in tensors_in((args, kwargs)))
         args, kwargs = tree_map(self._argument, (args, kwargs))
         function = ltorch.getitem if function is operator.getitem else torch_to_thunder_functions[function]
@@ -113,7 +113,7 @@ class _Writer:
     def weights(
         self, ops: Sequence[Op], operands: Sequence[Tensor], result: Tensor, *, values: Sequence[Tensor | None] | None
     ) -> list[Tensor]:
-        """thunder's derivative of the operations."""
+        """Returns the operations' gradients by thunder's vjp; with `values`, also the result."""
         made = {out.name for op in ops for out in op.outs}
         starts = [operand.handle for operand in operands]
         names = {proxy.name for proxy in starts}
@@ -136,7 +136,7 @@ class _Writer:
                 env.update(zip((out.name for out in op.outs), outs, strict=True))
             return env[result.name]
 
-        # The derivative of something linear is the same at 0. Where it has nothing but shapes, thunder drops the zeros.
+        # A linear function has the same derivative at 0. If the derivative reads only shapes, thunder drops the zeros.
         rows = [
             ltorch.zeros(proxy.shape, device=proxy.device, dtype=_wide(proxy.dtype)) if known is None
             else ltorch.to(known.handle, _wide(proxy.dtype))
@@ -154,7 +154,7 @@ class _Writer:
         return [tensor_of(each, needs_grad=False) for each in found]
 
     def region(self, call: Call, group: Any) -> tuple[list[Tensor], PlannedRegion]:
-        """The region's symbol, with its plan."""
+        """Adds the region's symbol with its plan; `group` are the ranks that divide the vocabulary, if any."""
         return self._region(call, None if group is None else as_literal(group))
 
     def _region(self, call: Call, vocab_parallel: str | None) -> tuple[list[Tensor], PlannedRegion]:
@@ -168,7 +168,7 @@ class _Writer:
 
 
 def _in_one_dtype(arguments: Any) -> Any:
-    """The arguments of a product, which takes one dtype: its rows may be wider than the program's."""
+    """Casts the arguments of a product to their widest dtype: it takes one dtype, but `weights` widens some of them."""
 
     def is_float(given: Any) -> bool:
         return isinstance(given, TensorProxy) and dtypes.is_float_dtype(given.dtype)

@@ -1,1 +1,1 @@
-"""Cross-entropy on logits that have other users."""
+"""Cross-entropy on logits that have other users, and so are materialised anyway."""

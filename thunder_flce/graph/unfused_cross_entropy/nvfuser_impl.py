@@ -1,9 +1,9 @@
 """`flce_cross_entropy_fwd` and `flce_cross_entropy_bwd` for thunder's nvFuser executor.
 
-nvFuser fuses them with the operations around them, such as casts: logits are read in the dtype that the linear wrote,
-and their gradient is written in the dtype that its users read.
+nvFuser fuses both symbols with the operations around them, such as casts: a kernel reads logits in the dtype that the
+linear wrote, and writes their gradient in the dtype that its users read.
 
-A target that is neither in [0, V) nor ignore_index makes the loss and its row's gradient NaN: a fusion can't raise.
+A target that is neither in [0, V) nor ignore_index makes the loss and its row's gradient NaN: a fusion cannot raise.
 Legend: N rows, V vocabulary.
 """
 
@@ -28,7 +28,7 @@ def forward_fusion(
     fd: FusionDefinition, logits: Any, target: Any, *, rows: int, vocab: int, dtype: DataType, reduction: str,
     ignore_index: int,
 ) -> tuple[Any, Any, Any, Any]:  # fmt: skip
-    """Adds the forward to a definition; mirrors `symbols._forward_impl`."""
+    """Adds the forward to a fusion definition; mirrors `symbols._forward_impl`."""
     z, column, valid, wrong = _given(fd, logits, target, vocab, ignore_index)
     column = valid.apply("logical_not").apply("logical_or", wrong).apply("where", 0, column)
     column = column.apply("broadcast_in_dim", shape=[rows, 1], broadcast_dims=[0])
@@ -49,7 +49,7 @@ def backward_fusion(
     fd: FusionDefinition, grad: Any, logits: Any, target: Any, row_max: Any, row_log_sum: Any, valid_count: Any, *,
     rows: int, vocab: int, dtype: DataType, reduction: str, ignore_index: int,
 ) -> Any:  # fmt: skip
-    """Adds the backward to a definition; mirrors `symbols._backward_impl`."""
+    """Adds the backward to a fusion definition; mirrors `symbols._backward_impl`."""
     z, column, valid, wrong = _given(fd, logits, target, vocab, ignore_index)
     of_row = Expression(fd, grad).apply("cast", DataType.Float)
     if reduction == "mean":
@@ -66,7 +66,7 @@ def backward_fusion(
 
 
 def _given(fd: FusionDefinition, logits: Any, target: Any, vocab: int, ignore_index: int) -> tuple[Expression, ...]:
-    """The logits and targets, (N,) which of these are not ignored, and which of those are outside the vocabulary."""
+    """Returns logits and targets, (N,) masks of targets that are not ignored, and of those outside the vocabulary."""
     column = Expression(fd, target).apply("cast", DataType.Int)
     valid = column.apply("ne", ignore_index)
     outside = column.apply("lt", 0).apply("logical_or", column.apply("ge", vocab))
@@ -74,7 +74,7 @@ def _given(fd: FusionDefinition, logits: Any, target: Any, vocab: int, ignore_in
 
 
 def _of_rows(vector: Expression) -> Expression:
-    """(N,) to (N, 1)."""
+    """Returns a view of (N,) as (N, 1)."""
     return vector.apply("broadcast", [False, True])
 
 

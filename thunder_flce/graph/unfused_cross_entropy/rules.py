@@ -1,9 +1,9 @@
-"""When the executor `flce` takes a `torch.nn.functional.cross_entropy` on its own, and how it is differentiated.
+"""Which `torch.nn.functional.cross_entropy` the executor `flce` runs without its linear, and its derivative.
 
-Indices of classes take symbols of ours. Class probabilities take thunder's own operations, which other executors fuse;
-nvFuser's cross_entropy itself would take them for indices, and fail.
+Targets that are class indices run our symbols. Targets that are class probabilities run thunder's own operations, which
+other executors fuse; nvFuser's cross_entropy would read probabilities as indices, and fail.
 
-thunder calls the checker and the rules with the arguments of `torch.nn.functional.cross_entropy`, which it has checked.
+thunder calls the checker and the rules with the arguments of `torch.nn.functional.cross_entropy`, already checked.
 """
 
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ class CrossEntropy(NamedTuple):
     weight: TensorProxy | None = None
     """(V,)"""
     size_average: None = None
-    """thunder takes no other, as of `reduce`"""
+    """thunder accepts only None, here and for `reduce`"""
     ignore_index: int = -100
     reduce: None = None
     reduction: str = "mean"
@@ -43,7 +43,7 @@ class CrossEntropy(NamedTuple):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The keyword arguments that the symbols share; class weights and label smoothing only where there are any."""
+        """Keyword arguments that both symbols share; class weights and label smoothing only if they are used."""
         settings: dict[str, Any] = {"reduction": self.reduction, "ignore_index": self.ignore_index}
         if self.weight is not None:
             settings["weight"] = self.weight
@@ -53,21 +53,21 @@ class CrossEntropy(NamedTuple):
 
 
 def _is_supported(*args: Any, **kwargs: Any) -> bool:
-    """Whether the symbols compute it."""
+    """Whether the executor computes a call: static sizes, and logits of a float dtype."""
     call = CrossEntropy(*args, **kwargs)
     is_known = is_static(call.logits, call.target, call.ignore_index, call.label_smoothing)
     return is_known and dtypes.is_float_dtype(call.logits.dtype)
 
 
 def _to_rows(tensor: TensorProxy) -> TensorProxy:
-    """(B, V, …) or (V,) to (N, V)."""
+    """Reshapes (B, V, …) or (V,) to (N, V)."""
     if tensor.ndim > 2:
         tensor = ltorch.permute(tensor, (0, *range(2, tensor.ndim), 1))
     return tensor if tensor.ndim == 2 else ltorch.reshape(tensor, (-1, tensor.shape[-1]))
 
 
 def _forward(call: CrossEntropy) -> tuple[TensorProxy, tuple[TensorProxy, ...]]:
-    """The loss by the symbol for indices of classes, and what the gradient is computed from."""
+    """Adds the forward symbol for class indices; returns the loss and the tensors that the backward reads."""
     logits = _to_rows(call.logits)
     target = call.target if call.target.ndim == 1 else ltorch.reshape(call.target, (-1,))
     loss, *statistics = symbols.cross_entropy_fwd(logits, target, **call.settings)
@@ -77,8 +77,8 @@ def _forward(call: CrossEntropy) -> tuple[TensorProxy, tuple[TensorProxy, ...]]:
 
 
 def _of_probabilities(call: CrossEntropy) -> TensorProxy:
-    """The loss for class probabilities y: -Σ_v q_v log p_v with q = w ((1 - ε) y + ε / V)."""
-    # No log_softmax: thunder's torch.compile executor would take it out of the fusion.
+    """Returns the loss for class probabilities y: -Σ_v q_v log p_v with q = w ((1 - ε) y + ε / V)."""
+    # logsumexp instead of log_softmax, which thunder's torch.compile executor would take out of the fusion.
     classes = min(1, call.logits.ndim - 1)
     tensors = [each for each in call if isinstance(each, TensorProxy)]
     dtype, of_loss = elementwise_type_promotion(*tensors, type_promotion_kind=ELEMENTWISE_TYPE_PROMOTION_KIND.DEFAULT)

@@ -1,9 +1,8 @@
 """`flce_cross_entropy_fwd` and `flce_cross_entropy_bwd`: cross-entropy on logits that have other users.
 
-They are primitives of the executor `flce`, for targets that are indices of classes, and run on the region's own row
-kernels, with logits in place of a linear. On CUDA, thunder's nvFuser executor translates them instead (`nvfuser_impl`),
-together with the casts and reshapes around them, where there are neither class weights nor label smoothing. Legend: N
-rows, V vocabulary.
+Both are primitives of the executor `flce`, for targets that are class indices, and run the row kernels of regions on
+given logits. On CUDA, without class weights and label smoothing, thunder's nvFuser executor translates them instead
+(`nvfuser_impl`), together with the casts and reshapes around them. Legend: N rows, V vocabulary.
 """
 
 from typing import Any
@@ -26,13 +25,13 @@ from thunder_flce.operation.loss import Loss
 def _forward_impl(
     logits: Tensor, target: Tensor, *, weight: Tensor | None = None, **settings: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The loss, () or (N,) in the logits' dtype; row_max and row_log_sum, (N,); valid_count, () int64.
+    """Returns the loss, () or (N,) in the logits' dtype; row_max and row_log_sum, (N,); valid_count, () int64.
 
     The logits are (N, V), the targets (N,), class weights (V,); `settings` are fields of a `Loss`. row_log_sum is
     relative to row_max; both are float32, or float64 for float64 logits.
 
     Raises:
-        IndexError: where a target is neither in [0, V) nor ignore_index.
+        IndexError: if a target is neither in [0, V) nor ignore_index.
     """
     ops = _primitives(logits, target, weight, settings)
     rows = ops.prepare(None)
@@ -45,7 +44,7 @@ def _backward_impl(
     grad: Tensor, logits: Tensor, target: Tensor, row_max: Tensor, row_log_sum: Tensor, valid_count: Tensor, *,
     weight: Tensor | None = None, **settings: Any,
 ) -> Tensor:  # fmt: skip
-    """The logits' gradient, (N, V) in the logits' dtype; grad is () or, for reduction "none", (N,)."""
+    """Returns the logits' gradient, (N, V) in the logits' dtype; grad is () or, for reduction "none", (N,)."""
     ops = _primitives(logits, target, weight, settings)
     rows = ops.prepare_again(grad, logits.shape[0])
     z = ops.logits_buffer(logits.shape[0]).copy_(logits)
@@ -54,7 +53,7 @@ def _backward_impl(
 
 
 def _primitives(logits: Tensor, target: Tensor, weight: Tensor | None, settings: dict[str, Any]) -> Primitives:
-    """Those of a region whose logits are there: that of a linear without inputs, all of whose rows are computed."""
+    """Returns the primitives of a region that computes all rows, of hidden size 0 since its logits are given."""
     rows, vocab = logits.shape
     tensors = {"input": logits.new_empty(rows, 0), "linear_weight": logits.new_empty(vocab, 0), "target": target}
     tensors |= {} if weight is None else {"weight": weight}
@@ -63,7 +62,7 @@ def _primitives(logits: Tensor, target: Tensor, weight: Tensor | None, settings:
 
 
 def _is_aligned(logits: Tensor, ops: Primitives) -> bool:
-    """Whether logits lie in memory as the row kernels read them."""
+    """Whether logits are contiguous, with the row stride and alignment that the row kernels need."""
     stride = ops.logits_buffer(0).stride(0)
     is_aligned = logits.is_contiguous() and logits.stride(0) == stride
     return is_aligned and logits.data_ptr() % ALIGNED_BYTES == 0
@@ -72,7 +71,7 @@ def _is_aligned(logits: Tensor, ops: Primitives) -> bool:
 def _cross_entropy_fwd_meta(
     logits: TensorProxy, target: TensorProxy, *, reduction: str, **settings: Any
 ) -> tuple[TensorProxy, ...]:
-    """Mirrors `_forward_impl`."""
+    """Shapes and dtypes of `_forward_impl`'s results."""
     rows = (logits.shape[0],)
     loss = TensorProxy(like=logits, shape=rows if reduction == "none" else (), requires_grad=False)
     row_max, row_log_sum = (
