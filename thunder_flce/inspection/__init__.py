@@ -1,1 +1,1 @@
-"""Looking at what was compiled: `report` (explain), `thunder_report` (what thunder saves), `trace_command`."""
+"""Inspection of compiled programs: `report` (`explain`), `thunder_report` (thunder's programs), `trace_command`."""

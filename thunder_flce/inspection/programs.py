@@ -1,4 +1,4 @@
-"""Small programs to print the traces of, and their arguments."""
+"""Small programs whose traces are printed, and their arguments."""
 
 import inspect
 from collections.abc import Callable
@@ -12,25 +12,25 @@ import thunder_flce
 
 
 def litgpt(hidden, weight, labels):
-    """The usual training loop around litgpt's models: the logits keep the model's dtype."""
+    """Loss as in training scripts for litgpt's models: the logits keep the model's dtype."""
     logits = F.linear(hidden, weight)
     return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
 
 
 def reduction_none(hidden, weight, labels):
-    """One loss a token: the upstream gradient is a vector, so the gradients have to wait for the backward."""
+    """One loss per token: the upstream gradient is a vector, so the gradients have to wait for the backward."""
     logits = F.linear(hidden, weight)
     return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1), reduction="none")
 
 
 def logits_returned(hidden, weight, labels):
-    """The caller wants the logits as well, so cross-entropy stands alone."""
+    """Loss and logits: since the logits are returned, cross-entropy is not fused with the linear."""
     logits = F.linear(hidden, weight)
     return F.cross_entropy(logits.view(-1, logits.shape[-1]).float(), labels.view(-1)), logits
 
 
 def functional(hidden, weight, labels):
-    """The operation called by name."""
+    """Loss by a call of `linear_cross_entropy`."""
     return thunder_flce.linear_cross_entropy(hidden, weight, labels)
 
 
@@ -39,18 +39,18 @@ PROGRAMS: tuple[Callable, ...] = (litgpt, reduction_none, logits_returned, funct
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Shapes of a loss; the defaults are those of a Llama 3 8B with two sequences of 4096 tokens."""
+    """Sizes of a loss; by default those of Llama 3 8B with two sequences of 4096 tokens."""
 
     batch: int = 2
     sequence: int = 4096
     hidden: int = 4096
     vocab: int = 128256
     rank: int = 4
-    """Of a low-rank adapter"""
+    """Rank of a low-rank adapter"""
 
     @property
     def tokens(self) -> int:
-        """Rows of the logits."""
+        """Number of rows of the logits."""
         return self.batch * self.sequence
 
 
@@ -71,11 +71,11 @@ SHAPES = {
     "advantages": ("batch",),
     "num_items": (),
 }
-"""The arguments that a program may have, and their shapes in terms of `Sizes`."""
+"""Names of arguments that a program may have, and their shapes in terms of `Sizes`."""
 
 
 def arguments(program: Callable, sizes: Sizes, *, device: str, dtype: torch.dtype) -> list[Tensor]:
-    """Tensors for a program, by the names of its arguments, out of `SHAPES`; trainable ones need a gradient."""
+    """Returns tensors for a program's arguments, by their names in `SHAPES`; parameters and hidden need a gradient."""
 
     def tensor(name: str) -> Tensor:
         shape = [getattr(sizes, size) for size in SHAPES[name]]

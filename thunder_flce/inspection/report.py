@@ -1,4 +1,4 @@
-"""`explain`: what was decided about each loss, its memory, what runs, and what is saved for the backward."""
+"""`explain`: the decision about each loss, its memory, the program it runs, and the tensors saved for the backward."""
 
 import linecache
 import sys
@@ -21,7 +21,7 @@ class SavedTensor:
     """A tensor that the forward keeps alive for the backward."""
 
     name: str
-    """In the trace"""
+    """Its name in the trace"""
 
     type: str
     """dtype and shape, such as "bf16[8192, 4096]" """
@@ -29,37 +29,37 @@ class SavedTensor:
     bytes: int
 
     is_argument: bool
-    """Whether it is an argument of the program, or a view of one: alive anyway"""
+    """Whether it is an argument of the program or a view of one, which stays alive anyway"""
 
     role: str = ""
-    """What it is to a loss: "row_max", "dW", …; "" where it has nothing to do with one of ours"""
+    """Its meaning in one of our losses, such as "row_max" or "dW"; "" for a tensor of another operation"""
 
 
 class PredictedPlan(NamedTuple):
-    """A way to run a fused loss, and what it is predicted to take."""
+    """A plan for a fused loss, and the memory that it is predicted to need."""
 
     plan: Plan
     chosen: bool
     temporary_bytes: int
-    """Peak memory above the loss's inputs and gradients"""
+    """Predicted peak memory above the loss's inputs and gradients"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compilation:
-    """What can be said about one compiled program: thunder has one for each set of shapes, Dynamo for each graph."""
+    """Report on one compiled program: thunder compiles one for each set of shapes, Dynamo one for each graph."""
 
     decisions: list[Decision]
-    """One for each cross-entropy, log-probability or entropy, fused or not"""
+    """One decision for each cross-entropy, log-probability or entropy, fused or not"""
 
     compiled_by: str
-    """"thunder", "thunderfx", "torch.compile" or "this process": whoever it was"""
+    """"thunder", "thunderfx" or "torch.compile"; "this process" for decisions of any compiler"""
 
     saved: list[SavedTensor] | None = field(default=None, repr=False)
-    """What the forward saves for the backward; nothing where there is none, None where nobody knows"""
+    """Tensors that the forward saves for the backward: [] if there is no backward, None if unknown"""
 
     @staticmethod
     def plans(decision: Decision) -> list[PredictedPlan]:
-        """The plan of a fused loss, and its alternatives; nothing where it was not fused."""
+        """Returns the plan of a fused loss, then its alternatives; [] for a loss that was not fused."""
         if decision.region is None:
             return []
         call, chosen = decision.region
@@ -67,7 +67,7 @@ class Compilation:
         return [PredictedPlan(plan, plan is chosen, temporary_bytes(call, plan)) for plan in plans]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for `json.dump`; sizes in bytes."""
+        """Returns plain values, for `json.dump`; sizes in bytes."""
         return {
             "compiled_by": self.compiled_by,
             "decisions": list(map(_decision_dict, self.decisions)),
@@ -85,15 +85,15 @@ class Compilation:
 
 
 class Report(list[Compilation]):
-    """What `explain` returns: a list of compilations, and `str(report)` for people."""
+    """The result of `explain`: a list of compilations; `str(report)` is the report as text."""
 
     @property
     def decisions(self) -> list[Decision]:
-        """The decisions of all compilations."""
+        """Decisions of all compilations."""
         return [decision for compilation in self for decision in compilation.decisions]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for `json.dump`; sizes in bytes, times in seconds."""
+        """Returns plain values, for `json.dump`; sizes in bytes, times in seconds."""
         return {
             "compilations": [compilation.to_dict() for compilation in self],
             "tuned_products": [tuning.to_dict() for tuning in tunings()],
@@ -102,7 +102,7 @@ class Report(list[Compilation]):
     def lines(self) -> Iterator[str]:
         """The report, line by line."""
         if not self:
-            yield _heading("no decision yet: call what is compiled first")
+            yield _heading("no decision yet: call the compiled function first")
             return
         yield _heading(f"thunder_flce: {self._fused()}")
         for number, compilation in enumerate(self):
@@ -120,7 +120,7 @@ class Report(list[Compilation]):
             yield _table(columns, rows, right=(1, 2, 3))
 
     def _fused(self) -> str:
-        """How many of each kind, such as "1 of 1 cross-entropies fused"."""
+        """Returns how many losses of each kind are fused, such as "1 of 1 cross-entropies fused"."""
         counts = []
         for kind, plural in PLURALS.items():
             fused = [decision.fused for decision in self.decisions if decision.kind == kind]
@@ -135,20 +135,20 @@ class Report(list[Compilation]):
 
 
 def explain(compiled: Callable | None = None) -> Report:
-    """What was decided about each loss of a compiled function or module; without one, of all in this process.
+    """Reports the decision about each loss of a compiled function or module, or of this process.
 
     Args:
-        compiled: what `thunder_flce.jit`, `thunder_flce.thunderfx`, `thunder.jit` with our executor or transform,
-            `thunder.compile` with our plugin, or `torch.compile` with the backend "thunder_flce" returned; also as
-            Fabric and accelerate wrap it, or a trainer that has the mixin. None: the latest 1024 decisions of this
-            process, as where a trainer compiles.
+        compiled: a function or module returned by `thunder_flce.jit`, `thunder_flce.thunderfx`, `thunder.jit` with our
+            executor or transform, `thunder.compile` with our plugin, or `torch.compile` with the backend
+            "thunder_flce"; the same wrapped by Fabric or accelerate; or a trainer that has the mixin. None: the latest
+            1024 decisions of this process, for programs that a trainer compiles.
 
     Returns:
         A `Report`: print it, call its `to_dict()`, or read `report[0].decisions[0]`.
 
     Raises:
-        TypeError: where it is none of these.
-        ValueError: where thunder compiled it without our fusion.
+        TypeError: if `compiled` is none of these.
+        ValueError: if thunder compiled it without our fusion.
     """
     if compiled is None:
         return Report([Compilation(decisions=list(LOG), compiled_by="this process")] if LOG else [])
@@ -166,24 +166,24 @@ def explain(compiled: Callable | None = None) -> Report:
     )
 
 
-# The last is `LossTrainerMixin`'s.
+# Attributes that hold the wrapped function or module; "compiled_loss" is that of `LossTrainerMixin`.
 _WRAPPED = ("_forward_module", "module", "_original_module", "_orig_mod", "__wrapped__", "forward", "compiled_loss")
 
 
 def _unwrapped(compiled: Any) -> Iterator[Any]:
-    """A compiled function or module, and what it wraps, as Fabric and accelerate do, or was given as its forward."""
+    """Yields a compiled function or module, then all that its attributes `_WRAPPED` hold, such as those of Fabric."""
     found = [compiled]
     for each in found:
         yield each
         known = vars(each) if hasattr(each, "__dict__") else {}
-        # The submodules of a module are no attributes of its own.
+        # A module keeps its submodules in `_modules`, not among its attributes.
         known = {**known, **(known.get("_modules") or {})}
         inner = [known[name] for name in _WRAPPED if known.get(name) is not None]
         found += [each for each in inner if not any(each is other for other in found)]
 
 
 def _source_line(decision: Decision) -> str:
-    """The line of code that a decision is about; "" where it is unknown."""
+    """Returns the line of code that a decision is about; "" if it is unknown."""
     file, line = decision.line
     return linecache.getline(file, line).strip() if file and line else ""
 
@@ -205,7 +205,7 @@ def _decision_dict(decision: Decision) -> dict[str, Any]:
 
 
 def _decision_lines(decision: Decision) -> Iterator[str]:
-    """Where, what and why, the line of the user's source and, where it was fused, what runs and what else could."""
+    """Yields a decision with its place and reason, the user's line and, for a fused loss, its program and all plans."""
     yield str(decision)
     if line := _source_line(decision):
         yield f"  {line}"
@@ -223,28 +223,28 @@ def _decision_lines(decision: Decision) -> Iterator[str]:
 
 
 def _runs(region: PlannedRegion) -> dict[str, list[str]]:
-    """What runs in each direction, as lines of text."""
+    """Returns the program of each direction as lines of text."""
     found = program(*region)
     return {name: list(lines) for name, lines in (("forward", found.forward), ("backward", found.backward)) if lines}
 
 
-# Of the default plan on an H200, over hidden sizes of 768 to 4096: with nvFuser's fusions 2% to 10% longer than with
-# Triton's kernels, with PyTorch's operations 39% to 96%.
+# Measured for the default plan on an H200, with hidden sizes of 768 to 4096: the loss takes 2% to 10% longer with
+# nvFuser's fusions than with Triton's kernels, and 39% to 96% longer with PyTorch's operations.
 _SLOWER = {"nvFuser": "takes 2 to 10% longer", "PyTorch": "takes about 1.4 to 2 times as long"}
 
 
 def _missing_row_kernels(region: PlannedRegion) -> str | None:
-    """What "auto" would use if it were installed, and what that costs; None where nothing is missing."""
+    """Returns a line that names the library "auto" lacks, and the time this costs; None if nothing is missing."""
     call, plan = region
     logits: dict[str, Any] = {"dtype": plan.logits_dtype(call.dtype), "device_type": call.device.type}
     missing = dispatch.missing(**logits)
     if plan.row_kernels != "auto" or missing is None:
         return None
     instead = dispatch.library(plan.row_kernels, **logits)
-    return f"row kernels: not installed: {missing}; {instead} runs their share, and the loss {_SLOWER[instead]}"
+    return f"row kernels: not installed: {missing}; {instead} runs instead, and the loss {_SLOWER[instead]}"
 
 
-# A large model saves hundreds of tensors; text shows the largest, and `to_dict` has all.
+# A large model saves hundreds of tensors: the text shows the largest, `to_dict` has all.
 _LONGEST_TABLE = 12
 
 
@@ -263,22 +263,22 @@ def _saved_lines(tensors: list[SavedTensor]) -> Iterator[str]:
 
 
 def _heading(text: str) -> str:
-    """A line that opens a section."""
+    """Returns an underlined heading."""
     return f"\n{text}\n{'─' * len(text)}"
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[int] = ()) -> str:
-    """Rows of cells below the names of the columns; those in `right` are aligned to the right."""
+    """Returns a table as text; `right` has the positions of right-aligned columns."""
     lines = [columns, *rows]
     widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-    # As format specifications, such as ">8".
+    # Format specifications, such as ">8".
     specs = [f"{'>' if at in right else '<'}{width}" for at, width in enumerate(widths)]
     padded = (map(format, cells, specs) for cells in lines)
     return "\n".join(f"  {'  '.join(cells)}".rstrip() for cells in padded)
 
 
 def format_bytes(size: float) -> str:
-    """1536 as "1.5 KiB"."""
+    """Returns a size as text, such as "1.5 KiB" for 1536."""
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
             return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""What is known of a program that thunder compiled: the decisions, and what the forward saves for its backward."""
+"""Reports on programs that thunder compiled: their decisions, and the tensors that a forward saves for its backward."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -20,14 +20,15 @@ _VIEWS = ("view", "reshape", "torch_prims_reshape_impl")
 
 
 def compilations(compiled: Any) -> list[Compilation] | None:
-    """One for each trace that was compiled; None for what thunder has not compiled.
+    """Returns a `Compilation` for each compiled trace; None if thunder has not compiled `compiled`.
 
     Raises:
-        ValueError: where it was compiled without `FuseLinearCrossEntropy`.
+        ValueError: if it was compiled without `FuseLinearCrossEntropy`.
     """
     if isinstance(compiled, ThunderFXCompiledObject):
         backend = compiled._backend
-        # Ours has decided before thunder saw a graph, but for the regions that the user wrote, in lines of Dynamo's.
+        # Our backend decides on Dynamo's graphs. thunder adds decisions about regions that the user wrote, whose
+        # source is a line of Dynamo's code.
         decisions, options = getattr(backend, "decisions", None), backend.thunder_options
         if decisions is None and not _fuses(options.get("executors", ()), options.get("transforms", [])):
             raise ValueError("it has no fusion; compile it with thunder_flce.thunderfx")
@@ -40,7 +41,7 @@ def compilations(compiled: Any) -> list[Compilation] | None:
         return None
     if not _fuses(data.executors_list, data.transforms):
         raise ValueError("it has no fusion; compile it with thunder_flce.jit")
-    # The same transform may serve many functions, and the executor adds one to programs that have a loss.
+    # One transform may serve many functions, and the executor adds a transform to each program that has a loss.
     fusions = [each for each in data.transforms if isinstance(each, FuseLinearCrossEntropy)]
     decided = {id(each.trace): each.decisions for fusion in fusions for each in fusion.compilations}
     reports: list[Compilation] = []
@@ -52,21 +53,21 @@ def compilations(compiled: Any) -> list[Compilation] | None:
 
 
 def _fuses(executors: Any, transforms: Any) -> bool:
-    """Whether a program has a fusion, or the executor, which adds one to a list of transforms."""
+    """Whether a program has a fusion, or our executor and a list of transforms, to which the executor adds a fusion."""
     has_executor = any(each in (symbols.executor, "flce") for each in executors) and isinstance(transforms, list)
     return has_executor or any(isinstance(each, FuseLinearCrossEntropy) for each in transforms)
 
 
 def _passes(jitted: Any) -> list[tuple[list[TraceCtx], list[TraceCtx]]]:
-    """The traces of the forward and of the backward, of each compilation."""
+    """Returns, for each compilation, the traces of the forward and those of the backward."""
     stats = thunder.compile_stats(jitted)
-    # Without thunder's cache, the last compilation is all there is.
+    # Without thunder's cache, only the last compilation is known.
     last = [] if stats.last_traces is None else [(stats.last_traces, stats.last_backward_traces)]
     return [(entry.computation_traces, entry.backward_traces) for entry in stats.interpreter_cache] or last
 
 
 def saved_tensors(forward: TraceCtx) -> list[SavedTensor]:
-    """The tensors that a final forward trace, one with a backward, saves for it, with their sizes and roles."""
+    """Returns the tensors that a forward's final trace saves for its backward, with their sizes and roles."""
     _, (saved, _) = forward.output
     roles = dict(_roles(forward.bound_symbols))
     producers = {out.name: bsym for bsym in forward.bound_symbols for out in bsym.flat_proxy_outs}

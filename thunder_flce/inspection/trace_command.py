@@ -1,6 +1,6 @@
 """`python -m thunder_flce trace`: a program's final traces, with and without the executor.
 
-The program is compiled and not run, on tensors without memory: a device for the traces of a GPU need not be there.
+The program is compiled on fake tensors, and not run: traces for a GPU need no GPU.
 """
 
 import argparse
@@ -29,8 +29,8 @@ _EPILOG = f"""\
 examples: {", ".join(EXAMPLES)}
 
 module:function is one of two things:
-  a loss, whose arguments have names such as hidden, weight, bias and labels; they are made in the sizes asked for
-  a function without arguments, which returns a function or module and a tuple of its arguments
+  a loss with arguments named hidden, weight, bias, labels and so on, which are created in the given sizes
+  a function without arguments that returns a pair: a function or module, and a tuple of its arguments
 """
 
 
@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, meaning in _SIZES.items():
         default = getattr(programs.Sizes, name)
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{meaning} (default: {default})")
-    parser.add_argument("--row-kernels", choices=ROW_KERNELS, default="auto", help="who runs everything but matmuls")
+    parser.add_argument("--row-kernels", choices=ROW_KERNELS, default="auto", help="library that runs the row kernels")
     return parser
 
 
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = _parser()
     parsed = parser.parse_args(arguments)
     with FakeTensorMode(), warnings.catch_warnings():
-        # The reason stands in the text.
+        # The printed decisions have the reason already.
         warnings.simplefilter("ignore", NotFusedWarning)
         program, tensors = _program_and_arguments(parsed, parser)
         before = thunder.jit(program)
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _text(name: str, header: list[str], jitted: Callable) -> str:
     traces = {"forward": thunder.last_traces(jitted)[-1]}
-    # Without a gradient, there is no backward.
+    # If nothing needs a gradient, there is no backward.
     if backward := thunder.last_backward_traces(jitted):
         traces["backward"] = backward[-1]
     body = (f"{commented(f'{name}, {direction}')}\n{readable(trace)}" for direction, trace in traces.items())
@@ -90,7 +90,7 @@ def _program_and_arguments(parsed: argparse.Namespace, parser: argparse.Argument
         return returned
     if unknown := set(names) - programs.SHAPES.keys():
         made = ", ".join(sorted(programs.SHAPES))
-        parser.error(f"{parsed.example} has arguments {sorted(unknown)}, but only those named {made} are made")
+        parser.error(f"{parsed.example} has arguments {sorted(unknown)}, but can only have {made}")
     sizes = programs.Sizes(**{name: getattr(parsed, name) for name in _SIZES})
     if min(vars(sizes).values()) < 1:
         parser.error(f"--{', --'.join(_SIZES)} must be positive")

@@ -1,4 +1,4 @@
-"""Traces as text to read and compare: without what changes from one run to the next."""
+"""Traces as text to read and compare, without parts that change from run to run."""
 
 import re
 import textwrap
@@ -10,24 +10,24 @@ from thunder.core.trace import TraceCtx
 
 
 def compile_only(jitted: Callable, arguments: Sequence[Any]) -> None:
-    """Compiles what `thunder.jit` returned, without running it: under `FakeTensorMode`, no memory is needed."""
+    """Compiles a function returned by `thunder.jit` without running it; under `FakeTensorMode`, it needs no memory."""
     thunder.compile_data(jitted).get_computation_and_inputs(*arguments)
 
 
 def readable(trace: TraceCtx) -> str:
-    """A trace as thunder prints it, without timings and file names; contents of fusions and regions only."""
+    """Returns a trace as thunder prints it, without timings and file names; only fusions and regions show contents."""
     lines: list[str] = []
     is_fusion, source = None, None
     for line in trace.python(print_depth=2).splitlines():
         if line.startswith("    #"):
             if not is_fusion:
                 continue
-        elif not line.startswith("    "):  # which goes on with a call
+        elif not line.startswith("    "):  # A line that is indented more continues a call.
             is_fusion = re.search(r"= (nvFusion\d+|TorchCompile\d+|flce_\w+)\(", line)
         line = re.sub(r" \(took \d+ milliseconds\)", "", line).rstrip()
         if found := re.match(r"  # .*\.py:\d+: \t\s*(.*)", line):
             if found[1] == source:
-                # thunder names the source again after each operation that has none; that and the blank line go.
+                # thunder repeats the source after an operation without one: drop the repetition and its blank line.
                 lines.pop()
                 continue
             source = found[1]
@@ -37,16 +37,16 @@ def readable(trace: TraceCtx) -> str:
 
 
 def renumbered(header: str, body: str) -> str:
-    """Numbers the proxies from 0, in the order in which the traces name them, forward and backward alike."""
+    """Numbers the proxies from 0, in the order in which the traces name them, across forward and backward."""
     pattern = re.compile(r"\b([tC])(\d+)\b")
     numbers: dict[str, dict[str, int]] = {"t": {}, "C": {}}
     for prefix, number in pattern.findall(body):
         numbers[prefix].setdefault(number, len(numbers[prefix]))
-    # A folder may have the name of a proxy, too.
+    # A word of the header, such as a folder's name, may look like a proxy: without a number it stays.
     text = pattern.sub(lambda found: f"{found[1]}{numbers[found[1]].get(found[2], found[2])}", f"{header}\n\n{body}")
     return text.rstrip() + "\n"
 
 
 def commented(text: str) -> str:
-    """The text as Python comments."""
+    """Returns the text as Python comments."""
     return textwrap.indent(text, "# ", lambda line: True).replace("# \n", "#\n")

@@ -1,1 +1,1 @@
-"""What trainers of other libraries need beside the backend of torch.compile. A library is imported where it is used."""
+"""Support for trainers that need more than the backend of torch.compile; their libraries are imported when used."""

@@ -1,4 +1,4 @@
-"""transformers' Trainer: compiles the loss in place of the model, whose output has the logits, too."""
+"""transformers' Trainer: compiles model and loss together, since the output of a compiled model would have logits."""
 
 import inspect
 import logging
@@ -32,25 +32,24 @@ class LossTrainerMixin:
     or with `strict` an error.
 
     Attributes:
-        backend_options: of the backend: `strict` and the fields of `thunder_flce.Options`; set it in the class.
-        compile_layers: whether the layers are compiled, too, except under FSDP; set it in the class. So are those of a
-            model that calls them one by one, as T5's does.
-        compiled_loss: what torch.compile returned.
+        backend_options: options of the backend: `strict` and the fields of `thunder_flce.Options`; set in the class.
+        compile_layers: whether the layers are compiled, too, except under FSDP; set in the class. Layers that the model
+            itself calls one by one, such as T5's, are compiled even without it.
+        compiled_loss: the function that torch.compile returned.
 
     Raises:
-        TypeError: for a trainer of TRL's, which has a head of its own: call `thunder_flce.replace_trl_head()` instead;
-            for a `compute_loss` of its own in a class that the mixin stands before; for a class that the mixin stands
-            behind.
-        NotFusedError: with `strict`, also where the Trainer's training step does not take the compiled loss.
+        TypeError: for trainers of TRL, which have a head of their own: call `thunder_flce.replace_trl_head()` instead;
+            if the class after the mixin has its own `compute_loss`; if the mixin comes after the Trainer.
+        NotFusedError: with `strict`, also if the Trainer's training step does not use the compiled loss.
         ValueError: with `compile_layers`, for reentrant gradient checkpointing of a model that needs a hook for it, as
             with peft.
-        RuntimeError: where the layers are not compiled, for a model that calls them twice in a forward, or draws random
-            numbers before them and for its loss.
+        RuntimeError: if the layers are not compiled, and the model calls them twice in a forward, or draws random
+            numbers both before them and for its loss.
     """
 
     backend_options: dict[str, Any] = {}
     compile_layers: bool = False
-    # The Trainer's.
+    # Attributes of the Trainer
     accelerator: Any
     model: Any
     label_smoother: Any
@@ -60,7 +59,9 @@ class LossTrainerMixin:
         super().__init_subclass__(**kwargs)
         before = cls.__mro__[: cls.__mro__.index(LossTrainerMixin)]
         if any(each.__module__ == "transformers.trainer" for each in before):
-            raise TypeError(f"{cls.__name__} has LossTrainerMixin behind the Trainer, where it has no effect")
+            raise TypeError(
+                f"{cls.__name__} has LossTrainerMixin behind the Trainer, where it has no effect: put the mixin first"
+            )
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -68,19 +69,19 @@ class LossTrainerMixin:
 
         if any(each.__module__.startswith("trl.") for each in type(self).__mro__):
             raise TypeError(
-                f"{type(self).__name__} has LossTrainerMixin, but TRL computes its losses in a head of its own; leave "
-                "the mixin out, and call thunder_flce.replace_trl_head()"
+                f"{type(self).__name__} has LossTrainerMixin, but TRL computes its losses in a head of its own: remove "
+                "the mixin, and call thunder_flce.replace_trl_head()"
             )
         if super().compute_loss.__func__ is not Trainer.compute_loss:  # type: ignore[misc]
             raise TypeError(
-                f"{type(self).__name__} has LossTrainerMixin before a compute_loss of its own, which takes the model "
-                "and its output; leave the mixin out, and compile that loss by the backend thunder_flce"
+                f"{type(self).__name__} has LossTrainerMixin before a compute_loss of its own, which calls the model "
+                'itself: remove the mixin, and compile that loss by torch.compile(…, backend="thunder_flce")'
             )
         self.compiled_loss = torch.compile(self._loss, backend=compile_graph, options=self.backend_options)
         self._needs_loss_only = False
         self._is_settled = False  # whether the step has the compiled loss, or has said why not
         self._calls_decoder = True
-        # The same function in each step, for which nothing is compiled anew.
+        # One function for all steps, since Dynamo would recompile for a new one.
         self._decoded: list[Any] = []
         self._returning = partial(_once, self._decoded)
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -88,14 +89,14 @@ class LossTrainerMixin:
         self._shifts_labels = type(without_peft(self.model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As the Trainer's, which may get its loss without us: then nothing else would say that it is not fused."""
+        """Runs the Trainer's step, and reports if the step did not take its loss from the mixin."""
         self._is_settled = False
         loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
         if not self._is_settled:
             self._refuse(
-                "it has a compute_loss of its own, which does not call super().compute_loss or asks it for the outputs "
-                "of the model, or a label smoother of its own; give the Trainer a compute_loss_func, or leave the "
-                "mixin out and compile the loss by the backend thunder_flce"
+                "it has a compute_loss of its own, which does not call super().compute_loss or asks it for model "
+                "outputs, or a label smoother of its own; give the Trainer a compute_loss_func, or remove the mixin and "
+                'compile the loss by torch.compile(…, backend="thunder_flce")'
             )
         return loss
 
@@ -114,7 +115,7 @@ class LossTrainerMixin:
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """As the Trainer's: the loss, and with return_outputs what the model returned."""
+        """Returns the loss; with `return_outputs`, the loss and the model's outputs, {} if it was compiled."""
         from transformers.trainer_pt_utils import LabelSmoother
 
         is_left = return_outputs and not self._needs_loss_only
@@ -152,7 +153,7 @@ class LossTrainerMixin:
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> Any:
-        """As the Trainer's, which asks `compute_loss` for outputs, though it may drop them."""
+        """Runs the Trainer's step; tells `compute_loss` whether the Trainer uses the outputs that it asks for."""
         self._needs_loss_only = prediction_loss_only
         try:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]
@@ -161,7 +162,7 @@ class LossTrainerMixin:
 
     @contextmanager
     def _traceable_checkpoints(self) -> Iterator[None]:
-        """Takes away what would break the graph, so that its first part would have to return the logits."""
+        """Turns off what breaks the graph in checkpointed models, so that no part of it has to return the logits."""
         if not self.compile_layers or not getattr(self.model, "is_gradient_checkpointing", False):
             yield
             return
@@ -173,7 +174,7 @@ class LossTrainerMixin:
                     "reentrant checkpoints (enable_input_require_grads) cannot be compiled"
                 )
             self.model.disable_input_require_grads()
-        # The model does not use its cache either, but says so in a warning that Dynamo cannot trace.
+        # With checkpoints, the model itself turns the cache off, but logs a warning that Dynamo cannot trace.
         config = self.model.config
         before, config.use_cache = getattr(config, "use_cache", None), False
         try:
@@ -189,10 +190,10 @@ class LossTrainerMixin:
         labels: Tensor | None,
         num_items_in_batch: Tensor | int | None,
     ) -> Tensor | None:
-        """The compiled loss, in the place of the forward that wrappers and hooks are around.
+        """Runs the compiled loss as the forward of the innermost module, inside all wrappers and hooks.
 
-        Dynamo breaks the graph at those of DDP, FSDP and DeepSpeed, so that the part inside would have to return the
-        logits.
+        Dynamo breaks the graph at wrappers and hooks of DDP, FSDP and DeepSpeed. If they were compiled, too, the graph
+        inside them would have to return the logits.
         """
         inner = self.accelerator.unwrap_model(model)
         decoder = None
@@ -200,7 +201,7 @@ class LossTrainerMixin:
             decoder = _around_sharded(inner) or (None if self.compile_layers else _layers_of(inner))
         if decoder is None and takes_no_cache(inner):
             inputs = {"use_cache": False, **inputs}
-        # Mixed precision of accelerate has put one there, too.
+        # accelerate's mixed precision has replaced the class's forward by an attribute of the module.
         forward = inner.forward
 
         def loss(**inputs: Any) -> Tensor | None:
@@ -212,23 +213,23 @@ class LossTrainerMixin:
 
     @contextmanager
     def _outside(self, decoder: nn.Module, forward: Callable[..., Any], inputs: dict[str, Any]) -> Iterator[None]:
-        """Runs a decoder that a model's forward calls, as it is; within, its call has the output already.
+        """Runs a model's decoder uncompiled; inside the context, the decoder's forward returns that output.
 
-        So the head and the loss are one graph, which the hooks around each sharded layer would break.
+        The head and the loss thus are one graph, which the hooks around each sharded layer would break otherwise.
         """
         own, before, draws_before = decoder.forward, _random_states(inputs), False
 
         def interrupting(*args: Any, **kwargs: Any) -> NoReturn:
             nonlocal draws_before
             draws_before = _random_states(inputs) != before
-            with _forward_of(decoder, own):  # It may call itself.
+            with _forward_of(decoder, own):  # A decoder may call itself.
                 self._decoded.append(own(*args, **kwargs))
             raise _Decoded
 
         try:
             with _forward_of(decoder, interrupting):
                 forward(**inputs)
-            # It calls the layers itself. Other steps need not find out, which costs a forward.
+            # The model calls the layers itself. Later steps skip this trial, which costs a forward.
             self._calls_decoder = False
         except _Decoded:
             pass
@@ -241,7 +242,7 @@ class LossTrainerMixin:
         if draws_before and _random_states(inputs) != before:
             raise RuntimeError(
                 "LossTrainerMixin runs a forward twice up to the layers, and this model's draws random numbers there, "
-                f"which its loss may need again; {_CURE}"
+                f"which its loss may need again: {_CURE}"
             )
 
     def _loss(
@@ -262,7 +263,7 @@ class LossTrainerMixin:
         logits, smoother = outputs["logits"] if isinstance(outputs, dict) else outputs[0], self.label_smoother
         if self._shifts_labels:
             logits, labels = logits[..., :-1, :], labels[..., 1:]
-        # transformers 4 divides by the labels of the micro-batch.
+        # The smoother of transformers 4 divides by the number of labels of the micro-batch.
         if "num_items_in_batch" not in inspect.signature(type(smoother).__call__).parameters:
             num_items_in_batch = None
         loss = F.cross_entropy(
@@ -288,9 +289,9 @@ class _StandIn(nn.Module):
 
 @contextmanager
 def _untraced_logs() -> Iterator[None]:
-    """Leaves out what models log once, such as that GPT-2's loss has no type: it would break the graph before the loss.
+    """Skips messages that models log once, such as that GPT-2's loss has no type: they break the graph before the loss.
 
-    torch 2.11 cannot write such a setting into its metrics of compilations, and would log an error each time.
+    torch 2.11 cannot serialise this setting into its compilation metrics, and would log an error each time.
     """
     ignored = {*torch._dynamo.config.ignore_logger_methods, logging.Logger.warning_once}  # type: ignore[attr-defined]
     metrics = logging.getLogger("torch._dynamo.metrics_context")
@@ -304,7 +305,7 @@ def _untraced_logs() -> Iterator[None]:
 
 @contextmanager
 def _forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Puts another forward in the place of a module's."""
+    """Replaces a module's forward inside the context."""
     own = vars(module).get("forward")
     module.forward = forward
     try:
@@ -317,23 +318,23 @@ def _forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None
 
 
 def _layers_of(model: nn.Module) -> nn.Module | None:
-    """What a model of transformers calls for its hidden states; None where that is itself."""
+    """Returns the module that a model of transformers calls for its hidden states; None if that is the model."""
     whole = without_peft(model)
     found = getattr(whole, "base_model", whole)
     if hasattr(whole, "get_decoder") and not whole.config.is_encoder_decoder:
         decoder = whole.get_decoder()
-        # Gemma 3's base_model is the model itself, and OPT calls the decoder in it.
+        # Gemma 3's base_model is the model itself; OPT's forward calls the decoder inside its base_model.
         if found is whole or getattr(found, "decoder", None) is decoder:
             found = decoder
     if found is whole:
         return None
-    # BLIP's decoder is a language model with its head and loss.
+    # BLIP's decoder is a whole language model, with head and loss: look for the layers inside it.
     head = found.get_output_embeddings() if hasattr(found, "get_output_embeddings") else None
     return _layers_of(found) if isinstance(head, nn.Module) and not isinstance(head, nn.Embedding) else found
 
 
 def _around_sharded(model: nn.Module) -> nn.Module | None:
-    """The smallest module that calls all layers which FSDP divides; None without such, or where that is the model."""
+    """Returns the smallest module that calls all layers which FSDP shards; None if there is none below the model."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return None
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -343,7 +344,7 @@ def _around_sharded(model: nn.Module) -> nn.Module | None:
     path = os.path.commonprefix(paths)
     while path:
         module = model.get_submodule(".".join(path))
-        # Lists and dictionaries of modules are not called.
+        # Lists and dictionaries of modules have no forward of their own.
         if type(module).forward is not nn.Module.forward and not isinstance(module, sharded):
             return module
         path = path[:-1]
@@ -351,20 +352,20 @@ def _around_sharded(model: nn.Module) -> nn.Module | None:
 
 
 def _random_states(inputs: Mapping[str, Any]) -> list[bytes]:
-    """Of the generators of the inputs' devices."""
+    """Returns the random states of the CPU and of the inputs' devices."""
     return [state.numpy().tobytes() for state in (torch.get_rng_state(), *get_device_states(*inputs.values())[1])]
 
 
-_CURE = "set compile_layers = True in the class or, under FSDP, leave the mixin out"
+_CURE = "set compile_layers = True in the class or, under FSDP, remove the mixin"
 
 
 def _once(outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
     if not outputs:
         raise RuntimeError(
-            f"LossTrainerMixin runs the layers once a step, and this model's forward calls them again; {_CURE}"
+            f"LossTrainerMixin runs the layers once a step, but this model's forward calls them more than once: {_CURE}"
         )
     return outputs.pop()
 
 
 class _Decoded(BaseException):
-    """Ends a forward whose decoder has run."""
+    """Raised to end a forward once its decoder has run."""

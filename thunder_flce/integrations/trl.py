@@ -1,4 +1,4 @@
-"""TRL: the head of its trainers, which computes log-probabilities in chunks, replaced by `linear_cross_entropy`."""
+"""TRL: replaces the head of its trainers, which computes log-probabilities in chunks, by `linear_cross_entropy`."""
 
 import inspect
 import warnings
@@ -20,21 +20,21 @@ _OUTPUTS = {
     "mean_logits": "mean_logit",
     "is_top1": "valid_argmax",
 }
-"""Ours by TRL's names, in TRL's order."""
+"""Names of our outputs by TRL's names, in TRL's order."""
 
 
 def replace_trl_head(*, options: Options | None = None) -> None:
-    """Has the trainers of TRL compute log-probabilities, entropies and their other metrics by `linear_cross_entropy`.
+    """Makes the trainers of TRL compute log-probabilities, entropies and other metrics by `linear_cross_entropy`.
 
-    Call it once, before training; it holds for the process. SFT, DPO, KTO, GRPO and RLOO go through TRL's head, with
-    and without peft. Temperatures, softcaps and scales of logits are TRL's. Nothing is compiled.
+    Call it once, before training; it affects the whole process. SFT, DPO, KTO, GRPO and RLOO use TRL's head, with and
+    without peft. Temperatures, softcaps and scales of logits are applied as in TRL. Nothing is compiled.
 
     Args:
         options: choices about time and memory.
 
     Raises:
-        ImportError: where TRL is not installed, or has another head than that of TRL 1.16.
-        TypeError: where `options` is not an `Options`.
+        ImportError: if TRL is not installed, or its head differs from that of TRL 1.16.
+        TypeError: if `options` is not an `Options`.
     """
     from trl import __version__
     from trl.trainer import utils
@@ -48,23 +48,23 @@ def replace_trl_head(*, options: Options | None = None) -> None:
         found = f"takes {', '.join(parameters)}" if parameters else "does not exist"
         raise ImportError(
             f"replace_trl_head needs trl.trainer.utils.{_NAME} of TRL 1.16, which takes {', '.join(_PARAMETERS)}; in "
-            f"TRL {__version__}, it {found}. Install trl==1.16.*, or train without the call"
+            f"TRL {__version__}, it {found}. Install trl==1.16.*, or do not call replace_trl_head"
         )
     setattr(utils, _NAME, _Head(head, options))
 
 
 class _Head:
-    """What TRL calls in place of its autograd function."""
+    """Called by TRL in place of its autograd function."""
 
     def __init__(self, of_trl: Any, options: Options):
         self.of_trl, self._options = of_trl, options
 
     def apply(self, *given: Any) -> tuple[Tensor | None, ...]:
-        """Takes `_PARAMETERS`; returns log-probabilities (N,), and those of `_OUTPUTS` that are asked for, or None."""
+        """Takes `_PARAMETERS`; returns log-probabilities (N,), then each of `_OUTPUTS`, None if not requested."""
         call = dict(zip(_PARAMETERS, given, strict=True))
         hidden, weight, bias = call["hidden"], call["weight"], call["bias"]
         if hasattr(weight, "ds_id"):
-            # DeepSpeed's ZeRO-3 takes the weight away between forward and backward, and TRL's backward asks for it.
+            # DeepSpeed's ZeRO-3 frees the gathered weight after the forward; TRL's backward gathers it again.
             warnings.warn("with ZeRO-3, TRL's own head computes the log-probabilities", stacklevel=2)
             return self.of_trl.apply(*given)
         names = [name for name in _OUTPUTS if name in call["outputs"]]
