@@ -293,7 +293,7 @@ def _sharded_on_a_rank(rank, version, dtype, tied, folder):
         inner = trainer.accelerator.unwrap_model(model)
         patch.setattr(inner, "forward", lambda forward=inner.forward, **given: forward(**given) and forward(**given))
         patch.setattr(OurTrainer, "backend_options", {})
-        with pytest.raises(RuntimeError, match="the layers once a step, and this model's forward calls them again"):
+        with pytest.raises(RuntimeError, match="the layers once per step, but this model's forward calls them again"):
             OurTrainer(model=tiny.model(), args=arguments(folder)).compute_loss(model, inputs)
     return found
 

@@ -72,7 +72,7 @@ def number_and_arguments():
     (":loss", "an example must be one of litgpt"),
     ("no_such_module:loss", "No module named 'no_such_module'"),
     (f"{__name__}:missing", "has no attribute 'missing'"),
-    ("torch.nn.functional:rms_norm", "has arguments ['eps', 'input', 'normalized_shape'], but only those named"),
+    ("torch.nn.functional:rms_norm", "has arguments ['eps', 'input', 'normalized_shape'], but can only have"),
     (f"{__name__}:SMALL", "is no function, but a "),
     ("threading:active_count", "must return a function or module and a tuple"),
     (f"{__name__}:number_and_arguments", "must return a function or module and a tuple"),

@@ -95,8 +95,8 @@ class LossTrainerMixin:
         if not self._is_settled:
             self._refuse(
                 "it has a compute_loss of its own, which does not call super().compute_loss or asks it for model "
-                "outputs, or a label smoother of its own; give the Trainer a compute_loss_func, or remove the mixin and "
-                'compile the loss by torch.compile(…, backend="thunder_flce")'
+                "outputs, or a label smoother of its own; give the Trainer a compute_loss_func, or remove the mixin "
+                'and compile the loss by torch.compile(…, backend="thunder_flce")'
             )
         return loss
 
@@ -362,7 +362,7 @@ _CURE = "set compile_layers = True in the class or, under FSDP, remove the mixin
 def _once(outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
     if not outputs:
         raise RuntimeError(
-            f"LossTrainerMixin runs the layers once a step, but this model's forward calls them more than once: {_CURE}"
+            f"LossTrainerMixin runs the layers once per step, but this model's forward calls them again: {_CURE}"
         )
     return outputs.pop()
 

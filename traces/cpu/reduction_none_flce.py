@@ -2,7 +2,7 @@
 # thunder_flce.jit, thunder 0.2.6, torch 2.10. Compiled for cpu, float32.
 #
 #     def reduction_none(hidden, weight, labels):
-#         """One loss a token: the upstream gradient is a vector, so the gradients have to wait for the backward."""
+#         """One loss per token: the upstream gradient is a vector, so the gradients have to wait for the backward."""
 #         logits = F.linear(hidden, weight)
 #         return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1), reduction="none")
 #

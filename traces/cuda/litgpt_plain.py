@@ -2,7 +2,7 @@
 # thunder.jit with its default executors, thunder 0.2.6, torch 2.10. Compiled for cuda, bfloat16.
 #
 #     def litgpt(hidden, weight, labels):
-#         """The usual training loop around litgpt's models: the logits keep the model's dtype."""
+#         """Loss as in training scripts for litgpt's models: the logits keep the model's dtype."""
 #         logits = F.linear(hidden, weight)
 #         return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
 #

@@ -2,7 +2,7 @@
 # thunder_flce.jit, thunder 0.2.6, torch 2.10. Compiled for cuda, bfloat16.
 #
 #     def logits_returned(hidden, weight, labels):
-#         """The caller wants the logits as well, so cross-entropy stands alone."""
+#         """Loss and logits: since the logits are returned, cross-entropy is not fused with the linear."""
 #         logits = F.linear(hidden, weight)
 #         return F.cross_entropy(logits.view(-1, logits.shape[-1]).float(), labels.view(-1)), logits
 #
