@@ -64,7 +64,7 @@ BROKEN = {
     "not here": lambda: raising(Unavailable("not here")),
     "RuntimeError: broken": lambda: raising(RuntimeError("broken\nand more"))(None),
     "out of memory": lambda: raising(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate …")),
-    "RuntimeError: no dw came of the backward": lambda: (
+    "RuntimeError: the backward computed no dw": lambda: (
         lambda inputs: F.cross_entropy(F.linear(inputs.x, inputs.weight.detach(), inputs.bias), inputs.target)
     ),
 }
@@ -367,7 +367,7 @@ def test_the_shape_of_a_model(tmp_path):
     (["rates", "--methods", "eager"], "a method must be one of flce; flce backend; function; and"),
     (["--methods", "flce, rows=3"], "'flce, rows=3': .* unexpected keyword argument 'rows'"),
     (["--methods", "flce, chunk_rows=-3"], "chunk_rows must be None or a positive int, but got -3"),
-    (["losses", "--methods", "none"], "there is no 'none', but mean"),
+    (["losses", "--methods", "none"], "must be one of mean"),
     (["--rounds", "0"], "must be a positive integer"),
     (["--json", "nowhere/results.jsonl"], "--json: .*No such file or directory: 'nowhere/results.jsonl'"),
     (["--json", "."], "--json: .*Is a directory: '.'"),

@@ -1,5 +1,5 @@
-"""Benchmarks against every peer that is installed: `python -m thunder_flce bench`.
+"""Benchmarks against every installed peer: `python -m thunder_flce bench`.
 
-Reading order: `shapes` (what is measured), `methods` (who is measured), `measure` (how), then the subsets `regions`,
-`losses`, `models`, `distributed` and `rates`, whose rows `output` writes down, and `cli`, which puts them together.
+Reading order: `shapes` (sizes and inputs), `methods` (this project and its peers), `measure` (timing and memory), then
+the subsets `regions`, `losses`, `models`, `distributed` and `rates`; `output` writes their rows, `cli` runs them.
 """

@@ -20,39 +20,39 @@ PROGRAM = "python -m thunder_flce bench"
 
 @dataclass(frozen=True, kw_only=True)
 class Subset:
-    """What one name on the command line measures: some methods on some cases, such as shapes."""
+    """A benchmark that the command line knows by a name: it measures some methods on some cases, such as shapes."""
 
     help: str
-    measure: Callable[..., None]  # of what `parse` made of a case, the names of methods, a `Run`, and `options`
-    methods: Collection[str]  # by default
-    check_method: Callable[[str], object] | None = None  # raises a ValueError; by default for what is not in `methods`
+    measure: Callable[..., None]  # called with a parsed case, methods, a `Run`, and `options`
+    methods: Collection[str]  # the default
+    check_method: Callable[[str], object] | None = None  # raises a ValueError; by default if not in `methods`
     cases: Mapping[str, Sequence[str]] = field(default_factory=lambda: {"cuda": ["llama-3.1-8b"], "cpu": ["cpu"]})
-    case: str = "shape"  # with an s, the option that takes other cases
-    parse: Callable[[str], Any] = parse_shape  # from the text of a case; raises a ValueError
-    turns: Mapping[str, Any] | None = field(default_factory=dict)  # fields of `Run`; None where nothing takes turns
+    case: str = "shape"  # kind of case; "shapes" is then the option that takes other cases
+    parse: Callable[[str], Any] = parse_shape  # parses the text of a case; raises a ValueError
+    turns: Mapping[str, Any] | None = field(default_factory=dict)  # fields of `Run`; None if methods take no turns
     columns: output.Columns = field(default_factory=lambda: output.COLUMNS)
-    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # more arguments, for argparse
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # further arguments, for argparse
 
 
 def positive(text: str) -> int:
-    """A positive integer of the command line."""
+    """Reads a positive integer of the command line."""
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"must be a positive integer, but got {text!r}")
     return int(text)
 
 
 def one_of(names: Collection[str]) -> Callable[[str], str]:
-    """A `Subset.parse` of names."""
+    """Returns a `Subset.parse` that accepts these names only."""
 
     def parse(text: str) -> str:
         if text not in names:
-            raise ValueError(f"there is no {text!r}, but {'; '.join(names)}")
+            raise ValueError(f"must be one of {'; '.join(names)}, but got {text!r}")
         return text
 
     return parse
 
 
-# A millisecond or so on a GPU, where the host has as much to do as the device.
+# About a millisecond on a GPU: the host is as busy as the device.
 _SMALL = (
     (128, 32000, 768), (512, 32000, 768), (2048, 32000, 768), (8192, 32000, 768), (1024, 32000, 1024),
     (2048, 32000, 2048), (512, 50257, 768), (2048, 50304, 768), (8192, 50304, 768), (4096, 50257, 1024),
@@ -62,7 +62,7 @@ _SMALL = (
 _REGIONS = Subset(
     help="the mean loss, against every peer",
     measure=regions.measure,
-    # But for what searches for minutes before its first result.
+    # "quack, tuned" searches for minutes before its first result.
     methods=[name for name in methods.METHODS if name != "quack, tuned"],
     check_method=methods.maker,
     turns={"calls": 200, "turn_ms": 1000},
@@ -71,7 +71,7 @@ SUBSETS = {
     "regions": _REGIONS,
     "small": replace(
         _REGIONS,
-        help="the same where regions are small",
+        help="the mean loss for small regions",
         methods=["eager", "torch.compile", "flce backend", "function"],
         cases={"cuda": ["tokens={},vocab={},hidden={}".format(*sizes) for sizes in _SMALL], "cpu": ["tiny"]},
     ),
@@ -90,18 +90,18 @@ SUBSETS = {
         cases={"cuda": ["litgpt-llama-3.2-1b", "transformers-llama-3.2-1b"], "cpu": ["litgpt-tiny"]},
         case="model",
         parse=models.parse_model,
-        # Of 20 steps that wait for the host, medians of one program, measured twice, differed by a tenth.
+        # In steps that wait for the host, the medians of 20 calls differed by a tenth between two runs of one program.
         turns={"rounds": 10, "calls": 40},
     ),
     "distributed": Subset(
-        help="the mean loss over several GPUs of this machine, which divide the vocabulary or the tokens",
+        help="the mean loss on several GPUs of this machine, which divide the vocabulary or the tokens",
         measure=distributed.measure,
         methods=distributed.METHODS,
         parse=partial(parse_shape, without=("bias", "frozen")),
-        options={"ranks": {"type": positive, "default": 2, "help": "processes, a GPU each (default: %(default)s)"}},
+        options={"ranks": {"type": positive, "default": 2, "help": "processes, one GPU each (default: %(default)s)"}},
     ),
     "rates": Subset(
-        help="what this device reaches, and which options suit it",
+        help="rates that this device reaches, and the options that suit it",
         measure=rates.measure,
         methods=["function"],
         check_method=methods.with_options,
@@ -115,9 +115,9 @@ def main(arguments: Sequence[str], subsets: Mapping[str, Subset] = SUBSETS, prog
     """Runs the command line; returns the exit status.
 
     Args:
-        arguments: what comes after `program`. Without a subset they are for the first one; `--rates` is that subset.
-        subsets: by name.
-        program: what is shown as the command.
+        arguments: the words after `program`. Without a subset, the first subset runs; `--rates` stands for `rates`.
+        subsets: all subsets, by name.
+        program: the command that help and errors show.
     """
     command = shlex.join([*program.split(), *arguments])
     arguments = ["rates" if place == 0 and text == "--rates" else text for place, text in enumerate(arguments)]
@@ -168,7 +168,7 @@ def main(arguments: Sequence[str], subsets: Mapping[str, Subset] = SUBSETS, prog
 
 def _parser(subsets: Mapping[str, Subset], program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=program, description=f"Without a subset: {next(iter(subsets))}. SUBSET --help has its options."
+        prog=program, description=f"Without a subset: {next(iter(subsets))}. SUBSET --help lists its options."
     )
     names = parser.add_subparsers(dest="subset", required=True, metavar="SUBSET")
     for name, subset in subsets.items():
@@ -178,13 +178,13 @@ def _parser(subsets: Mapping[str, Subset], program: str) -> argparse.ArgumentPar
         add(f"--{subset.case}s", dest="cases", nargs="+", metavar="CASE", help=described)
         add("--methods", nargs="+", metavar="METHOD", help="; ".join(subset.methods))
         add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
-        add("--json", type=Path, metavar="FILE", help="append the results to it, a line each")
+        add("--json", type=Path, metavar="FILE", help="append the results to this file, one line each")
         add("--pictures", type=Path, metavar="FOLDER", help="draw times and memory as PNG files")
-        add("--commit", help='what is measured (default: what git says, with "-dirty" where files were changed)')
+        add("--commit", help='commit of the code (default: that of git, with "-dirty" if files are changed)')
         if subset.turns is not None:
             turns = {"rounds": Run.rounds, "calls": Run.calls, **subset.turns}
-            add("--rounds", type=positive, default=turns["rounds"], help="turns (%(default)s)")
-            add("--calls", type=positive, default=turns["calls"], help="timings a turn, at most (%(default)s)")
+            add("--rounds", type=positive, default=turns["rounds"], help="turns of each method (default: %(default)s)")
+            add("--calls", type=positive, default=turns["calls"], help="most timings per turn (default: %(default)s)")
         for option, settings in subset.options.items():
             add(f"--{option.replace('_', '-')}", **settings)
     return parser

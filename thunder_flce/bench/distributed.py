@@ -1,9 +1,9 @@
-"""A loss region whose vocabulary several GPUs divide: time, memory and error of each way, on the slowest rank.
+"""Loss regions on several GPUs that divide the vocabulary: time, memory and error of methods, on the slowest rank.
 
-Ways of sequence parallel and data parallel training divide the tokens as well.
+Methods for sequence parallel and data parallel training divide the tokens, too.
 
-Each rank is a process of its own, which this module starts. All ranks run the same calls in the same order, without the
-clock having a say, since their collectives have to match.
+This module starts a process for each rank. All ranks run the same calls in the same order, whatever the clock says,
+since their collectives have to match.
 """
 
 import json
@@ -34,20 +34,20 @@ from thunder_flce.modules import LinearCrossEntropyLoss
 from thunder_flce.vocab_parallel import VocabParallel
 
 TIMEOUT = timedelta(seconds=60)
-"""A rank that fails ends the others after this time."""
+"""Time after which the other ranks end once a rank has failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What a rank has."""
+    """The part of a loss that one rank has."""
 
-    inputs: Inputs  # all tokens, and its rows of the weight
+    inputs: Inputs  # all tokens, and this rank's rows of the weight
     mesh: DeviceMesh
-    tokens: slice  # its own, where these are divided, too
-    vocab: int  # rows of the whole weight
+    tokens: slice  # this rank's tokens, for methods that divide them
+    vocab: int  # number of rows of the whole weight
 
     def own_tokens(self) -> Inputs:
-        """Its tokens, and its rows of the weight."""
+        """Returns the rank's own tokens, and its rows of the weight."""
         if len(self.inputs.x) % self.mesh.size():
             raise Unavailable(f"{len(self.inputs.x)} tokens cannot be divided among {self.mesh.size()} ranks")
         x = self.inputs.x.detach()[self.tokens].requires_grad_()
@@ -55,7 +55,7 @@ class Part:
 
 
 def _vocab_parallel(part: Part, **settings: Any) -> Step:
-    """Ours. No rank ever has the whole weight."""
+    """Our function. No rank ever has the whole weight."""
     parallel = VocabParallel(group=part.mesh, **settings)
 
     def method(inputs: Inputs) -> Tensor:
@@ -65,7 +65,7 @@ def _vocab_parallel(part: Part, **settings: Any) -> Step:
 
 
 def _loss_parallel(part: Part, *, is_compiled: bool = False) -> Step:
-    """PyTorch's own: logits as a DTensor that is divided by columns, all of them at once."""
+    """PyTorch's `loss_parallel`: all logits at once, as a DTensor sharded by columns."""
     from torch.distributed.tensor.parallel import loss_parallel
 
     def loss(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ def _loss_parallel(part: Part, *, is_compiled: bool = False) -> Step:
 
     def method(inputs: Inputs) -> Tensor:
         x, target = (DTensor.from_local(each, part.mesh, [Replicate()]) for each in (inputs.x, inputs.target))
-        # As `ColwiseParallel` has it.
+        # The weight is sharded as by `ColwiseParallel`.
         size, stride = torch.Size((part.vocab, x.shape[1])), (x.shape[1], 1)
         weight = DTensor.from_local(inputs.weight, part.mesh, [Shard(0)], shape=size, stride=stride)
         return cast(DTensor, program(x, weight, target)).to_local()
@@ -88,7 +88,7 @@ def _loss_parallel(part: Part, *, is_compiled: bool = False) -> Step:
 
 
 def _liger(part: Part) -> Step:
-    """Liger's, as a loop in PyTorch: its own kernels for it need NVSHMEM and NVLink's multicast."""
+    """Liger's loop in PyTorch: its kernels for several ranks need NVSHMEM and NVLink's multicast."""
     if part.vocab % part.mesh.size():
         raise Unavailable("equal parts of the vocabulary only")
     if not part.inputs.x.is_cuda:
@@ -103,7 +103,7 @@ def _liger(part: Part) -> Step:
 
 
 def _fully_shard(part: Part) -> Step:
-    """FSDP2, the head as a unit that is gathered once a step, and the loss of each rank's tokens in its forward."""
+    """FSDP2 with the head as a unit that is gathered once per step; its forward computes the loss of own tokens."""
     own = part.own_tokens()
     head = LinearCrossEntropyLoss(own.x.shape[1], part.vocab, device="meta", dtype=own.x.dtype)
     fully_shard(head, mesh=part.mesh).set_unshard_in_backward(False)
@@ -118,7 +118,7 @@ def _fully_shard(part: Part) -> Step:
     return step
 
 
-# Their steps give the loss, dX of all tokens or of this rank's, and dW of this rank's rows.
+# The steps return the loss, dX of all tokens or of this rank's tokens, and dW of this rank's rows.
 METHODS: Mapping[str, Callable[[Part], Step]] = {
     "vocab_parallel": _vocab_parallel,
     "sequence_parallel": partial(_vocab_parallel, sequence_parallel=True),
@@ -129,18 +129,18 @@ METHODS: Mapping[str, Callable[[Part], Step]] = {
     "data_parallel": partial(_vocab_parallel, data_parallel=True),
 }
 OWN_MEANS = ("fully_shard", "data_parallel")
-"""Ways whose losses are means over each rank's own tokens; their dX is as many times as large as there are ranks."""
+"""Methods whose loss is the mean over a rank's own tokens; their dX is larger by a factor of the number of ranks."""
 OWN_TOKENS = (*OWN_MEANS, "sequence_parallel")
-"""Ways that give a rank dX of its own tokens only."""
+"""Methods that give a rank dX of its own tokens only."""
 
 
 def measure(shape: Shape, names: list[str], run: Run, *, ranks: int) -> None:
-    """Measures some ways, names from `METHODS`, on so many ranks, each in a process of its own and on its own GPU."""
+    """Measures methods, by names of `METHODS`, on `ranks` ranks, each in its own process and on its own GPU."""
     if run.device == "cuda" and (found := torch.cuda.device_count()) < ranks:
         raise SystemExit(f"--ranks {ranks} needs as many GPUs, but PyTorch finds {found}")
     run.fields |= {**shape.as_record(), "ranks": ranks}
     with tempfile.TemporaryDirectory() as folder:
-        # The clock must not decide how often a step runs; and no rank may go on where another one has failed.
+        # The clock must not decide how often a step runs, and no rank may continue once another rank has failed.
         of_rank = Run(device=run.device, rounds=run.rounds, calls=run.calls, settle_ms=0, turn_ms=1e9, strict=True)
         torch.multiprocessing.spawn(_run_rank, (ranks, Path(folder), of_rank, shape, names), nprocs=ranks)
         for row in json.loads(Path(folder, "rows").read_text()):
@@ -148,7 +148,7 @@ def measure(shape: Shape, names: list[str], run: Run, *, ranks: int) -> None:
 
 
 def _run_rank(rank: int, ranks: int, folder: Path, *arguments: Any) -> None:
-    """Gives the run the rows of the slowest rank, with the largest memory and error of any."""
+    """Measures on one rank; rank 0 writes rows of the slowest times and the largest memory and errors."""
     run, shape, names = arguments
     if run.device == "cuda":
         torch.cuda.set_device(rank)
@@ -166,11 +166,11 @@ def _run_rank(rank: int, ranks: int, folder: Path, *arguments: Any) -> None:
     )
     loss, dx, dw = right["loss"], right["dx"], right["dw"][mine].clone()
     del whole, right
-    # Which column a target is, makes no difference to a product; here it must be one of this rank's.
+    # The targets do not change the matmuls' time; they must be columns of this rank's weight.
     add_matmuls(run, part.inputs._replace(target=part.inputs.target % len(dw)), 3)
 
     def largest(numbers: Iterable[float]) -> list[float]:
-        """Of each number, that of the rank where it is largest."""
+        """Returns the maximum of each number over the ranks."""
         of_ranks = torch.tensor([*numbers], dtype=torch.float64, device=run.device)
         dist.all_reduce(of_ranks, dist.ReduceOp.MAX)
         return of_ranks.tolist()
@@ -191,6 +191,6 @@ def _run_rank(rank: int, ranks: int, folder: Path, *arguments: Any) -> None:
         (folder / "rows").write_text(json.dumps(run.rows))
     sys.stdout.flush()
     sys.stderr.flush()
-    # At its usual end, a rank on a busy CPU was now and then aborted for a thread that was still running ("terminate
-    # called without an active exception").
+    # Without this, a rank on a busy CPU sometimes aborted at exit, because of a thread that was still running
+    # ("terminate called without an active exception").
     os._exit(0)

@@ -1,7 +1,8 @@
-"""Losses other than the mean over tokens: GRPO's, preferences, weighted tokens, distillation, log-probabilities alone.
+"""Losses beside the mean over tokens: GRPO, preferences, weighted tokens, distillation, log-probabilities alone.
 
-Each is written once, over numbers of tokens. It is measured as we run it, as peers do that have it or log-probabilities
-of tokens, by torch.compile and in eager PyTorch, forward and backward, beside the matmuls that its results need.
+Each loss is written once, as a function of one number per token. It is measured forward and backward, beside the
+matmuls that its results need: by this project, by peers that have the loss or log-probabilities of tokens, by
+torch.compile and in eager PyTorch.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,10 +22,10 @@ from thunder_flce.functional import linear_cross_entropy
 from thunder_flce.kl_divergence import linear_kl_divergence
 
 SEQUENCES = 8
-"""Of a preference loss: the first half are the chosen ones, the second half the rejected ones."""
+"""Number of sequences of a preference loss: the first half are chosen, the second half rejected."""
 
 Program = Callable[..., Tensor]
-"""The loss from x (T, H), weight (V, H), target (T,) and what is given: weights of the tokens (T,), or a teacher."""
+"""Computes a loss from x (T, H), weight (V, H), target (T,) and tensors such as token weights (T,) or a teacher."""
 
 
 def _log_probs_of(logits: Tensor, target: Tensor, *given: Tensor) -> Tensor:
@@ -32,14 +33,14 @@ def _log_probs_of(logits: Tensor, target: Tensor, *given: Tensor) -> Tensor:
 
 
 def _weights(inputs: Inputs) -> tuple[Tensor, ...]:
-    """Between 0.1 and 1.1."""
+    """Returns random weights of tokens, between 0.1 and 1.1."""
     target = inputs.target
     generator = torch.Generator(target.device).manual_seed(1)
     return (torch.rand(target.shape, device=target.device, generator=generator) + 0.1,)
 
 
 def _of_sequences(inputs: Inputs) -> tuple[Tensor, ...]:
-    """The same, of tokens that are divided into sequences."""
+    """Returns the same weights, if the tokens can be divided into sequences."""
     if len(inputs.x) % SEQUENCES:
         raise Unavailable(f"{len(inputs.x)} tokens cannot be divided into {SEQUENCES} sequences of one length")
     return _weights(inputs)
@@ -47,28 +48,28 @@ def _of_sequences(inputs: Inputs) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """A loss, and who computes it."""
+    """A loss, and the implementations of it."""
 
-    reduce: Callable[..., Tensor]  # from a number for each token (T,), and what is given
-    of_rows: Callable[..., Tensor] = _log_probs_of  # these, from logits, target, and what is given, of some tokens
+    reduce: Callable[..., Tensor]  # the loss, from one number per token (T,) and the given tensors
+    of_rows: Callable[..., Tensor] = _log_probs_of  # these numbers of some tokens
     given: Callable[[Inputs], tuple[Tensor, ...]] = _weights
-    of_tokens: int = 1  # how many of the given ones have a row for each token; they come first
-    matmuls: int = 3  # the logits, dX, dW and a teacher's logits are one each; with 1, there are no gradients
-    own: Mapping[str, Program] = field(default_factory=dict)  # ours, "function", and Liger's, "liger"
+    of_tokens: int = 1  # how many of the given tensors, the first ones, have a row per token
+    matmuls: int = 3  # logits, dX, dW, a teacher's logits; no gradients with 1
+    own: Mapping[str, Program] = field(default_factory=dict)  # our "function" and Liger's, "liger"
 
     @property
     def ways(self) -> tuple[str, ...]:
-        """Who computes it: without a function of ours, what our compilers make of it."""
+        """Names of the implementations. Our compilers are measured if we have no function for the loss."""
         ours = () if "function" in self.own else ("flce", "flce backend")
         peers = LOG_PROBS if self.of_rows is _log_probs_of else ()
         return (*ours, *self.own, *peers, "torch.compile", "eager")
 
     def method(self, way: str, given: tuple[Tensor, ...]) -> Method:
-        """The loss as one of `ways` computes it."""
+        """Returns the implementation that one of `ways` names."""
         reduce, of_rows = self.reduce, self.of_rows
 
         def written(x: Tensor, weight: Tensor, target: Tensor, *given: Tensor) -> Tensor:
-            # In float32, as people write it: sums of log-probabilities in bfloat16 are off by whole units.
+            # In float32, as users write it: sums of log-probabilities in bfloat16 are off by whole units.
             return reduce(of_rows(F.linear(x, weight).float(), target, *given), *given)
 
         if way in self.own:
@@ -92,7 +93,7 @@ def _preference(log_probs: Tensor, weights: Tensor) -> Tensor:
 
 
 def _grpo(log_probs: Tensor, weights: Tensor) -> Tensor:
-    """GRPO (arXiv:2402.03300): ratios from 0.8 to 1.3, of which half are clipped, and a divergence from a reference."""
+    """GRPO (arXiv:2402.03300): ratios from 0.8 to 1.3, half of them clipped, and a divergence from a reference."""
     advantages = weights - 0.6
     old, reference = log_probs.detach() + 0.5 * advantages, log_probs.detach() + 0.2 * advantages
     ratio = torch.exp(log_probs - old)
@@ -102,14 +103,14 @@ def _grpo(log_probs: Tensor, weights: Tensor) -> Tensor:
 
 
 def _liger_preference(x: Tensor, weight: Tensor, target: Tensor, _: Tensor) -> Tensor:
-    """Liger's DPO, a chunk for each pair of sequences."""
+    """Liger's DPO, with a chunk for each pair of sequences."""
     fused = import_module("liger_kernel.chunked_loss").LigerFusedLinearDPOLoss(beta=0.1, use_ref_model=False)
     return fused(weight, x.view(SEQUENCES, -1, x.shape[1]), target.view(SEQUENCES, -1))[0]
 
 
 @torch.no_grad()
 def _teacher(inputs: Inputs) -> tuple[Tensor, ...]:
-    """Hidden states (T, H) and head (V, H) that are random, as the student's are."""
+    """Returns random hidden states (T, H) and a random head (V, H), with the student's distributions."""
     generator = torch.Generator(inputs.x.device).manual_seed(2)
     x, weight = (
         torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=generator)
@@ -120,7 +121,7 @@ def _teacher(inputs: Inputs) -> tuple[Tensor, ...]:
 
 @torch.no_grad()
 def _largest(inputs: Inputs) -> tuple[Tensor, ...]:
-    """The columns (T, 64) of the teacher's largest probabilities, and these."""
+    """Returns the columns (T, 64) of the teacher's largest probabilities, and these probabilities."""
     x, weight = _teacher(inputs)
     found = [F.linear(x[rows], weight).float().softmax(-1).topk(64) for rows in row_slices(x)]
     return torch.cat([each.indices for each in found]), torch.cat([each.values for each in found])
@@ -167,10 +168,10 @@ LOSSES = {
 METHODS = {f"{name}, {way}": loss for name, loss in LOSSES.items() for way in loss.ways}
 
 
-# Most programs are one function with other constants, which Dynamo would give up to compile after eight of them.
+# Most programs are one function with different constants; by default, Dynamo stops compiling it after eight of them.
 @torch._dynamo.config.patch(recompile_limit=4 * len(LOSSES))
 def measure(shape: Shape, names: list[str], run: Run) -> None:
-    """Measures some losses, names from `METHODS`, on one shape."""
+    """Measures losses, by names of `METHODS`, on one shape."""
     inputs = prepared(shape, run)
     for count in MATMULS:
         add_matmuls(run, inputs, count)
@@ -179,7 +180,7 @@ def measure(shape: Shape, names: list[str], run: Run) -> None:
             continue
         of_loss = inputs.map(Tensor.detach) if loss.matmuls == 1 else inputs
         matmuls = max(loss.matmuls - shape.frozen, 1)
-        # A reference is as large as the gradients; one at a time.
+        # A reference is as large as the gradients, so only one exists at a time.
         reference = Results()
         with run.attempt(loss_name):
             given = loss.given(inputs)

@@ -1,7 +1,7 @@
-"""Time and memory of steps that take turns, and what to do when one of them fails.
+"""Time and memory of steps that take turns, and the handling of steps that fail.
 
-A GPU is power-limited: a method is the faster the cooler its predecessor left the chip. Each therefore runs for
-`Run.settle_ms` before it is timed, methods take turns, and only numbers of one run compare.
+A GPU is power-limited: a method runs faster if its predecessor left the chip cool. Each method therefore runs for
+`Run.settle_ms` before it is timed, methods take turns, and only numbers of the same run can be compared.
 """
 
 import gc
@@ -19,38 +19,38 @@ import torch
 
 Mark = Callable[[str], None]
 Step = Callable[[Mark], Any]
-"""Runs once, and calls its argument with the name of each phase where that ends, as in mark("forward")."""
+"""Runs a step once; calls its argument with a phase's name at the end of that phase, as in mark("forward")."""
 
 Laps = list[dict[str, float]]
-"""Of each call of a step, the milliseconds of each phase, and of all of them as `TOTAL`."""
+"""For each call of a step, the milliseconds of each phase, and of the whole call as `TOTAL`"""
 TOTAL = "total"
 
 MATMULS = {1: "one matmul", 2: "two matmuls", 3: "three matmuls", 4: "four matmuls"}
-"""The methods that times are compared with: so many matmuls alone."""
+"""Names of the methods that times are compared with: matmuls alone, by their number"""
 
 
 def no_mark(phase: str) -> None:
-    """Of a step that nobody times."""
+    """A `Mark` for steps that are not timed."""
 
 
 class Unavailable(Exception):
-    """A method that cannot do what it is asked for; the message says why."""
+    """Raised by a method that does not support a case; the message has the reason."""
 
 
 def progress(words: str) -> None:
-    """Writes over the last line of a terminal; writes nothing to a file."""
+    """Overwrites the last line of a terminal; writes nothing if stderr is not a terminal."""
     if sys.stderr.isatty():
         print(f"\r\033[K{words}", end="", file=sys.stderr, flush=True)
 
 
 def synchronize(device: str) -> None:
-    """Waits until the device has done what it was asked to."""
+    """Waits until the device has finished all work."""
     if device == "cuda":
         torch.cuda.synchronize()
 
 
 def release(device: str) -> None:
-    """Gives back the memory that nobody refers to."""
+    """Frees all unreferenced memory."""
     gc.collect()
     synchronize(device)
     if device == "cuda":
@@ -59,23 +59,23 @@ def release(device: str) -> None:
 
 @dataclass(kw_only=True)
 class Run:
-    """Methods that are measured beside each other on one case."""
+    """Methods that are measured together on one case."""
 
     device: str  # "cuda" or "cpu"
     rounds: int = 4  # turns of each method
-    calls: int = 5  # timings a turn, at most
-    turn_ms: float = 500  # how long these may take together; two are always made
-    settle_ms: float = 250  # how long a method runs on a GPU before it is timed; on a CPU, two calls do
-    strict: bool = False  # whether failures are raised, but for what is unavailable or not installed
+    calls: int = 5  # timings per turn, at most
+    turn_ms: float = 500  # time for all timings of a turn; there are at least two
+    settle_ms: float = 250  # how long a method runs on a GPU before it is timed; on a CPU, two calls suffice
+    strict: bool = False  # whether failures are raised, except `Unavailable` and missing packages
     write: Callable[[dict[str, Any]], object] | None = None  # called with each row as soon as it is known
-    fields: dict[str, Any] = field(default_factory=dict)  # of all rows
-    rows: list[dict[str, Any]] = field(default_factory=list)  # those known so far, as in JSON
-    # What `report` is to time: of each method its step, which has run before, and more of its row. With "matmuls", the
-    # row has the "ratio" to the time of so many, where they were added, too.
+    fields: dict[str, Any] = field(default_factory=dict)  # fields that all rows have
+    rows: list[dict[str, Any]] = field(default_factory=list)  # rows known so far, as in JSON
+    # Methods that `report` times: a step, which has run before, and further fields of the row. With "matmuls", the row
+    # gets the "ratio" to the time of that number of matmuls, if these were added, too.
     added: dict[str, tuple[Step, dict[str, Any]]] = field(default_factory=dict)
 
     def row(self, method: str, **numbers: Any) -> None:
-        """Adds a row, without what is None."""
+        """Adds a row, without numbers that are None."""
         known = {name: number for name, number in numbers.items() if number is not None}
         self.rows.append({**self.fields, "method": method, **known})
         if self.write is not None:
@@ -83,11 +83,11 @@ class Run:
 
     @contextmanager
     def attempt(self, method: str) -> Iterator[None]:
-        """Turns any failure inside into a row of the method, and frees what it held."""
+        """Turns a failure inside the context into a row of the method, and frees the memory it held."""
         progress(method)
         try:
             yield
-        # A peer may fail in any way; its row says so and the others go on.
+        # A peer may raise anything; its row has the message, and other methods continue.
         except Exception as error:
             is_available = not isinstance(error, Unavailable | ImportError)
             if self.strict and is_available:
@@ -95,7 +95,7 @@ class Run:
             words = f"{type(error).__name__}: {error}" if is_available else str(error)
             is_full = isinstance(error, torch.OutOfMemoryError)
             self.row(method, failed="out of memory" if is_full else words.partition("\n")[0])
-            # What the functions that failed had in their variables, the tracebacks hold on to.
+            # The tracebacks keep the local variables of the failed functions alive.
             chain: BaseException | None = error
             while chain is not None:
                 traceback.clear_frames(chain.__traceback__)
@@ -103,7 +103,7 @@ class Run:
             release(self.device)
 
     def report(self, turn: Callable[[Step], Laps] | None = None) -> None:
-        """Times what was added, by `turn` or `Run.turn`."""
+        """Times the added methods, by `turn` or by default `Run.turn`, and adds their rows."""
         laps = self.in_turns({name: step for name, (step, _) in self.added.items()}, turn or self.turn)
         for name, of_method in laps.items():
             numbers = self.added[name][1]
@@ -115,7 +115,7 @@ class Run:
             self.row(name, **times, **numbers)
 
     def in_turns(self, steps: Mapping[str, Any], turn: Callable[[Any], list[Any]]) -> dict[str, list[Any]]:
-        """What `turn` gave for each step in all rounds; one that fails is left out from there on."""
+        """Returns the results of `turn` for each step, of all rounds; a step that fails is dropped."""
         found: dict[str, list[Any]] = {name: [] for name in steps}
         for number in range(1, self.rounds + 1):
             for name in list(found):
@@ -127,31 +127,31 @@ class Run:
         return found
 
     def turn(self, step: Step) -> Laps:
-        """The times of the calls of a turn."""
+        """Returns the times of one turn's calls."""
         return laps_ms((step for _ in self.repetitions(step)), self.device)
 
     def repetitions(self, *steps: Step) -> Iterator[int]:
-        """Counts how often all of these steps are timed in a turn, after what settles the chip."""
+        """Runs the steps until the chip has settled; then yields a number for each timing of a turn."""
         settled = time.perf_counter() + (self.settle_ms / 1e3 if self.device == "cuda" else 0)
         while True:
             call_ms = sum(lap[TOTAL] for lap in laps_ms(steps, self.device))
             if time.perf_counter() >= settled:
                 break
-        # The first call after waiting for the device finds it idle; the timed ones follow it without a gap.
+        # The first call after a synchronisation finds the device idle; the timed calls follow it without a gap.
         for step in steps:
             step(no_mark)
         yield from range(max(min(self.calls, int(self.turn_ms / max(call_ms, 1e-3))), 2))
 
 
-# A GPU takes about a thousand kernels before it has run them.
+# The queue of a GPU holds about a thousand kernels; these steps stay below that.
 _STEPS_AHEAD = 8
 
 
 def laps_ms(steps: Iterable[Step], device: str) -> Laps:
-    """The times of steps that follow each other without waiting for the device, as in training.
+    """Returns the times of steps that follow each other without synchronisation, as in training.
 
-    On a GPU, "host" is the time until the host has asked for all of a step, beside those of the phases: of the first
-    steps, since later it may wait, where the device is behind, for room among what it has asked for.
+    On a GPU, "host" is the time that the host needs to launch a step: the median of the first steps, since later the
+    host may have to wait for room in the device's queue.
     """
     is_cuda = device == "cuda"
 
@@ -182,17 +182,17 @@ def laps_ms(steps: Iterable[Step], device: str) -> Laps:
 
 
 def spread(values: Iterable[float], name: str) -> dict[str, float]:
-    """Median and 20th and 80th percentile, under `name` with "", "_p20" and "_p80"."""
+    """Returns the median and the 20th and 80th percentile, as `name` with "", "_p20" and "_p80"."""
     ordered = sorted(values)
     low, high = (ordered[round(share * (len(ordered) - 1))] for share in (0.2, 0.8))
     return {name: statistics.median(ordered), f"{name}_p20": low, f"{name}_p80": high}
 
 
 def peak_bytes(call: Callable[[], object], device: str) -> int:
-    """The most memory that a call holds at a time, in bytes, on top of what was held before.
+    """Returns the peak memory of a call in bytes, beyond the memory that was in use before.
 
-    Counts what PyTorch allocates on the device, whether Python, autograd or a compiled function asks for it, and what
-    the call returns or leaves behind, such as gradients.
+    Counts all memory that PyTorch allocates on the device, whether Python, autograd or a compiled function asks for it,
+    including tensors that the call returns or leaves behind, such as gradients.
     """
     if device == "cuda":
         torch.cuda.synchronize()
@@ -201,7 +201,7 @@ def peak_bytes(call: Callable[[], object], device: str) -> int:
         call()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    # The CPU's allocator keeps no peak, but tells the profiler of every block that it gives out or takes back.
+    # The CPU's allocator keeps no peak, but reports every allocation and release to the profiler.
     with torch.autograd.profiler.profile(profile_memory=True) as profiler:
         call()
     held = peak = 0

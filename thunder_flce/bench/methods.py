@@ -1,7 +1,7 @@
-"""This project and its peers, each behind a function of the inputs that returns the mean loss, ready for backward.
+"""This project and its peers, each as a function of the inputs that returns the mean loss, ready for backward.
 
-All do the same for their user: one loss from x, weight, bias and target, and after `loss.backward()` all gradients in
-`.grad`. A peer whose default leaves out part of the work has a second entry that does all of it.
+All methods do the same work: one loss from x, weight, bias and target, and after `loss.backward()` all gradients in
+`.grad`. A peer that skips part of the work by default has a second entry that does all of it.
 """
 
 import ast
@@ -32,7 +32,7 @@ def _backend(program: Callable[..., Tensor], *, options: Options | None = None) 
     return torch.compile(program, fullgraph=True, dynamic=False, backend=compile_graph, options=given)
 
 
-# Strict: what is not fused fails, and is not measured as if it were ours.
+# Ours are strict: a loss that is not fused fails, and is not measured as if it were ours.
 COMPILERS: dict[str, Callable[..., Callable[..., Tensor]]] = {
     "eager": lambda program: program,
     "torch.compile": partial(torch.compile, fullgraph=True, dynamic=False),
@@ -40,23 +40,23 @@ COMPILERS: dict[str, Callable[..., Callable[..., Tensor]]] = {
     "flce": partial(thunder_flce.jit, strict=True),
     "flce backend": _backend,
 }
-"""From a program in PyTorch, what runs it; those of ours also take `Options`, as `options`."""
+"""Compilers of a program in PyTorch; ours also accept `options`, an `Options`"""
 
 
 def _compiled(compiler: str, **settings: Any) -> Method:
-    """The mean loss as it is written in PyTorch, by one of `COMPILERS`."""
+    """Returns the mean loss, written in PyTorch, compiled by one of `COMPILERS`."""
     return _method(COMPILERS[compiler](_program, **settings))
 
 
 def ours(
     options: Any = None, *, function: Callable[..., Any] = thunder_flce.linear_cross_entropy, **settings: Any
 ) -> Method:
-    """A call of `linear_cross_entropy`, whose result is (), (T,), or a tuple, as its other arguments ask for it."""
+    """Returns a method that calls `linear_cross_entropy`; its result is (), (T,) or a tuple, as `settings` demand."""
     return _method(partial(function, options=options, **settings), bias="linear_bias")
 
 
 def _method(function: Callable[..., Any], *, bias: str = "bias") -> Method:
-    """From a function of x, weight, target and, where there is one, a bias by that name."""
+    """Makes a method of a function of x, weight, target and, if there is a bias, a keyword argument of that name."""
 
     def method(inputs: Inputs) -> Any:
         given = {} if inputs.bias is None else {bias: inputs.bias}
@@ -66,19 +66,19 @@ def _method(function: Callable[..., Any], *, bias: str = "bias") -> Method:
 
 
 def _peer(path: str, **settings: Any) -> Method:
-    """A peer's function, as in "module:name"."""
+    """Makes a method of a peer's function, given as "module:name"."""
     module, name = path.split(":")
     return _method(partial(attrgetter(name)(import_module(module)), **settings))
 
 
 def _torch_linear_cross_entropy(**settings: Any) -> Method:
-    # Newer versions of torch have both.
+    # Only newer versions of torch have the function and its options.
     options = torch.nn.LinearCrossEntropyOptions(**settings)  # type: ignore[attr-defined]
     return _method(partial(F.linear_cross_entropy, options=options), bias="linear_bias")  # type: ignore[attr-defined]
 
 
 def _trl_log_probs() -> Callable[..., Tensor]:
-    """The head of TRL's trainers without the model around it, at the width of their blocks of the vocabulary."""
+    """Returns the head of TRL's trainers without a model, with the trainers' number of columns per block."""
     function = import_module("trl.kernels").ChunkedLogProbFunction
     settings = 1.0, 32768, None, 1.0, ()  # temperature, columns, softcap, scale, outputs
     return lambda x, weight, target, bias=None: function.apply(x, weight, bias, target, *settings)[0]
@@ -91,7 +91,7 @@ def _liger_log_probs() -> Callable[..., Tensor]:
 
 
 def _cut_cross_entropy_log_probs() -> Callable[..., Tensor]:
-    """With all gradients: by default it leaves out the small ones."""
+    """Returns cut-cross-entropy with all gradients; by default, it skips small ones."""
     function = import_module("cut_cross_entropy").linear_cross_entropy
     return lambda x, weight, target: -function(x, weight, target, reduction="none", filter_eps=None)
 
@@ -101,7 +101,7 @@ LOG_PROBS = {
     "cut-cross-entropy": _cut_cross_entropy_log_probs,
     "liger, per token": _liger_log_probs,
 }
-"""Peers that have log-probabilities of tokens: each gives a function of x, weight and target, whose result is (T,)."""
+"""Peers that compute log-probabilities of tokens: each entry returns a function of x, weight and target to (T,)."""
 
 
 def _trl() -> Method:
@@ -115,7 +115,7 @@ def _trl() -> Method:
 
 
 OURS = "flce", "flce backend", "function"
-"""This project by thunder, by the backend of torch.compile and as a function."""
+"""This project, by thunder, by the backend of torch.compile and as a function"""
 
 _HOPPER = "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90:LigerFusedLinearCrossEntropySM90Function.apply"
 _LIGER = "liger_kernel.transformers.functional:liger_fused_linear_cross_entropy"
@@ -130,26 +130,26 @@ METHODS: dict[str, Callable[..., Method]] = {
     "liger": partial(_peer, _LIGER),
     "liger, chunk 8": partial(_peer, _LIGER, chunk_mem_const=8),
     "cut-cross-entropy": partial(_peer, _CUT),
-    # Without this, gradients below eps / 32 of their dtype are never computed: nearly all of them here.
+    # By default, it skips gradients below eps / 32 of their dtype, which here are nearly all.
     "cut-cross-entropy, exact": partial(_peer, _CUT, filter_eps=None),
     "trl": _trl,
     "liger, hopper": partial(_peer, _HOPPER),
-    # Not its default of 4096 tokens, at which quack 0.6.5 fails where the hidden size is as large.
+    # With its default of 4096 tokens, quack 0.6.5 fails if the hidden size is as large.
     "quack": partial(_peer, _QUACK, tuned=False, chunk_size=2048),
     "quack, tuned": partial(_peer, _QUACK, use_scaled_exp=False),
 }
-"""What each name stands for; called once per shape, so that nothing compiled is shared between shapes.
+"""Makers of methods by name; called once per shape, so that shapes share no compiled code.
 
-One of `OURS` may also have options behind it, as in "flce, chunk_rows=1024, strategy=save_logits". Those that may leave
+Names of `OURS` may be followed by options, as in "flce, chunk_rows=1024, strategy=save_logits". Methods that may leave
 the device unusable come last.
 """
 
 
 def maker(name: str) -> Callable[[], Method]:
-    """What makes the method of that name, or raises an ImportError where a peer is not installed.
+    """Returns the maker of a method; the maker raises an ImportError if a peer is not installed.
 
     Raises:
-        ValueError: where there is no such method, or an option is none of `Options`.
+        ValueError: if there is no such method, or an option is not a field of `Options`.
     """
     if name in METHODS:
         return METHODS[name]
@@ -158,7 +158,7 @@ def maker(name: str) -> Callable[[], Method]:
 
 
 def with_options(name: str, known: Iterable[str] = OURS) -> tuple[str, Options]:
-    """Reads "flce, chunk_rows=1024" as one of `OURS` and its options, or raises a ValueError that names the `known`."""
+    """Reads "flce, chunk_rows=1024" as one of `OURS` and its options; a ValueError lists the `known` methods."""
 
     def value(text: str) -> Any:
         try:

@@ -1,7 +1,7 @@
 """Training steps of whole models, with and without this project: forward, backward and optimizer.
 
-All methods share one model, whose parameters stay as they are: the optimizer does all its work at a learning rate of 0.
-So each computes the same loss, and their order does not matter.
+All methods share one model. The optimizer runs in full, but with a learning rate of 0, so that parameters do not
+change: all methods compute the same loss, and their order does not matter.
 """
 
 import itertools
@@ -24,23 +24,23 @@ from thunder_flce.bench.measure import Mark, Run, no_mark, peak_bytes, release, 
 from thunder_flce.bench.shapes import dtype_name, given_fields
 
 LENGTHS = 8
-"""How many lengths a run has, where they change: evenly spaced from three to five quarters of the length."""
+"""Number of lengths in a run of changing lengths: evenly spaced from three to five quarters of the model's length"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A model, and the batches that it is trained on: four sequences or more, of 2048 tokens at most."""
+    """A model and its batches: at least four sequences, of at most 2048 tokens."""
 
-    make: Callable[[int, int], tuple[nn.Module, int]]  # from layers and length: gives the loss; and its vocabulary
+    make: Callable[[int, int], tuple[nn.Module, int]]  # (layers, length) to (module that returns the loss, vocabulary)
     name: str = ""
     layers: int
     tokens: int = 8192  # in a batch
-    lengths: str = "one"  # or "changing": each step has another one in turn, as of padded batches of texts
+    lengths: str = "one"  # or "changing": steps take the lengths in turn, like padded batches of texts
     dtype: torch.dtype = torch.bfloat16
 
     @property
     def length(self) -> int:
-        """Of the sequences; where lengths change, about the mean."""
+        """Length of the sequences; about the mean, if lengths change."""
         return max(min(2048, self.tokens // 4), 1)
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class Model:
 
 
 class _WithLoss(nn.Module):
-    """A model and its loss, which is all that it returns."""
+    """A model with its loss; returns only the loss."""
 
     def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Tensor, Tensor], Tensor]):
         super().__init__()
@@ -66,7 +66,7 @@ def _litgpt(layers: int, length: int, **config: Any) -> tuple[nn.Module, int]:
     made = make(**config, n_layer=layers, block_size=length)
 
     def loss(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
-        """As in litgpt's training loop."""
+        """The loss of litgpt's training loop."""
         return F.cross_entropy(model(tokens).flatten(0, -2), labels.flatten())
 
     return _WithLoss(litgpt.GPT(made), loss), made.padded_vocab_size
@@ -86,8 +86,8 @@ _LLAMA_1B: dict[str, Any] = {
 }  # fmt: skip
 _TINY_LLAMA: dict[str, Any] = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
 _TINY_LITGPT: dict[str, Any] = {"padded_vocab_size": 1000, "n_embd": 64, "n_head": 4}
-# Without its window of 4096 tokens, which is longer than the sequences: litgpt writes its mask row by row, so that a
-# graph of torch.compile has 2048 operations for each of these layers, and AOTAutograd does not end within minutes.
+# Without its sliding window of 4096 tokens, which is longer than the sequences: litgpt writes the window's mask row by
+# row, so that torch.compile's graph has 2048 operations for each such layer, and AOTAutograd runs for many minutes.
 _GEMMA_2B: dict[str, Any] = {"name": "Gemma-2-2b", "sliding_window_size": None, "sliding_window_indices": None}
 
 MODELS = {
@@ -115,14 +115,14 @@ METHODS: dict[str, Callable[[nn.Module], Callable[..., Tensor]]] = {
 }
 
 DEFAULT = ["torch.compile", "flce backend", "torch.compile, reduce-overhead", "flce backend, reduce-overhead"]
-"""The methods that a user would choose from."""
+"""Methods that users would choose from"""
 
 
 def parse_model(text: str) -> Model:
-    """One of `MODELS`, also with fewer layers and so on, as in "litgpt-tiny,layers=2,tokens=128,lengths=changing".
+    """Reads one of `MODELS`, perhaps with changed fields, as in "litgpt-tiny,layers=2,tokens=128,lengths=changing".
 
     Raises:
-        ValueError: where the text is no such thing.
+        ValueError: if there is no such model, or a field or its value is not allowed.
     """
     name, *changes = text.split(",")
     lengths = {"one": "one", "changing": "changing"}.__getitem__
@@ -134,13 +134,13 @@ def parse_model(text: str) -> Model:
         return found
     except (KeyError, ValueError):
         raise ValueError(
-            f"a model must be one of {', '.join(MODELS)}, with layers=…, tokens=… and lengths=one or changing behind "
-            f"it, as in litgpt-tiny,tokens=64, but got {text!r}"
+            f"a model must be one of {', '.join(MODELS)}, perhaps with layers=…, tokens=… and lengths=one or changing, "
+            f"as in litgpt-tiny,tokens=64, but got {text!r}"
         ) from None
 
 
 def measure(model: Model, methods: list[str], run: Run) -> None:
-    """Measures methods, names from `METHODS`, on one model."""
+    """Measures methods, by names of `METHODS`, on one model."""
     torch.compiler.reset()
     release(run.device)
     batch = {"batch": model.tokens // model.length, "length": model.length, "lengths": model.lengths}
@@ -153,10 +153,10 @@ def measure(model: Model, methods: list[str], run: Run) -> None:
         with run.attempt(method):
             training = make()
             run.fields |= {"vocab": training.vocab, "parameters": training.parameters}
-            # Dynamo remembers which sizes have changed, so a second method would not meet its first length alone.
+            # Dynamo remembers which sizes changed: a second method would compile its first length with symbolic sizes.
             torch._dynamo.pgo.reset_code_state()
             program = METHODS[method](training.module)
-            # What one method has compiled, the next would find on the disk.
+            # Without a fresh cache, a method would find code on disk that an earlier one has compiled.
             with fresh_cache():
                 numbers = training.first_steps(program)
             if method.startswith("flce") or method == "thunderfx":
@@ -167,13 +167,13 @@ def measure(model: Model, methods: list[str], run: Run) -> None:
 
 
 class _Training:
-    """A model with its optimizer, and a batch of each length."""
+    """A model with its optimizer, and one batch of each length."""
 
     def __init__(self, model: Model, device: str):
         lengths = [model.length]
         if model.lengths == "changing":
             lengths = torch.linspace(0.75 * model.length, 1.25 * model.length, LENGTHS).int().tolist()
-        # So that no method pays for Inductor's own start.
+        # Start Inductor now, so that no method's time includes it.
         torch.compile(lambda x: x.exp().sum())(torch.ones(64, device=device, requires_grad=True)).backward()
         torch.manual_seed(0)
         before = torch.get_default_dtype()
@@ -188,7 +188,7 @@ class _Training:
         self._optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.0, fused=True)
         sequences = model.tokens // model.length
         self.batches = [torch.randint(self.vocab, (2, sequences, length), device=device) for length in lengths]
-        # So that no method pays for making the optimizer's state.
+        # Create the optimizer's state now, so that no method's time includes it.
         for parameter in self.module.parameters():
             parameter.grad = torch.zeros_like(parameter)
         self._optimizer.step()
@@ -197,9 +197,9 @@ class _Training:
             self._eager_loss = self.module(*self.batches[0]).item()
 
     def first_steps(self, program: Callable[..., Tensor]) -> dict[str, Any]:
-        """One of each length, with all that is compiled for it, and two for the memory of the longest.
+        """Runs a step of each length, which compiles for it, and two more of the longest length for their peak memory.
 
-        The first of the two records the CUDA graph, if there is one: what it holds is not counted afterwards.
+        The first of these two records the CUDA graph, if there is one; later steps do not count the graph's own memory.
         """
         seconds, losses = [], []
         for batch in self.batches:
@@ -218,7 +218,7 @@ class _Training:
         }
 
     def step(self, program: Callable[..., Tensor], batches: Iterator[Tensor], mark: Mark) -> Tensor:
-        """Returns the loss, which the next step may overwrite: a CUDA graph writes it into the same memory."""
+        """Runs a step; returns the loss, which the next step may overwrite: a CUDA graph reuses its memory."""
         try:
             loss = program(*next(batches))
             mark("forward")

@@ -1,4 +1,4 @@
-"""What becomes of rows: JSON with the machine, the versions and the commit, tables in Markdown, and pictures."""
+"""Output of rows: JSON with the machine, versions and commit, tables in Markdown, and pictures."""
 
 import datetime
 import json
@@ -15,7 +15,7 @@ import torch
 
 Row = dict[str, Any]
 Columns = Mapping[str, tuple[str, str]]
-"""Of fields of rows, the title in tables and the format as in str.format."""
+"""For fields of rows, the title in tables, and the format for str.format"""
 
 TIME, GB, ERROR = "{:.3f}", "{:.4g}", "{:.1e}"
 
@@ -27,14 +27,14 @@ COLUMNS: Columns = {
     "forward_ms": ("forward", TIME),
     "backward_ms": ("backward", TIME),
     "optimizer_ms": ("optimizer", TIME),
-    "host_ms": ("host, ms", TIME),  # until the host has asked for everything
-    "ratio": ("× matmuls", "{:.3f}"),  # to the time of `matmuls` matmuls alone
+    "host_ms": ("host, ms", TIME),  # until the host has launched everything
+    "ratio": ("× matmuls", "{:.3f}"),  # ratio to the time of `matmuls` matmuls alone
     "memory_gb": ("peak, GB", GB),
     "above_outputs_gb": ("peak − gradients, GB", GB),
     **{f"{of.lower()}_error": (f"{of} error", ERROR) for of in ("loss", "dX", "dW", "dbias")},
-    "first_call_s": ("first call, s", "{:.1f}"),  # with all that is compiled for it
+    "first_call_s": ("first call, s", "{:.1f}"),  # including compilation
     "second_length_s": ("second length, s", "{:.1f}"),  # likewise
-    "new_length_ms": ("new length, ms", TIME),  # the median step of a length that is new, after the second
+    "new_length_ms": ("new length, ms", TIME),  # median first step of each length after the second
     "fused": ("fused", "{}"),  # whether this project fused the loss
 }
 
@@ -45,7 +45,7 @@ _PACKAGES = (
 
 
 def context(command: str, *, device: str, commit: str | None = None) -> dict[str, str]:
-    """What rows belong to: device, versions, commit (by default `commit_of` this package), date and command."""
+    """Returns fields of all rows: device, versions, commit (by default `commit_of` this package), date and command."""
     commit = commit or commit_of(Path(__file__).parents[1])
     installed = {}
     for name in _PACKAGES:
@@ -63,9 +63,9 @@ def context(command: str, *, device: str, commit: str | None = None) -> dict[str
 
 
 def commit_of(package: Path) -> str | None:
-    """The commit that a package's folder is checked out at; None where git does not know it.
+    """Returns the commit at which a package's folder is checked out; None if git does not track the folder.
 
-    With "-dirty" where a file of it, or of the folder `lab` beside it, is changed or new.
+    The commit ends in "-dirty" if a file of the package, or of the folder `lab` beside it, is changed or new.
     """
 
     def git(*arguments: str) -> str | None:
@@ -74,22 +74,22 @@ def commit_of(package: Path) -> str | None:
         except (FileNotFoundError, subprocess.CalledProcessError):
             return None
 
-    # A folder that git ignores is not of the commit that the folder around it is at.
+    # A folder that git ignores does not belong to the commit of the repository around it.
     head = git("rev-parse", "--short=12", "HEAD") if git("ls-files", ".") else None
     is_clean = git("status", "--porcelain", "--", ".", "../lab") == ""
     return head and head.strip() + ("" if is_clean else "-dirty")
 
 
 def append(path: Path, row: Row) -> None:
-    """Adds a line, which is on the disk when this returns."""
+    """Appends a row to a file as a line of JSON, and closes the file."""
     with path.open("a") as file:
         file.write(json.dumps(row) + "\n")
 
 
 def markdown(title: str, rows: Sequence[Row], columns: Columns = COLUMNS) -> str:
-    """A table with a line for each method, then a list of what failed.
+    """Returns a table with a line for each method, then a list of failures.
 
-    A cell has the median, and half of what lies between the 20th and the 80th percentile, but of a single timing.
+    A cell has the median and, unless there is a single timing, half the range from the 20th to the 80th percentile.
     """
     measured = [row for row in rows if "failed" not in row]
     shown = _shown(measured, columns)
@@ -104,9 +104,9 @@ def markdown(title: str, rows: Sequence[Row], columns: Columns = COLUMNS) -> str
 
 
 def draw(title: str, rows: Sequence[Row], folder: Path, *, columns: Columns = COLUMNS) -> Path:
-    """Draws the columns in ms and GB as bars, a panel for each, into a PNG file that is named after the title.
+    """Draws the columns in ms and GB as bars, one panel each, into a PNG file named after the title; returns its path.
 
-    The picture is empty where nothing was measured.
+    The picture is empty if nothing was measured.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -133,7 +133,7 @@ def draw(title: str, rows: Sequence[Row], folder: Path, *, columns: Columns = CO
 
 
 def _shown(rows: Sequence[Row], columns: Columns) -> list[str]:
-    """The columns in which some row has something."""
+    """Returns the columns in which at least one row has a value."""
     return [name for name in columns if any(name in row for row in rows)]
 
 

@@ -1,7 +1,7 @@
-"""What a device reaches, what the defaults do there, and which options would be better: less than a minute on a GPU.
+"""The rates of a device, the default plan there, and options that would be better: less than a minute on a GPU.
 
-Plans were tried on an H100 and an H200. For other devices they rest on two rates, which are measured here, and on
-estimates.
+Plans were measured on an H100 and an H200. For other devices, plans follow from estimates and from two rates, which
+this module measures.
 """
 
 from dataclasses import replace
@@ -22,7 +22,7 @@ from thunder_flce.operation.call import Call
 from thunder_flce.options import Options
 
 WORTH_TIME, WORTH_MEMORY = 0.98, 0.9
-"""What counts as better: 2% less time, or 10% less memory in no more than 1% more time."""
+"""Factors from which options count as better: 2% less time, or 10% less memory in no more than 1% more time"""
 SAME_TIME = 1.01
 
 
@@ -30,9 +30,9 @@ def measure(shape: Shape, methods: list[str], run: Run) -> None:
     """Prints a report, and measures ways to run one shape.
 
     Args:
-        shape: what is run; in float16 where a GPU does not multiply in bfloat16.
-        methods: of ours, with options; "function" alone stands for all that are worth a try on this device.
-        run: where, and for how long.
+        shape: the shape; runs in float16 if a GPU has no matmuls in bfloat16.
+        methods: names of `OURS` with options; "function" alone stands for all that are worth trying on this device.
+        run: the device, and how long to measure.
     """
     place = torch.device(run.device)
     known = Device.of(place)
@@ -57,11 +57,11 @@ def measure(shape: Shape, methods: list[str], run: Run) -> None:
     for tuned in of_defaults.get("tuned_products", []):
         sizes = " × ".join(map(str, tuned["sizes"]))
         print(f"- {sizes} by another algorithm of cuBLAS: {tuned['gain']:.3f} times as fast")
-    print(f"- better: {better(run.rows, names[0]) or 'nothing that was tried is better than the defaults'}\n")
+    print(f"- better: {better(run.rows, names[0]) or 'none of the options tried is better than the defaults'}\n")
 
 
 def measured_rates(known: Device, dtype: torch.dtype) -> Device:
-    """The device with what the three matmuls of a chunk reach here, and a pass over memory in place."""
+    """Returns the device with measured rates: of the three matmuls of a chunk, and of a pass over memory in place."""
     device = known.kind
     tokens, vocab, hidden = (2048, 32768, 4096) if device == "cuda" else (512, 4096, 512)
     shape = Shape(name="", tokens=tokens, vocab=vocab, hidden=hidden, dtype=dtype)
@@ -82,7 +82,7 @@ def measured_rates(known: Device, dtype: torch.dtype) -> Device:
 
 
 def ways(plan: Plan, by_rates: Plan, *, tokens: int, device: Device) -> list[str]:
-    """What to try, the defaults first."""
+    """Returns the methods to try, the defaults first."""
     sizes = {plan.chunk_rows // 2, by_rates.chunk_rows, min(2 * plan.chunk_rows, tokens)} - {plan.chunk_rows, 0}
     options = [f"chunk_rows={rows}" for rows in sorted(sizes)]
     if device.is_nvidia:
@@ -93,7 +93,7 @@ def ways(plan: Plan, by_rates: Plan, *, tokens: int, device: Device) -> list[str
 
 
 def better(rows: list[dict[str, Any]], default: str) -> str:
-    """The options of rows that gain as much as is worth an option over the default's, in words."""
+    """Returns as text the options of rows that are better than the default's by `WORTH_TIME` or `WORTH_MEMORY`."""
     found = {row["method"]: (row["time_ms"], row["above_outputs_gb"]) for row in rows if "failed" not in row}
     time_ms, memory = found.pop(default, (float("inf"), float("inf")))
     gains = [
@@ -106,4 +106,4 @@ def better(rows: list[dict[str, Any]], default: str) -> str:
 
 def _rates_words(device: Device) -> str:
     matmul, bandwidth = device.matmul_rate, device.bandwidth
-    return f"{matmul / 1e12:.3g} TFLOP/s and {bandwidth / 1e12:.3g} TB/s ({matmul / bandwidth:.0f} operations a byte)"
+    return f"{matmul / 1e12:.3g} TFLOP/s and {bandwidth / 1e12:.3g} TB/s ({matmul / bandwidth:.0f} operations per byte)"

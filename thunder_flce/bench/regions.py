@@ -1,7 +1,7 @@
 """Loss regions: forward, backward and both; time, peak memory and error of all methods in one run.
 
-Results are compared with those of the definition in a wider dtype, and times with those of the matmuls that the results
-need, alone.
+Results are compared with the definition in a wider dtype, and times with those of the matmuls alone that the results
+need.
 """
 
 import time
@@ -26,7 +26,7 @@ Results = dict[str, Tensor]
 def measure(
     shape: Shape, methods: list[str], run: Run, *, change: Callable[[Inputs], object] = lambda inputs: None
 ) -> None:
-    """Measures methods, by names that `methods.maker` knows, on one shape; `change` may alter the inputs in place."""
+    """Measures methods, by names for `methods.maker`, on one shape; `change` may alter the inputs in place."""
     inputs, reference, matmuls = prepared(shape, run), Results(), 2 if shape.frozen else 3
     change(inputs)
     with run.attempt("reference"):
@@ -40,8 +40,8 @@ def measure(
 
 
 def prepared(shape: Shape, run: Run) -> Inputs:
-    """Random inputs of a shape, which all rows of the run have from here on."""
-    # What was compiled for an earlier shape would make torch.compile try symbolic sizes, or give up.
+    """Returns random inputs of a shape, and adds the shape to all further rows of the run."""
+    # If it remembered earlier shapes, torch.compile would try symbolic sizes, or stop compiling.
     torch.compiler.reset()
     release(run.device)
     run.fields |= shape.as_record()
@@ -49,12 +49,12 @@ def prepared(shape: Shape, run: Run) -> Inputs:
 
 
 def run_step(inputs: Inputs, method: Method, mark: Mark, *, upstream: Tensor | None = None) -> Results:
-    """Forward, and backward where an input requires a gradient, which is taken away from it.
+    """Runs forward and, if an input requires a gradient, backward; returns the results and clears all `.grad`.
 
-    `upstream` is (T,), for a loss of (T,).
+    `upstream` is (T,), for a loss of shape (T,).
 
     Raises:
-        RuntimeError: where an operand got no gradient.
+        RuntimeError: if an operand got no gradient.
     """
     operands = inputs.named_operands()
     try:
@@ -68,24 +68,24 @@ def run_step(inputs: Inputs, method: Method, mark: Mark, *, upstream: Tensor | N
         for tensor in operands.values():
             tensor.grad = None
     if missing := operands.keys() - gradients.keys():
-        raise RuntimeError(f"no {' and no '.join(sorted(missing))} came of the backward")
+        raise RuntimeError(f"the backward computed no {' and no '.join(sorted(missing))}")
     return {"loss": loss.detach(), **gradients}
 
 
 def add(run: Run, name: str, step: Step, *, reference: Results, matmuls: int | None = None) -> dict[str, Any]:
-    """Adds a method to a run, after a first call, whose results are compared, and one for its memory.
+    """Adds a method to a run, after a first call whose results are compared, and a second call for its memory.
 
-    Which of cuBLAS's algorithms it runs does not depend on what ran before, as if it had a process to itself.
+    The method's choice of cuBLAS algorithms does not depend on earlier methods, as if it had a process of its own.
 
     Args:
-        run: what it is added to.
-        name: of the method.
-        step: of it; it gives `Results`.
+        run: the run.
+        name: the method's name.
+        step: the method's step, which returns `Results`.
         reference: the right results, or some of them.
-        matmuls: how many its time is compared with, if `add_matmuls` has added them.
+        matmuls: the number of matmuls that the time is compared with, if `add_matmuls` has added them.
 
     Returns:
-        What its row will have beside times, to which more may be added.
+        The fields that the method's row will have beside times; the caller may add more.
     """
     own: dict[Any, Any] = {}
 
@@ -112,7 +112,7 @@ def add(run: Run, name: str, step: Step, *, reference: Results, matmuls: int | N
 
 
 def mean_reference(inputs: Inputs) -> Results:
-    """Of the mean loss."""
+    """Returns the right results of the mean loss."""
     of_rows = partial(F.cross_entropy, reduction="none")
     return make_reference(inputs, of_rows, lambda losses: losses.sum() / (inputs.target != -100).sum())
 
@@ -121,14 +121,14 @@ def make_reference(
     inputs: Inputs, of_rows: Callable[..., Tensor], reduce: Callable[..., Tensor], *, given: Sequence[Tensor] = (),
     of_tokens: int = 0,
 ) -> Results:  # fmt: skip
-    """The right results, a few rows at a time, in float32 for 16 bits, otherwise in float64.
+    """Returns the right results, computed a few rows at a time, in float32 for 16-bit inputs, otherwise in float64.
 
     Args:
-        inputs: read as they are.
-        of_rows: a number for each of some tokens, from their logits, their targets and what is given.
-        reduce: the loss, from the numbers of all tokens and what is given.
+        inputs: the inputs; they are not changed.
+        of_rows: computes one number per token from the logits, targets and given tensors of some tokens.
+        reduce: computes the loss from the numbers of all tokens and the given tensors.
         given: tensors that the loss takes beside the inputs.
-        of_tokens: how many of these have a row for each token; they come first.
+        of_tokens: how many of the given tensors, the first ones, have a row for each token.
     """
     dtype = torch.float32 if inputs.x.element_size() == 2 else torch.float64
     wide = inputs.map(lambda tensor: tensor.detach().to(dtype).requires_grad_(tensor.requires_grad))
@@ -146,15 +146,15 @@ def make_reference(
 
 
 def row_slices(x: Tensor, rows: int = 512) -> Iterator[slice]:
-    """The rows of x, some at a time."""
+    """Yields slices that cover the rows of x, `rows` at a time."""
     return (slice(start, start + rows) for start in range(0, x.shape[0], rows))
 
 
 def add_matmuls(run: Run, inputs: Inputs, count: int) -> None:
-    """Adds the first `count` of logits, dX, dW and a teacher's logits, over all tokens; the logits are the forward.
+    """Adds the first `count` matmuls of logits (the forward), dX, dW and a teacher's logits, over all tokens.
 
-    An odd vocabulary is rounded down to a multiple of 8, where cuBLAS is fast. dlogits is that of the loss: at the
-    limit of its power, a chip multiplies some numbers faster than others.
+    The vocabulary is rounded down to a multiple of 8, where cuBLAS is fast. dlogits has the values of the loss, since
+    at its power limit a chip multiplies some numbers faster than others.
     """
     with run.attempt(MATMULS[count]):
         inputs = inputs.map(Tensor.detach)

@@ -1,4 +1,4 @@
-"""The shapes that are measured, by name, and their inputs."""
+"""Shapes to measure, by name, and their inputs."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """torch.bfloat16 as "bfloat16"."""
+    """Returns a dtype's name, such as "bfloat16" for torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -21,7 +21,7 @@ DTYPES = {dtype_name(dtype): dtype for dtype in (torch.bfloat16, torch.float16, 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """One loss region."""
+    """Sizes and properties of one loss region."""
 
     name: str
     tokens: int
@@ -43,7 +43,7 @@ class Shape:
         return ", ".join([sizes, *(extra for extra, is_there in extras.items() if is_there)])
 
     def as_record(self) -> dict[str, Any]:
-        """The fields for JSON, and "shape", which is all of them for people."""
+        """Returns the fields for JSON, with "shape" as a text of all of them."""
         return {"shape": str(self), **vars(self), "dtype": dtype_name(self.dtype)}
 
 
@@ -59,13 +59,13 @@ SHAPES = {
     "cpu": Shape(name="cpu", tokens=512, vocab=32000, hidden=512, dtype=torch.float32),
     "tiny": Shape(name="tiny", tokens=64, vocab=500, hidden=32, dtype=torch.float32),
 }
-"""The heads of models, and two shapes for a CPU."""
+"""Shapes of models' heads, and two small shapes for a CPU"""
 
 GRAMMAR = (
     f"{', '.join(SHAPES)}; tokens=…,vocab=…,hidden=…[,bias=1][,ignored=…][,dtype=…][,frozen=1]; "
     "both, as in gpt2,bias=1; or a Hugging Face model's config.json,tokens=…"
 )
-"""What `parse_shape` takes."""
+"""Texts that `parse_shape` accepts"""
 
 _FIELDS: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("tokens", "vocab", "hidden"), int),
@@ -76,15 +76,15 @@ _FIELDS: dict[str, Callable[[str], Any]] = {
 
 
 def given_fields(pairs: Iterable[str], readers: dict[str, Callable[[str], Any]]) -> dict[str, Any]:
-    """Reads "tokens=8192" and so on, each by the reader of its name; a KeyError or ValueError where that fails."""
+    """Reads pairs such as "tokens=8192", each by the reader of its name; a KeyError or ValueError if that fails."""
     return {name: readers[name](value) for name, value in (pair.split("=", 1) for pair in pairs)}
 
 
 def parse_shape(text: str, *, without: tuple[str, ...] = ()) -> Shape:
-    """A shape by its name, by fields, or both; a model's config.json has the vocabulary and the hidden size.
+    """Reads a shape: a name, fields, or both; a model's config.json gives the vocabulary and the hidden size.
 
     Raises:
-        ValueError: where the text is none of these, or the shape has one of the fields `without`.
+        ValueError: if the text is none of these, or the shape sets a field in `without`.
     """
     name, *changes = text.split(",")
     try:
@@ -107,12 +107,12 @@ def parse_shape(text: str, *, without: tuple[str, ...] = ()) -> Shape:
             f"a shape must be one of {GRAMMAR}, with positive sizes and ignored between 0 and 1, but got {text!r}"
         ) from None
     if any(getattr(shape, name) for name in without):
-        raise ValueError(f"this takes shapes without {', '.join(without)}, but got {shape}")
+        raise ValueError(f"this benchmark takes shapes without {', '.join(without)}, but got {shape}")
     return shape
 
 
 class Inputs(NamedTuple):
-    """What a method gets: tensors that require a gradient, but for target and a frozen weight."""
+    """Inputs of a method: tensors that require a gradient, except the target and a frozen weight."""
 
     x: Tensor  # (T, H)
     weight: Tensor  # (V, H)
@@ -121,7 +121,7 @@ class Inputs(NamedTuple):
 
     @classmethod
     def random(cls, shape: Shape, device: str) -> "Inputs":
-        """Normal x, weights that give logits of standard deviation about 1, and uniform targets."""
+        """Returns normal x, weights for which logits have a standard deviation of about 1, and uniform targets."""
         generator = torch.Generator(device).manual_seed(0)
 
         def randn(*size: int, scale: float = 1.0) -> Tensor:
@@ -139,14 +139,14 @@ class Inputs(NamedTuple):
         )
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Inputs":
-        """The same with changed operands; `map(Tensor.detach)` has none that requires a gradient."""
+        """Returns inputs with changed operands; after `map(Tensor.detach)`, no operand requires a gradient."""
         return Inputs(*(each if each is None or each is self.target else change(each) for each in self))  # type: ignore[arg-type]
 
     def logits(self, rows: slice) -> Tensor:
-        """(n, V) those of some tokens."""
+        """Returns the logits of some tokens, (n, V)."""
         return F.linear(self.x[rows], self.weight, self.bias)
 
     def named_operands(self) -> dict[str, Tensor]:
-        """What gets a gradient, by the gradient's name: "dx", "dw" and "dbias"."""
+        """Returns the operands that get a gradient, by the gradient's name: "dx", "dw" and "dbias"."""
         named = zip(("dx", "dw", "target", "dbias"), self, strict=True)
         return {name: tensor for name, tensor in named if tensor is not None and tensor.requires_grad}
