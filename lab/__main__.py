@@ -1,4 +1,4 @@
-"""`python -m lab`, in the repository's root: what only developers of this package measure."""
+"""`python -m lab`, run in the repository's root: benchmarks for developers of this package."""
 
 import sys
 

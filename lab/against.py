@@ -1,8 +1,8 @@
-"""Methods against a base, the two in turns, call by call: what a change gains or costs.
+"""Methods against a base, in turns, call by call: the gain or cost of a change.
 
-The base is the same call of another checkout, or one method for all. The other checkout is there a second time in the
-same process, copied under another name, which also takes its place in strings, and with an empty `__init__.py`: nothing
-of it is registered with thunder. So it is the function that is compared, whose options may be given.
+The base is the same call of another checkout, or one method for all. The other checkout is imported into the same
+process as a copy under another name, which replaces the package's name in strings, too. The copy has an empty
+`__init__.py`, so that it registers nothing with thunder. So only the function is compared, with options or without.
 """
 
 import itertools
@@ -41,11 +41,11 @@ COLUMNS = {
     "base": ("base", "{}"),  # a method, or the commit or the folder of another checkout
     "time_ms": ("time, ms", TIME),
     "base_time_ms": ("base, ms", TIME),
-    "ratio": ("ratio", "{:.4f}"),  # of two calls that followed each other
-    "pairs": ("pairs", "{}"),  # how many ratios those are of
+    "ratio": ("ratio", "{:.4f}"),  # of the times of two successive calls
+    "pairs": ("pairs", "{}"),  # number of such ratios
     "above_outputs_gb": ("peak − gradients, GB", GB),
     "base_above_outputs_gb": ("base, GB", GB),
-    "memory_ratio": ("ratio", "{:.3f}"),  # of the two before; None where the second is not above 0
+    "memory_ratio": ("ratio", "{:.3f}"),  # of the two before; None if the second is not above 0
 }
 
 
@@ -53,11 +53,11 @@ def measure(shape: Shape, names: list[str], run: Run, *, base: str, base_commit:
     """Measures methods and their bases on one shape.
 
     Args:
-        shape: what to measure.
-        names: of methods; with another checkout as the base, "function", with options or without.
-        run: where, and for how long (a call is one of both).
+        shape: the shape to measure.
+        names: names of methods; if the base is another checkout, "function", with options or without.
+        run: the device, and how long to measure (a call is one call of each of the two).
         base: a method, or the folder of another checkout.
-        base_commit: what is checked out there, where git cannot tell.
+        base_commit: the commit of that checkout, if git cannot tell.
     """
     folder = Path(base).resolve() if (Path(base) / PACKAGE).is_dir() else None
     if folder is None:
@@ -84,7 +84,7 @@ def measure(shape: Shape, names: list[str], run: Run, *, base: str, base_commit:
 def _of_checkout(name: str, folder: Path) -> Method:
     way, options = methods.with_options(name)
     if way != "function":
-        raise Unavailable("only the function is compared with that of another checkout")
+        raise Unavailable('only "function" can be compared with another checkout')
     function, make_options = load(folder)
     try:
         return ours(make_options(**options.non_defaults()), function=function)
@@ -93,8 +93,8 @@ def _of_checkout(name: str, folder: Path) -> Method:
 
 
 def _turn(run: Run, pair: tuple[Step, Step]) -> list[tuple[float, float]]:
-    """Milliseconds of both, which find the chip as warm: their ratio is known better than either of their times."""
-    # First, second, second, first, and so on: neither always follows the other.
+    """Returns milliseconds of both on an equally warm chip: their ratio is more precise than their times."""
+    # The order is first, second, second, first, and so on, so that neither always follows the other.
     orders = (pair if number % 2 == 0 else pair[::-1] for number in run.repetitions(*pair))
     times = [lap[TOTAL] for lap in laps_ms(itertools.chain.from_iterable(orders), run.device)]
     in_turn = enumerate(zip(times[::2], times[1::2], strict=True))
@@ -102,7 +102,7 @@ def _turn(run: Run, pair: tuple[Step, Step]) -> list[tuple[float, float]]:
 
 
 def paired_spread(pairs_ms: Iterable[tuple[float, float]]) -> dict[str, Any]:
-    """The median of both times, and of the ratio of the first to the second, with 20th and 80th percentile."""
+    """Returns medians of both times and of the ratio of first to second, the ratio with percentiles 20 and 80."""
     first, second = zip(*pairs_ms, strict=True)
     ratios = [one / other for one, other in zip(first, second, strict=True)]
     times = {"time_ms": median(first), "base_time_ms": median(second)}
@@ -110,7 +110,7 @@ def paired_spread(pairs_ms: Iterable[tuple[float, float]]) -> dict[str, Any]:
 
 
 def _memory(one: Step, other: Step, device: str) -> dict[str, Any]:
-    """Calls both once, then once more for their memory."""
+    """Calls each step once, then once more to measure its memory."""
     peaks = []
     for step in (one, other):
         outputs = sum(result.nbytes for name, result in step(no_mark).items() if name != "loss")
@@ -128,16 +128,16 @@ _numbers = itertools.count()
 
 @cache
 def load(folder: Path) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Imports the package of a checkout beside the one that is running.
+    """Imports a second checkout's package into this process, beside the running one.
 
     Args:
-        folder: the folder that holds the folder `thunder_flce`, of any commit that has `functional` and `options`.
+        folder: the folder that contains `thunder_flce`, at any commit that has `functional` and `options`.
 
     Returns:
         Its `linear_cross_entropy` and its `Options`.
     """
     package = folder / PACKAGE
-    # A copy loaded before keeps its name: nothing that it imports later may come from this one.
+    # Each copy has a name of its own, since an earlier copy may still import modules.
     name = f"{PACKAGE}_other{next(_numbers)}"
     copied = Path(_holder().name)
     for source in package.rglob("*.py"):
@@ -154,7 +154,7 @@ def load(folder: Path) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 @cache
 def _holder() -> tempfile.TemporaryDirectory:
-    """The folder of all copies, there until the process ends: Triton reads the source of its kernels again."""
+    """Returns the folder of all copies; it lasts as long as the process, since Triton rereads the kernels' source."""
     return tempfile.TemporaryDirectory(prefix=f"{PACKAGE}-copies-")
 
 
@@ -164,10 +164,10 @@ SUBSET = Subset(
     columns=COLUMNS,
     methods=["function"],
     check_method=methods.maker,
-    # At 8192 × 128256 × 4096, 40 pairs of a step of 40 ms in 5 seconds.
+    # At 8192 × 128256 × 4096, this measures 40 pairs of a step of 40 ms in 5 seconds.
     turns={"calls": 50, "turn_ms": 800, "settle_ms": 300},
     options={
         "base": {"required": True, "help": "the folder of another checkout of this project, or a method"},
-        "base_commit": {"metavar": "COMMIT", "help": "what is checked out there, where git cannot tell"},
+        "base_commit": {"metavar": "COMMIT", "help": "the commit of that checkout, if git cannot tell"},
     },
 )

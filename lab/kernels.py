@@ -1,8 +1,8 @@
-"""The row kernels alone: bytes a second of each backend, against a device copy of as many bytes.
+"""The row kernels alone: bytes per second of each backend, against a device copy of as many bytes.
 
-"statistics" and "moments" read the logits of a chunk once; "dlogits" reads and writes them, and "statistics and
-dlogits" do both, which are held to the bytes that they have to move, one read and one write. A copy reads half of its
-bytes and writes the other half.
+"statistics" and "moments" read the logits of a chunk once; "dlogits" reads and writes them. "statistics and dlogits"
+does both, and its rate counts the bytes that it needs to move at least: one read and one write. A copy reads half of
+its bytes and writes the other half.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ VOCABS = {
     "cpu": [1000, 4099, 32000],
 }
 LOGITS_BYTES = {"cuda": 512 * 2**20, "cpu": 8 * 2**20}
-"""Bytes of the logits of a chunk: ten times what a GPU's cache holds."""
+"""Bytes of a chunk's logits: ten times the size of a GPU's cache"""
 
 KERNELS = [
     "statistics",
@@ -40,27 +40,27 @@ KERNELS = [
 COLUMNS = {
     "backend": ("backend", "{}"),  # one of `dispatch.BACKENDS`
     "time_ms": ("time, ms", TIME),
-    "gb_per_s": ("GB/s", "{:.0f}"),  # 10⁹ bytes a second of those that have to be moved, padding not counted
-    "copy_gb_per_s": ("copy, GB/s", "{:.0f}"),  # of a copy that moves as many
-    "ratio": ("of the copy", "{:.1%}"),  # the first over the second
+    "gb_per_s": ("GB/s", "{:.0f}"),  # 10⁹ bytes per second, of bytes that have to be moved, without padding
+    "copy_gb_per_s": ("copy, GB/s", "{:.0f}"),  # of a copy of as many bytes
+    "ratio": ("of the copy", "{:.1%}"),  # ratio of these two rates
 }
 
 
 def measure(vocab: int, methods: list[str], run: Run, *, dtype: str | None) -> None:
-    """Measures kernels at one vocabulary, of each backend that can run there, in turns.
+    """Measures the kernels of each available backend in turns, at one vocabulary.
 
     Args:
         vocab: V, at least 2.
         methods: names from `KERNELS`.
-        run: where, and for how long.
-        dtype: of the logits; by default bfloat16, and float32 on a CPU.
+        run: the device, and how long to measure.
+        dtype: dtype of the logits; by default bfloat16, and float32 on a CPU.
     """
     device = run.device
     of_logits = DTYPES[dtype or ("bfloat16" if device == "cuda" else "float32")]
     release(device)
     stride = row_stride(vocab, dtype=of_logits, device_type=device)
     rows = max(LOGITS_BYTES[device] // (stride * of_logits.itemsize), 2)
-    # From one row to the next, with the padding.
+    # `row_stride` is the distance of rows, padding included.
     run.fields |= {"vocab": vocab, "rows": rows, "row_stride": stride, "dtype": dtype_name(of_logits)}
     steps: dict[str, Step] = {}
     with run.attempt("logits"):
@@ -94,7 +94,7 @@ def measure(vocab: int, methods: list[str], run: Run, *, dtype: str | None) -> N
 
 
 def _available_backends(dtype: torch.dtype, device: str) -> list[str]:
-    """The `dispatch.BACKENDS` that can run on the device."""
+    """Returns those of `dispatch.BACKENDS` that can run on the device."""
 
     def is_available(name: str) -> bool:
         try:
@@ -108,17 +108,17 @@ def _available_backends(dtype: torch.dtype, device: str) -> list[str]:
 
 def _columns(text: str) -> int:
     if not text.isdecimal() or int(text) < 2:
-        raise ValueError(f"a vocabulary has two columns or more, but got {text!r}")
+        raise ValueError(f"a vocabulary must be an integer of at least 2, but got {text!r}")
     return int(text)
 
 
 def _bytes_moved(name: str, z: Tensor) -> int:
-    """What a kernel has to read and write at least."""
+    """Number of bytes that a kernel has to read and write at least."""
     return z.numel() * z.element_size() * (1 if name in ("statistics", "moments") else 2)
 
 
 def _kernel_steps(kernels: RowKernels, z: Tensor) -> dict[str, Step]:
-    """A step for each of `KERNELS`."""
+    """Returns a step for each of `KERNELS`."""
     rows, vocab = z.shape
     row = z.new_full((rows,), 1 / rows, dtype=torch.float32)
     statistics, _ = kernels.statistics(z)
@@ -140,7 +140,7 @@ def _kernel_steps(kernels: RowKernels, z: Tensor) -> dict[str, Step]:
 
 
 def _copy_step(z: Tensor, moved: int) -> Step:
-    """A copy that reads and writes so many bytes in all."""
+    """Returns a step that copies: reads and writes add up to `moved` bytes."""
     source, destination = (z.new_zeros(moved // 2, dtype=torch.uint8) for _ in range(2))
     return _timed(lambda: destination.copy_(source))
 
@@ -161,5 +161,5 @@ SUBSET = Subset(
     case="vocab",
     parse=_columns,
     cases={device: list(map(str, vocabs)) for device, vocabs in VOCABS.items()},
-    options={"dtype": {"choices": DTYPES, "help": "of the logits (default: bfloat16; float32 on a CPU)"}},
+    options={"dtype": {"choices": DTYPES, "help": "dtype of the logits (default: bfloat16; float32 on a CPU)"}},
 )

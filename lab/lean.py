@@ -1,8 +1,8 @@
-"""Small regions: time of host and device, and calls; and the least that such a region has to cost the host.
+"""Small regions: time of host and device, and number of calls; and the least time that a region costs the host.
 
-"lean" is one chunk, three small kernels, and nothing is checked or chosen. Steps follow each other without waiting for
-the device. Every seventh target is ignored. The first methods give the mean loss, the others what they are named after,
-from the same logits.
+"lean" is this least region: one chunk, three small kernels, no checks and no choices. Steps follow each other without
+synchronisation. Every seventh target is ignored. The first methods compute the mean loss, the others the result that
+they are named after, from the same logits.
 """
 
 import math
@@ -34,7 +34,7 @@ _SCALED = 8192
 
 @triton.jit
 def _count(target, scale, tokens, BLOCK: tl.constexpr):
-    """Writes 1 / the number of targets that are not ignored."""
+    """Writes 1 / the number of valid targets."""
     counts = tl.zeros([BLOCK], tl.float32)
     for start in range(0, tokens, BLOCK):
         rows = start + tl.arange(0, BLOCK)
@@ -44,7 +44,7 @@ def _count(target, scale, tokens, BLOCK: tl.constexpr):
 
 @triton.jit
 def _row(logits, target, scale, losses, vocab, BLOCK: tl.constexpr):
-    """Writes a row's share of the mean loss, and the gradient of its logits over these."""
+    """Writes a row's share of the mean loss, and overwrites the row's logits by their gradient."""
     row = tl.program_id(0).to(tl.int64)
     z, y = logits + row * vocab, tl.load(target + row)
     largest, total = tl.full([BLOCK], float("-inf"), tl.float32), tl.zeros([BLOCK], tl.float32)
@@ -52,7 +52,7 @@ def _row(logits, target, scale, losses, vocab, BLOCK: tl.constexpr):
         columns = start + tl.arange(0, BLOCK)
         u = tl.load(z + columns, mask=columns < vocab, other=float("-inf")).to(tl.float32)
         larger = tl.maximum(largest, u)
-        # Places behind a short vocabulary keep -inf, and a sum of 0.
+        # Lanes beyond the vocabulary keep a maximum of -inf and a sum of 0.
         shift = tl.where(larger == float("-inf"), 0.0, larger)
         total = total * tl.exp(largest - shift) + tl.exp(u - shift)
         largest = larger
@@ -60,7 +60,7 @@ def _row(logits, target, scale, losses, vocab, BLOCK: tl.constexpr):
     log_sum = of_row + tl.log(tl.sum(total * tl.exp(largest - of_row), 0))
     share = tl.where(y == -100, 0.0, tl.load(scale))
     tl.store(losses + row, (log_sum - tl.load(z + tl.maximum(y, 0)).to(tl.float32)) * share)
-    # Nobody overwrites the target's logit before it is read.
+    # All threads have read the target's logit before one overwrites it.
     tl.debug_barrier()
     for start in range(0, vocab, BLOCK):
         columns = start + tl.arange(0, BLOCK)
@@ -99,7 +99,7 @@ class _Lean(torch.autograd.Function):
 
 
 def lean(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """() the mean loss of x (T, H), weight (V, H) and target (T,) int64, -100 for ignored ones, on a GPU."""
+    """Returns the mean loss, (), of x (T, H), weight (V, H) and target (T,) int64 on a GPU; -100 is ignored."""
     return _Lean.apply(x, weight, target)
 
 
@@ -115,7 +115,7 @@ IGNORED_EVERY = 7
 
 
 def _numbers(inputs: Inputs) -> Tensor:
-    """(T,) between 0.1 and 1.1."""
+    """Returns random numbers (T,) between 0.1 and 1.1."""
     generator = torch.Generator(inputs.x.device).manual_seed(1)
     return torch.rand(inputs.x.shape[0], device=inputs.x.device, generator=generator) + 0.1
 
@@ -149,14 +149,14 @@ METHODS: dict[str, Callable[[Inputs], Method]] = {
     "flce, token loss": _token_loss,
     NO_GRAD: lambda inputs: torch.no_grad()(ours()),
 }
-"""From the inputs, a function of them whose result is () or (T,)."""
+"""Makers of methods: called with the inputs, they return a function of inputs whose result is () or (T,)"""
 
 MEANS = {"eager", "torch.compile", "flce", "flce, compute", "lean"}
-"""Those whose results are compared with the reference."""
+"""Methods whose results are compared with the reference"""
 
 
 def measure(shape: Shape, methods: list[str], run: Run) -> None:
-    """Measures methods, names from `METHODS`, on one shape; `run.calls` are the steps of a turn."""
+    """Measures methods, by names of `METHODS`, on one shape; a turn has `run.calls` steps."""
     inputs = prepared(shape, run)
     inputs.target[::IGNORED_EVERY] = -100
     upstream, reference = _numbers(inputs), mean_reference(inputs)
@@ -171,7 +171,7 @@ def measure(shape: Shape, methods: list[str], run: Run) -> None:
 
 
 def _turn(run: Run, step: Step) -> Laps:
-    """The mean of all calls, and of the time until the host has asked for them."""
+    """Returns the mean time of a call, and the mean time that the host needs to launch it."""
     step(no_mark)
     synchronize(run.device)
     start = time.perf_counter()
@@ -184,24 +184,24 @@ def _turn(run: Run, step: Step) -> Laps:
 
 
 def _counts(step: Step, device: str) -> dict[str, Any]:
-    for _ in range(3):  # What is compiled or measured for them is no part of a turn.
+    for _ in range(3):  # Exclude compilation and the tuning of matmuls from the counts.
         step(no_mark)
     call = partial(step, no_mark)
     return {"operations": _device_operations(call) if device == "cuda" else None, "calls": _python_calls(call)}
 
 
 def _device_operations(call: Callable[[], object]) -> int:
-    """How many kernels, copies and fills something starts, which has run before."""
+    """Number of kernels, copies and fills that a call launches; the call has run before."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         call()
         torch.cuda.synchronize()
-    # An annotation spans kernels of others. Device types are equal, but not the same object.
+    # An annotation is no operation: it spans other events. Device types compare equal, but are not the same object.
     events = profiler.events() or ()
     return sum(1 for event in events if event.device_type == DeviceType.CUDA and not event.is_user_annotation)
 
 
 def _python_calls(call: Callable[[], object]) -> int:
-    """How many functions Python calls, its own and those in C, in the forward and the backward of something."""
+    """Number of function calls by Python, of Python and C functions, in the forward and backward of a call."""
     calls = 0
 
     def seen(frame: Any, event: str, argument: Any) -> None:
@@ -209,26 +209,26 @@ def _python_calls(call: Callable[[], object]) -> int:
         calls += event in ("call", "c_call")
 
     before = sys.getprofile()
-    # Otherwise the backward of a GPU runs on a thread of its own, which nobody would watch.
+    # Otherwise, the backward on a GPU runs on a thread of its own, without this profile function.
     with torch.autograd.set_multithreading_enabled(False):
         sys.setprofile(seen)
         try:
             call()
         finally:
             sys.setprofile(before)
-    # The last is sys.setprofile.
+    # The last counted call is that of sys.setprofile.
     return calls - 1
 
 
 SUBSET = replace(
     SUBSETS["small"],
-    help="small regions, with their calls, and the least that one could cost",
+    help="small regions: time, number of calls, and the least time that a region costs",
     measure=measure,
     methods=METHODS,
     check_method=None,
     columns={
         **COLUMNS,
         "operations": ("operations", "{}"),  # kernels, copies and fills on the device
-        "calls": ("Python calls", "{}"),  # of functions, Python's and those in C
+        "calls": ("Python calls", "{}"),  # of Python and C functions
     },
 )

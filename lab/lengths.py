@@ -1,7 +1,7 @@
-"""Numbers of tokens that are new at each step, as of batches of whole texts, then all of them a second time.
+"""Numbers of tokens that change with each step, as in batches of whole texts; then a second pass over the same numbers.
 
-The host waits for the device after each step. What a method compiles or measures for the first time in the process is
-in its first pass, so the first of ours has what the others find done: a method alone is one that is named alone.
+The host waits for the device after each step. The first pass of a method includes all compilation and tuning that no
+earlier method of the process has done. To measure a method's own first pass, run it alone.
 """
 
 import statistics
@@ -23,25 +23,25 @@ from thunder_flce.engine.matmul.algorithms import tunings
 from thunder_flce.options import Options
 
 SHAPES = {"cuda": ["tokens=2000,vocab=128256,hidden=4096", "tokens=600,vocab=32000,hidden=768"], "cpu": ["tiny"]}
-"""What is measured on a device where nothing else is asked for; tokens are about the middle one."""
+"""Default shapes of each device; their tokens are about the mean number"""
 
 COUNTS = 60
-"""Numbers of tokens of a pass, between three and five quarters of the shape's."""
+"""How many numbers of tokens a pass has, between three and five quarters of the shape's tokens"""
 
 BUDGET = 0.25
-"""`memory_budget` as a fraction of what all logits take."""
+"""`memory_budget` as a fraction of the size of all logits"""
 
 
 COLUMNS = {
     "counts": ("counts", "{}"),
     "first_s": ("first pass, s", TIME),
     "first_without_tuning_s": ("− tuning", TIME),  # without measuring matmuls
-    "first_ms": ("step, ms", TIME),  # the median, as of the second pass
+    "first_ms": ("step, ms", TIME),  # the median step
     "second_s": ("second pass, s", TIME),
     "second_ms": ("step, ms", TIME),
     "ratio": ("first / second", "{:.2f}"),  # of the passes, without tuning
 }
-"""Rows also have "tuning_s" and, of each step of both passes, "passes_ms"."""
+"""Rows also have "tuning_s", and "passes_ms" with the time of each step of both passes"""
 
 
 def _in_budget(shape: Shape) -> Method:
@@ -59,14 +59,14 @@ METHODS: dict[str, Callable[[Shape], Method]] = {
 
 
 def counts_of(tokens: int) -> list[int]:
-    """Different numbers of tokens, in random order."""
+    """Returns different numbers of tokens, in random order."""
     generator = torch.Generator().manual_seed(0)
     near = torch.arange(3 * tokens // 4, 5 * tokens // 4 + 1)
     return near[torch.randperm(len(near), generator=generator)][:COUNTS].tolist()
 
 
 def measure(shape: Shape, names: list[str], run: Run) -> None:
-    """Runs each method, names from `METHODS`, twice through all numbers of tokens; the shape's are the middle one."""
+    """Runs methods, by names of `METHODS`, twice through all numbers of tokens, around that of the shape."""
     counts = counts_of(shape.tokens)
     inputs = prepared(replace(shape, tokens=max(counts)), run)
     run.fields |= shape.as_record()
@@ -109,7 +109,7 @@ def _pass_ms(method: Method, inputs: Inputs, counts: list[int]) -> list[float]:
 
 
 SUBSET = Subset(
-    help="numbers of tokens that are new at each step, then again",
+    help="numbers of tokens that change with each step, then the same again",
     measure=measure,
     columns=COLUMNS,
     methods=METHODS,

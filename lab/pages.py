@@ -1,10 +1,10 @@
-"""The tables and pictures of README.md and docs/performance.md, from the measured rows in traces/.
+"""Tables and pictures of README.md and docs/performance.md, made from the measured rows in traces/.
 
-    python lab/pages.py            says which pages are out of date
-    python lab/pages.py --write    writes the tables anew, and draws the pictures
+    python lab/pages.py            lists the pages that are out of date
+    python lab/pages.py --write    rewrites the tables, and draws the pictures
 
-A table stands between two comments of its page, `<!-- NAME: python lab/pages.py -->` and `<!-- end of NAME -->`. Every
-number is that of a row, but for memory that is called computed: that of the plan for an H100.
+A table stands between two comments of its page, `<!-- NAME: python lab/pages.py -->` and `<!-- end of NAME -->`. All
+numbers come from rows, except memory that is called computed: this is the memory of the plan for an H100.
 """
 
 import argparse
@@ -40,9 +40,9 @@ MODELS = {
     "Gemma 2 2B": (256000, 2304),
     "DeepSeek V3": (129280, 7168),
 }
-"""Vocabulary and hidden size."""
+"""Vocabulary and hidden size"""
 
-# Other names than those of `python -m thunder_flce bench`.
+# Names of methods in tables, by their names in `python -m thunder_flce bench`
 LABELS = {
     "three matmuls": "the three matmuls alone, by cuBLAS",
     "flce": "**thunder_flce**",
@@ -58,13 +58,13 @@ LABELS = {
 
 
 def rows(file: str, **wanted: Any) -> list[Row]:
-    """The rows with a time in a file that have these fields."""
+    """Returns the rows of a file that have a time and these values of fields."""
     found = [json.loads(line) for line in (DATA / file).read_text(encoding="utf-8").splitlines()]
     return [row for row in found if "time_ms" in row and all(row.get(k) == v for k, v in wanted.items())]
 
 
 def of_methods(**wanted: Any) -> dict[str, Row]:
-    """The same of losses alone, by method."""
+    """Returns such rows of `REGIONS`, by method."""
     return {row["method"]: row for row in rows(REGIONS, **wanted)}
 
 
@@ -73,7 +73,7 @@ def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def source(found: Iterable[Row], path: Path = DATA / REGIONS) -> str:
-    """Where numbers are from."""
+    """Returns a sentence on the origin of rows: file, commits, device, version and dtype."""
     listed = list(found)
     commits, row = dict.fromkeys(row["commit"] for row in listed), listed[0]
     file = path.relative_to(ROOT).as_posix()
@@ -93,12 +93,12 @@ OF_README = [
 
 
 def of_readme() -> dict[str, Row]:
-    """The rows of Llama 3.1 8B's head, by method."""
+    """Returns the rows of Llama 3.1 8B's head, by method."""
     return of_methods(tokens=8192, vocab=128256, hidden=4096, ignored=0.0)
 
 
 def one_shape() -> str:
-    """Every method at Llama 3.1 8B's head, in one run."""
+    """Table of every method at Llama 3.1 8B's head, in one run."""
     found = of_readme()
     lines = []
     for method in OF_README:
@@ -113,7 +113,7 @@ TOKENS = 2048, 8192, 32768
 
 
 def savings() -> str:
-    """Computed memory of each model's loss, and times, measured call by call in turns."""
+    """Table of each model's loss: computed memory, and times that were measured call by call in turns."""
     lines = []
     for model, (vocab, hidden) in MODELS.items():
         cells = []
@@ -142,7 +142,7 @@ PEERS = ["three matmuls", "flce", "torch.compile", "liger, chunk 8", "liger, hop
 
 
 def shapes() -> str:
-    """Ours and the peers at several heads, in one run."""
+    """Table of this project and its peers at several heads, in one run."""
     lines, shown = [], []
     for name, (tokens, vocab, hidden, ignored) in SHAPES.items():
         found = of_methods(tokens=tokens, vocab=vocab, hidden=hidden, ignored=ignored)
@@ -177,7 +177,7 @@ WAYS = {
 
 
 def losses() -> str:
-    """Other losses than the mean, at Llama 3.1 8B's head."""
+    """Table of losses other than the mean, at Llama 3.1 8B's head."""
     lines, listed = [], rows("losses.jsonl")
     for name, loss in LOSSES.items():
         found = {row["method"]: row for row in listed if row["frozen"] == name.endswith("frozen head")}
@@ -190,7 +190,7 @@ def losses() -> str:
 
 
 def small() -> str:
-    """Small heads: time, and how long the host is busy with a call."""
+    """Table of small heads: time of a call, and time that the host is busy with it."""
     methods = ["eager", "torch.compile", "flce backend", "function"]
     cases: dict[tuple[int, ...], dict[str, Row]] = {}
     for row in rows("small.jsonl"):
@@ -204,7 +204,7 @@ def small() -> str:
 
 
 def ignored() -> str:
-    """Time with ignored rows left out over that with all rows computed."""
+    """Table of the time with ignored rows skipped, divided by the time with all rows computed."""
     cases: dict[tuple[int, ...], dict[float, Row]] = {}
     found = rows("ignored-rows.jsonl")
     for row in found:
@@ -219,7 +219,7 @@ def ignored() -> str:
 
 
 def steps() -> str:
-    """Whole steps: numbers of tokens, lengths that change, CUDA graphs. Of rows of one case, the last one."""
+    """Table of whole steps: numbers of tokens, changing lengths, CUDA graphs; shows the last row of each case."""
     names = ("litgpt-pythia-160m", "litgpt-smollm2-135m", "litgpt-qwen2.5-0.5b", "litgpt-llama-3.2-1b")
     methods = ["torch.compile", "flce backend", "torch.compile, reduce-overhead", "flce backend, reduce-overhead"]
     found = rows("models.jsonl", layers=4)
@@ -247,7 +247,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
 
 
 def written(page: str) -> str:
-    """The text of a page with its tables made anew."""
+    """Returns the text of a page with current tables."""
     text = (ROOT / page).read_text(encoding="utf-8")
     for name, make in TABLES[page].items():
         between = re.compile(rf"(<!-- {name}: [^\n]*-->\n).*?(<!-- end of {name} -->)", re.DOTALL)
@@ -260,7 +260,7 @@ def written(page: str) -> str:
 
 
 def draw() -> None:
-    """Draws README's picture, and the sweep over the number of tokens."""
+    """Draws the README's picture, and the sweep over the number of tokens."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -270,7 +270,7 @@ def draw() -> None:
 
 
 def _draw_methods(path: Path) -> None:
-    """Time and memory of each method, the matmuls as a line that no method can cross."""
+    """Draws time and memory of each method; a line marks the matmuls alone, a lower bound of the time."""
     from matplotlib import pyplot as plt
 
     found = of_readme()
@@ -297,7 +297,7 @@ def _draw_methods(path: Path) -> None:
 
 
 def _draw_sweep(path: Path) -> None:
-    """Time over that of the matmuls, and memory, over the number of tokens."""
+    """Draws time, divided by that of the matmuls, and memory against the number of tokens."""
     from matplotlib import pyplot as plt
 
     figure, (time, memory) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
@@ -325,8 +325,8 @@ def _draw_sweep(path: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Says which pages are out of date.")
-    parser.add_argument("--write", action="store_true", help="the tables anew, and draw the pictures")
+    parser = argparse.ArgumentParser(description="Lists the pages that are out of date.")
+    parser.add_argument("--write", action="store_true", help="rewrite the tables, and draw the pictures")
     parsed = parser.parse_args()
     stale = [page for page in TABLES if written(page) != (ROOT / page).read_text(encoding="utf-8")]
     if parsed.write:
@@ -334,7 +334,7 @@ def main() -> int:
             (ROOT / page).write_text(written(page), encoding="utf-8")
         draw()
         return 0
-    print("\n".join(f"{page} is out of date" for page in stale) or "all pages are as the rows say")
+    print("\n".join(f"{page} is out of date" for page in stale) or "all pages are up to date")
     return len(stale)
 
 

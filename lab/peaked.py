@@ -1,8 +1,8 @@
-"""Loss regions with targets and logits as of a trained model, in place of uniform and normal ones.
+"""Loss regions with targets and logits distributed as in a trained model, instead of uniform and normal.
 
-Targets follow Zipf's law, the lowest columns being the most frequent ones, as in a byte-pair vocabulary. Logits are the
-logarithm of the column's frequency plus normal noise of standard deviation about 1, but a row's target has a logit
-around -0.5 with a standard deviation of 3: most targets are likely and some very unlikely, at a mean loss near 2.
+Targets follow Zipf's law: low columns are frequent, as in a byte-pair vocabulary. A logit is the logarithm of its
+column's frequency plus normal noise with a standard deviation of about 1. Only the logit of a row's target is around
+-0.5 with a standard deviation of 3: most targets are likely and some very unlikely, at a mean loss near 2.
 """
 
 from dataclasses import replace
@@ -29,8 +29,8 @@ def sharpen(inputs: Inputs) -> None:
     log_frequency = -(ranks.log() + ranks.reciprocal().sum().log())
     drawn = torch.multinomial(log_frequency.exp(), tokens, replacement=True, generator=generator)
     inputs.target.copy_(torch.where(inputs.target < 0, inputs.target, drawn))
-    # All x share a direction, in which each row of W has the frequency of its column: a bias, as models learn it.
-    # 16 is large beside the noise of x along it, which would change the frequencies from row to row.
+    # All x share a direction, along which each row of W has its column's log-frequency: a bias, as models learn it.
+    # 16 is large compared with the noise of x along this direction, which changes the frequencies from row to row.
     shared = torch.randn(hidden, device=device, generator=generator).mul_(16 * hidden**-0.5)
     noise = torch.randn(tokens, device=device, generator=generator)
     margin = -0.5 + 8**0.5 * noise - log_frequency[drawn]
@@ -38,13 +38,13 @@ def sharpen(inputs: Inputs) -> None:
     inputs.x.copy_(inputs.x + shared + margin[:, None] * rows)
     inputs.weight.copy_(inputs.weight + (log_frequency / 256)[:, None] * shared)
     if inputs.bias is not None:
-        # The frequencies are in W; of the bias, what is random would only add to the noise.
+        # W has the frequencies already; a random bias of full size would only add noise.
         inputs.bias.mul_(0.1)
 
 
 SUBSET = replace(
     SUBSETS["regions"],
-    help="as bench regions, with data as of a trained model",
+    help="the regions of the bench, with data distributed as in a trained model",
     measure=partial(measure, change=sharpen),
     parse=parse,
 )

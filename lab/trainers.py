@@ -1,14 +1,14 @@
 """Long runs of trainers, with and without this project: losses, memory and compilations.
 
     python -m lab.trainers trainer --steps 2000 --json FILE             transformers' Trainer with LossTrainerMixin
-    python -m lab.trainers trainer --without --seed 1 --json FILE       the same without us
-    python -m lab.trainers trainer --kill-at 700 --folder RUN           ends by SIGKILL; and then
-    python -m lab.trainers trainer --resume --folder RUN --json FILE    goes on from the last checkpoint
+    python -m lab.trainers trainer --without --seed 1 --json FILE       the same without thunder_flce
+    python -m lab.trainers trainer --kill-at 700 --folder RUN           ends itself by SIGKILL after step 700
+    python -m lab.trainers trainer --resume --folder RUN --json FILE    continues from the last checkpoint
     python -m lab.trainers grpo --steps 100 --json FILE                 TRL's GRPOTrainer with generation, our head
 
-Each writes one line of JSON. The text is Python's standard library. Sequences have 64 to 512 tokens, so that each batch
-has another length, and the first third of each is no target. Both sets end in a batch of fewer sequences, and an epoch
-is shorter than 100 steps, so that all that can be compiled has been after 100 steps.
+Each command writes one line of JSON. The training text is Python's standard library. Sequences have 64 to 512 tokens,
+so that lengths of batches vary; the first third of a sequence is not a target. The last batch of both data sets has
+fewer sequences, and an epoch has fewer than 100 steps, so that everything is compiled after 100 steps.
 """
 
 import argparse
@@ -44,7 +44,7 @@ SIZES = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "
 
 
 class Observer(TrainerCallback):
-    """Memory every so many steps, and the step of each compilation."""
+    """Records memory every `every` steps, and the step of each compilation; can end the process after a step."""
 
     def __init__(self, every: int, kill_at: int | None = None):
         self.every, self.kill_at = every, kill_at
@@ -74,7 +74,7 @@ class Observer(TrainerCallback):
 
 
 class FusedTrainer(thunder_flce.LossTrainerMixin, Trainer):
-    # Without a budget, losses as small as these are left to Inductor.
+    # Without a memory budget, losses as small as these would be left to Inductor.
     backend_options = {"strict": True, "memory_budget": 2**28}
 
 
@@ -87,7 +87,7 @@ def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
 
 
 def _common(parsed: argparse.Namespace) -> dict[str, Any]:
-    """The arguments that both trainers have."""
+    """Arguments that both trainers share."""
     return {
         "max_steps": parsed.steps,
         "seed": parsed.seed,
@@ -121,7 +121,7 @@ def of_transformers(parsed: argparse.Namespace, folder: str, observer: Observer)
     )
     set_seed(parsed.seed)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=vocab, **SIZES))
-    evaluated = len(rows) // 40 | 1  # An odd number of rows: a batch of fewer is among them.
+    evaluated = len(rows) // 40 | 1  # An odd number, so that the last batch is smaller.
     return (Trainer if parsed.without else FusedTrainer)(
         model=model,
         args=arguments,
@@ -133,7 +133,7 @@ def of_transformers(parsed: argparse.Namespace, folder: str, observer: Observer)
 
 
 def of_trl(parsed: argparse.Namespace, folder: str, observer: Observer) -> Trainer:
-    """The reward is the fraction of a completion's tokens with small numbers: a model of random numbers learns it."""
+    """Makes a GRPOTrainer. Its reward, a completion's fraction of tokens below 4000, is easy for an untrained model."""
     from datasets import Dataset
     from datasets.table import InMemoryTable
     from trl import GRPOConfig, GRPOTrainer
@@ -178,11 +178,11 @@ def main() -> None:
     parser.add_argument("trainer", choices=["trainer", "grpo"])
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--without", action="store_true", help="the trainer as it is")
-    parser.add_argument("--folder", help="for checkpoints; none are written without it")
+    parser.add_argument("--without", action="store_true", help="the trainer without thunder_flce")
+    parser.add_argument("--folder", help="folder for checkpoints; without it, none are written")
     parser.add_argument("--kill-at", type=int, help="the step after which the process ends by SIGKILL")
-    parser.add_argument("--resume", action="store_true", help="from the last checkpoint in the folder")
-    parser.add_argument("--json", type=Path, help="append a line to it")
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in the folder")
+    parser.add_argument("--json", type=Path, help="append a line to this file")
     parser.add_argument("--commit")
     parsed = parser.parse_args()
     observer = Observer(max(parsed.steps // 10, 1), parsed.kill_at)
