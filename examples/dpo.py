@@ -1,9 +1,9 @@
 """DPO on a tiny language model, with the loss in plain PyTorch and fused: the same losses, no logits when fused.
 
-A preference loss adds up the log-probabilities of a sequence inside a log-sigmoid, so that no token's gradient is known
-before all sequences are done. With a head that is trained, the gradients of the log-probabilities wait for the
-backward. With a head that is frozen, as in a LoRA run whose adapters are in the layers, they need not wait: two matmuls
-in place of three, and no logits kept.
+A preference loss sums the log-probabilities of a sequence inside a log-sigmoid, so that no token's gradient is known
+before all sequences are done. If the head is trained, the gradients of the log-probabilities wait for the backward. If
+the head is frozen, as in LoRA training with adapters in the layers only, they need not wait: the loss runs two matmuls
+instead of three, and keeps no logits.
 
     python examples/dpo.py
 """
@@ -35,25 +35,25 @@ class Policy(nn.Module):
         self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(B, T) tokens to (B, T, H) hidden states."""
+        """Returns hidden states (B, T, H) of tokens (B, T)."""
         return self.layer(self.embedding(tokens))[0]
 
 
 def sequence_log_probabilities(hidden: Tensor, weight: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
-    """(B,) of the tokens that follow, where the mask is 1."""
+    """Returns the sums (B,) of the log-probabilities of the next tokens where the mask is 1."""
     log_probs = F.log_softmax(F.linear(hidden, weight), -1).gather(-1, tokens[..., None]).squeeze(-1)
     return (log_probs * mask).sum(-1)
 
 
 def dpo_loss(hidden: Tensor, weight: Tensor, tokens: Tensor, mask: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss (arXiv:2305.18290) of sequences of which the first half is preferred, and the margins of the rewards."""
+    """Returns the loss (arXiv:2305.18290) and the reward margins; the first half of the sequences is preferred."""
     chosen, rejected = (sequence_log_probabilities(hidden, weight, tokens, mask) - reference).chunk(2)
     margins = BETA * (chosen - rejected)
     return -F.logsigmoid(margins).mean(), margins.detach()
 
 
 def preferences() -> tuple[Tensor, Tensor]:
-    """(2 PAIRS, 1 + LENGTH) the preferred completions of random prompts and then the others, with their masks."""
+    """Returns tokens (2 PAIRS, 1 + LENGTH), preferred completions of random prompts first, and their masks."""
     prompts = torch.randint(VOCAB, (PAIRS, 1))
     chosen, rejected = torch.randint(VOCAB // 2, (PAIRS, LENGTH)), torch.randint(VOCAB, (PAIRS, LENGTH))
     tokens = torch.cat([torch.cat([prompts, chosen], 1), torch.cat([prompts, rejected], 1)])
@@ -62,7 +62,7 @@ def preferences() -> tuple[Tensor, Tensor]:
 
 
 def train(loss_fn: Callable[..., tuple[Tensor, Tensor]], *, frozen_head: bool) -> list[tuple[float, float]]:
-    """The loss and the mean margin of each step."""
+    """Trains a policy; returns the loss and the mean margin of each step."""
     torch.manual_seed(0)
     policy = Policy()
     reference = copy.deepcopy(policy)

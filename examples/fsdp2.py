@@ -1,11 +1,11 @@
-"""Data parallel training with FSDP2, whose ranks divide the vocabulary of the head for good.
+"""Data parallel training with FSDP2, with the head's vocabulary permanently divided among the ranks.
 
     python examples/fsdp2.py                              # two CPU processes, without torchrun
-    torchrun --nproc-per-node 2 examples/fsdp2.py         # or GPUs, one a rank
+    torchrun --nproc-per-node 2 examples/fsdp2.py         # or GPUs, one per rank
 
-FSDP2 shards the trunk: it gathers each layer's weight and averages its gradients. The head is left out of that. Each
-rank keeps its rows of the vocabulary, and the hidden states of all ranks come to it. Expect the losses of FSDP2 with
-the head as one of its units, up to rounding.
+FSDP2 shards the trunk: it gathers the weight of each layer and averages the gradients. The head is excluded from FSDP2:
+each rank keeps its rows of the vocabulary, and receives the hidden states of all ranks. The losses equal those of FSDP2
+with the head as one of its units, up to rounding.
 """
 
 import os
@@ -40,7 +40,7 @@ class Model(nn.Module):
 
 
 def sharded(mesh: DeviceMesh, *, divides_vocab: bool) -> Model:
-    """The model, its parameters divided among the ranks of the mesh."""
+    """Returns the model, with parameters sharded among the ranks of the mesh."""
     torch.manual_seed(1)
     model = Model().to(mesh.device_type)
     head = model.head
@@ -50,17 +50,17 @@ def sharded(mesh: DeviceMesh, *, divides_vocab: bool) -> Model:
         fully_shard(model, mesh=mesh, ignored_params=set(head.parameters()))
     else:
         fully_shard(head, mesh=mesh)
-        # The gradients are there from the forward on, so the backward needs no weight.
+        # The forward has computed the gradients already, so the backward needs no weight.
         head.set_unshard_in_backward(False)
         fully_shard(model, mesh=mesh)
     return model
 
 
 def train(mesh: DeviceMesh, *, divides_vocab: bool) -> tuple[list[float], float, float]:
-    """The loss of each step, the mean over the tokens of all ranks; the milliseconds and the peak MiB of a step."""
+    """Returns the loss of each step (the mean over all ranks' tokens), and the milliseconds and peak MiB of a step."""
     model = sharded(mesh, divides_vocab=divides_vocab)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    # Each rank has other tokens, and the first has fewer that count. The length may differ as well.
+    # Each rank has different tokens, and rank 0 has fewer valid ones. Ranks may have different lengths, too.
     torch.manual_seed(dist.get_rank())
     tokens = torch.randint(VOCAB, (TOKENS,), device=mesh.device_type)
     labels = thunder_flce.shift_labels(tokens)
@@ -79,7 +79,7 @@ def train(mesh: DeviceMesh, *, divides_vocab: bool) -> tuple[list[float], float,
 
 
 def mean_over_ranks(loss: Tensor) -> float:
-    """The mean; of a divided vocabulary, all ranks have it already."""
+    """Returns the mean over the ranks; with a divided vocabulary, all ranks have that mean already."""
     dist.all_reduce(loss)
     return loss.item() / dist.get_world_size()
 
@@ -106,7 +106,7 @@ def _spawned(rank: int, ranks: int, store: str) -> None:
 
 
 def main() -> None:
-    """Joins the ranks that torchrun has started, or starts two."""
+    """Joins the ranks that torchrun has started, or starts two processes."""
     if "RANK" not in os.environ:
         with tempfile.TemporaryDirectory() as folder:
             torch.multiprocessing.spawn(_spawned, (2, f"{folder}/store"), nprocs=2)

@@ -27,7 +27,7 @@ def main() -> None:
     hidden = torch.randn(TOKENS, HIDDEN, device=device, requires_grad=True)
     weight = (torch.randn(VOCAB, HIDDEN, device=device) / HIDDEN**0.5).requires_grad_()
     labels = torch.randint(VOCAB, (TOKENS,), device=device)
-    labels[::4] = -100  # Ignored, as padding is.
+    labels[::4] = -100  # Ignored, like padding
 
     def step(loss_of):
         loss = loss_of(hidden, weight, labels)
@@ -36,7 +36,7 @@ def main() -> None:
     losses = {
         "plain PyTorch": plain_loss,
         "linear_cross_entropy": fused_loss,
-        "plain PyTorch, in thunder_flce.jit": thunder_flce.jit(plain_loss),  # Found and fused by itself.
+        "plain PyTorch, in thunder_flce.jit": thunder_flce.jit(plain_loss),  # finds and fuses the loss automatically
     }
     expected = step(plain_loss)
     for loss_of in losses.values():

@@ -1,11 +1,11 @@
-"""What a training step takes, with and without thunder_flce: time and peak memory, for the other examples."""
+"""Time and peak memory of a training step, with and without thunder_flce, for the other examples."""
 
 import os
 import statistics
 import time
 from collections.abc import Callable
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # The profiler complains of GPUs that are not there.
+os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # The profiler warns of missing GPUs.
 
 import torch
 
@@ -13,7 +13,7 @@ from thunder_flce.bench.measure import peak_bytes
 
 
 def measure(step: Callable[[], object], device: str) -> tuple[float, float]:
-    """The median milliseconds of a step, and the most MiB that it holds at a time. It runs once before, to compile."""
+    """Returns the median milliseconds and the peak MiB of a step, which first runs once to compile."""
     step()
     peak = peak_bytes(step, device)
     seconds = []
@@ -27,7 +27,7 @@ def measure(step: Callable[[], object], device: str) -> tuple[float, float]:
 
 
 def print_gain(title: str, steps: dict[str, Callable[[], object]], device: str) -> None:
-    """Prints a line for each step, by its name; the first one is what the others are compared with."""
+    """Prints a line for each step, by its name; memory is compared with that of the first step."""
     print(f"\n{title:44}{'ms':>10}{'peak MiB':>12}{'memory':>10}")
     peaks = []
     for name, step in steps.items():

@@ -1,7 +1,7 @@
 """GRPO on a tiny language model, with the loss in plain PyTorch and fused: the same losses, no logits when fused.
 
-The loss is written out, as trainers have it. `thunder_flce.jit` finds the linear, the log-probabilities and what is
-made of them token by token, and computes the gradients a chunk of logits at a time.
+The loss is written out, as in trainers. `thunder_flce.jit` finds the linear, the log-probabilities and the pointwise
+operations on them, and computes the gradients for one chunk of logits at a time.
 
     python examples/grpo.py
 """
@@ -30,19 +30,19 @@ class Policy(nn.Module):
         self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(B, T) tokens to (B, T, H) hidden states."""
+        """Returns hidden states (B, T, H) of tokens (B, T)."""
         return self.layer(self.embedding(tokens))[0]
 
 
 def log_probabilities(hidden: Tensor, weight: Tensor, tokens: Tensor) -> Tensor:
-    """(B, T) of the tokens that follow."""
+    """Returns log-probabilities (B, T) of the next tokens."""
     return F.log_softmax(F.linear(hidden, weight), -1).gather(-1, tokens[..., None]).squeeze(-1)
 
 
 def grpo_loss(
     hidden: Tensor, weight: Tensor, tokens: Tensor, old: Tensor, advantages: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The loss (arXiv:2402.03300), and the fraction of tokens whose ratio is clipped."""
+    """Returns the loss (arXiv:2402.03300), and the fraction of tokens whose ratio is clipped."""
     log_probs = log_probabilities(hidden, weight, tokens)
     ratio = torch.exp(log_probs - old)
     gains = torch.min(ratio * advantages[:, None], ratio.clamp(0.8, 1.2) * advantages[:, None])
@@ -53,7 +53,7 @@ def grpo_loss(
 
 @torch.no_grad()
 def completions(policy: Policy) -> Tensor:
-    """(PROMPTS * GROUP, 1 + LENGTH) prompts of one token, each with a group of sampled completions."""
+    """Returns tokens (PROMPTS * GROUP, 1 + LENGTH): prompts of one token, each with a group of sampled completions."""
     tokens = torch.arange(PROMPTS).repeat_interleave(GROUP)[:, None]
     for _ in range(LENGTH):
         logits = policy.head(policy(tokens)[:, -1])
@@ -62,12 +62,12 @@ def completions(policy: Policy) -> Tensor:
 
 
 def rewards(tokens: Tensor) -> Tensor:
-    """The fraction of a completion's tokens that are in the first eighth of the vocabulary."""
+    """Returns the fraction of each completion's tokens that are in the first eighth of the vocabulary."""
     return (tokens[:, 1:] < VOCAB // 8).float().mean(1)
 
 
 def train(loss_fn: Callable[..., tuple[Tensor, Tensor]]) -> list[tuple[float, float, float]]:
-    """The mean reward, the loss and the fraction that was clipped, for each update."""
+    """Trains a policy; returns the mean reward, the loss and the clipped fraction of each update."""
     torch.manual_seed(0)
     policy = Policy()
     optimizer = torch.optim.Adam(policy.parameters(), lr=0.01)

@@ -1,6 +1,6 @@
-"""A Llama of transformers, tiny and with random parameters, with the backend of torch.compile.
+"""A tiny Llama of transformers with random parameters, compiled by torch.compile with the backend "thunder_flce".
 
-The model returns its logits with the loss, which forces them into memory: `loss_only` leaves them out.
+The model returns its logits with the loss, so that all logits would have to be in memory; `loss_only` drops them.
 
     python examples/llama.py
 """
@@ -19,7 +19,7 @@ def main() -> None:
     model = LlamaForCausalLM(LlamaConfig(vocab_size=32000, use_cache=False, **sizes)).to(device)
     input_ids = torch.randint(32000, (4, 256), device=device)
     labels = input_ids.clone()
-    labels[:, :64] = -100  # A prompt that is not trained on.
+    labels[:, :64] = -100  # The prompt is ignored.
 
     options = {"strict": True, "chunk_rows": 256}
     compiled = torch.compile(thunder_flce.loss_only(model), backend="thunder_flce", options=options)

@@ -1,4 +1,4 @@
-"""Text that is on every machine, as tokens."""
+"""Tokens of a text that every machine has: Python's standard library."""
 
 import random
 import sysconfig
@@ -12,7 +12,7 @@ SEED = 1
 
 
 def standard_library(size: int) -> list[str]:
-    """Modules of Python's standard library, about `size` bytes of them, the same ones every time."""
+    """Returns modules of Python's standard library, about `size` bytes in all, the same at each call."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
     paths = sorted(path for path in root.rglob("*.py") if not skipped & set(path.relative_to(root).parts))
@@ -27,7 +27,7 @@ def standard_library(size: int) -> list[str]:
 
 
 def train_tokenizer(documents: list[str], vocab: int) -> Tokenizer:
-    """A byte-level BPE of the documents."""
+    """Returns a byte-level BPE tokenizer that is trained on the documents."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -39,7 +39,7 @@ def train_tokenizer(documents: list[str], vocab: int) -> Tokenizer:
 
 
 def tokenize(documents: list[str], vocab: int) -> tuple[Tensor, int]:
-    """Trains a tokenizer on the documents; returns them as one row of tokens, and the size of the vocabulary."""
+    """Trains a tokenizer on the documents; returns their tokens (T,) and the size of the vocabulary."""
     tokenizer = train_tokenizer(documents, vocab)
     tokens = [token for encoding in tokenizer.encode_batch(documents) for token in encoding.ids]
     return torch.tensor(tokens), tokenizer.get_vocab_size()

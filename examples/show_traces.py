@@ -1,4 +1,4 @@
-"""Two backward traces side by side, cut down to what the loss does in them."""
+"""Prints two backward traces side by side, reduced to the operations of the loss."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,19 +20,20 @@ from thunder_flce.inspection.report import format_bytes
 
 @dataclass(frozen=True)
 class LossRegion:
-    """What a backward trace computes for the loss and for the linear that makes its logits."""
+    """The operations of a backward trace for the loss and for the linear that computes its logits."""
 
     lines: list[str]
     saved: list[TensorProxy]
-    """What it reads of all that the forward saved, parameters not counted."""
+    """Saved tensors that these operations read, without parameters"""
     others: list[TensorProxy]
-    """What the rest of the trace reads, parameters not counted."""
+    """Saved tensors that the rest of the trace reads, without parameters"""
 
 
 def loss_region(trace: TraceCtx, *, logits_numel: int, parameters: Iterable[str]) -> LossRegion:
-    """Picks the loss region out of a backward trace.
+    """Extracts the loss region from a backward trace.
 
-    It is what reads or makes a tensor of the logits' size, what belongs to thunder_flce, and what these need.
+    It consists of operations that read or write a tensor of the logits' size, operations of thunder_flce, and all
+    operations that these depend on.
 
     Args:
         trace: the last backward trace of a jitted module.
@@ -61,7 +62,7 @@ def loss_region(trace: TraceCtx, *, logits_numel: int, parameters: Iterable[str]
         if bsym.sym.id is PrimIDs.UNPACK_SEQUENCE and bsym.args[0].name == "C0"
     )
     saved = [tensor for tensor in _tensors(unpacked) if tensor.name not in parameters]
-    # Each line ends in the type of its result, which the list of saved tensors has more readably.
+    # Drop the type of the result at the end of each line; the list of saved tensors shows types more readably.
     lines = [line.split("  # ")[0] for bsym in reversed(region) for line in bsym.python(0, print_depth=1)]
     return LossRegion(
         lines=lines,
@@ -71,7 +72,7 @@ def loss_region(trace: TraceCtx, *, logits_numel: int, parameters: Iterable[str]
 
 
 def print_side_by_side(console: Console, regions: dict[str, LossRegion], *, logits_numel: int) -> None:
-    """Prints the loss regions under their names; saved tensors of the logits' size are marked."""
+    """Prints the loss regions under their names, and marks saved tensors of the logits' size."""
     table = Table(box=box.ROUNDED, expand=True, show_lines=True)
     for name in regions:
         table.add_column(name, ratio=1)

@@ -1,10 +1,10 @@
 """Tensor parallel training of a head with a large vocabulary: each rank has some rows of its weight.
 
     python examples/tensor_parallel.py                              # two CPU processes, without torchrun
-    torchrun --nproc-per-node 2 examples/tensor_parallel.py         # or GPUs, one a rank
+    torchrun --nproc-per-node 2 examples/tensor_parallel.py         # or GPUs, one per rank
 
-All ranks see the same batch and train the same trunk; the head's weight, its gradient and its optimizer state are
-divided. Expect the losses of training with the whole weight on one rank, up to rounding.
+All ranks see the same batch and train the same trunk. The head's weight, its gradient and its optimizer state are
+divided among the ranks. The losses equal those of training with the whole weight on one rank, up to rounding.
 """
 
 import os
@@ -18,12 +18,12 @@ from torch.distributed.device_mesh import init_device_mesh
 import thunder_flce
 from gain import measure
 
-# 10007 rows are 5004 for the first of two ranks and 5003 for the second.
+# Of 10007 rows, the first of two ranks has 5004 and the second 5003.
 TOKENS, HIDDEN, VOCAB, STEPS = 256, 128, 10007, 8
 
 
 class Model(nn.Module):
-    """An embedding and a layer, which all ranks have, and the rows `rows` of the head."""
+    """An embedding and a layer, equal on all ranks, and this rank's `rows` of the head."""
 
     def __init__(self, rows: slice):
         super().__init__()
@@ -38,7 +38,7 @@ class Model(nn.Module):
 
 
 def train(rows: slice, device: str, group=None) -> tuple[list[float], float, float]:
-    """The loss of each step, and the milliseconds and the peak MiB of one."""
+    """Returns the loss of each step, and the milliseconds and peak MiB of a step."""
     torch.manual_seed(1)
     model = Model(rows).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -46,7 +46,7 @@ def train(rows: slice, device: str, group=None) -> tuple[list[float], float, flo
     labels = thunder_flce.shift_labels(tokens)
 
     def step() -> float:
-        # The gradient of the trunk is the same on all ranks, since that of the hidden states is the whole one.
+        # All ranks get the whole gradient of the hidden states, so the trunk's gradients are the same on all ranks.
         loss = model(tokens, labels, group)
         loss.backward()
         optimizer.step()
@@ -80,7 +80,7 @@ def _spawned(rank: int, ranks: int, store: str) -> None:
 
 
 def main() -> None:
-    """Joins the ranks that torchrun has started, or starts two."""
+    """Joins the ranks that torchrun has started, or starts two processes."""
     if "RANK" not in os.environ:
         with tempfile.TemporaryDirectory() as folder:
             torch.multiprocessing.spawn(_spawned, (2, f"{folder}/store"), nprocs=2)

@@ -1,10 +1,10 @@
-"""thunder and the fusion, a cell at a time: jit a loss, read its backward trace before and after, and measure both.
+"""thunder with and without the fusion: jit a loss, read both backward traces, and measure both.
 
 python examples/thunder_jit.py      or run the cells (# %%) in an editor or notebook
 """
 
 # %% A head and its loss: 2 sequences of 256 tokens, a vocabulary of 32000.
-import thunder_flce  # isort: skip  # With torch 2.13 or newer, thunder can be imported after it only.
+import thunder_flce  # isort: skip  # With torch 2.13 or newer, import it before thunder.
 import thunder
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ def loss_of(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-# %% thunder alone. The forward saves a tensor as large as the logits, and the backward makes another one of it.
+# %% thunder alone. The forward saves a tensor as large as the logits; from it, the backward computes another one.
 plain = thunder.jit(loss_of)
 plain(hidden, weight, labels).backward()
 print(thunder.last_backward_traces(plain)[-1])
@@ -33,11 +33,11 @@ fused = thunder_flce.jit(loss_of)  # or thunder.jit(…, executors=[thunder_flce
 fused(hidden, weight, labels).backward()
 print(thunder.last_backward_traces(fused)[-1])
 
-# %% What runs in the forward, chunk by chunk, and what was decided.
+# %% The program that the forward runs for each chunk, and the decision about the loss.
 print(thunder.last_traces(fused)[-1])
 print(thunder_flce.explain(fused))
 
-# %% The same numbers, and what a step takes.
+# %% Both give the same numbers; time and memory of a step.
 steps = {
     name: lambda jitted=jitted: torch.autograd.grad(jitted(hidden, weight, labels), (hidden, weight))
     for name, jitted in {"thunder.jit": plain, "thunder_flce.jit": fused}.items()

@@ -1,6 +1,6 @@
 """A plain training loop under torch.compile, with Inductor alone and with the backend "thunder_flce".
 
-Model and loop stay as they are; only the backend's name changes.
+Model and loop stay the same; only the backend's name changes.
 
     python examples/torch_compile.py
 """
@@ -16,7 +16,7 @@ TOKENS = {"cpu": 2048, "cuda": 16384}
 
 
 class Training:
-    """A model, its optimizer and its batches: the same ones for each backend."""
+    """A model with its optimizer and batches, the same for each backend."""
 
     def __init__(self, backend: str, device: str):
         torch.manual_seed(1)

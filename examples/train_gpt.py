@@ -16,10 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # The profiler complains of GPUs that are not there.
+os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # The profiler warns of missing GPUs.
 warnings.filterwarnings("ignore", message="transformer_engine module not found")
 
-import thunder_flce  # isort: skip  # With torch 2.13 or newer, thunder can be imported after it only.
+import thunder_flce  # isort: skip  # With torch 2.13 or newer, import it before thunder.
 import thunder
 import torch
 import torch.nn.functional as F
@@ -42,28 +42,28 @@ WIDTH = 120
 TEST_BATCHES = 8
 SOURCE = "Python's standard library"
 GRADIENTS_IN_FORWARD = """\
-With flce, the forward computes the logits of a chunk of tokens at a time and turns them into gradients at once. What it
-saves are the gradients of the hidden states and of the head; the backward multiplies them by the incoming gradient."""
+With flce, the forward computes the logits of one chunk of tokens at a time and turns them into gradients at once. It
+saves the gradients of the hidden states and of the head; the backward multiplies them by the upstream gradient."""
 RUNS = {"thunder": thunder.jit, "thunder with flce": thunder_flce.jit}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What fits a device."""
+    """Sizes and settings that suit a device."""
 
     text_bytes: int
     vocab: int
-    """Tokens that the tokenizer has at most."""
+    """Maximum vocabulary of the tokenizer"""
     batch: int
-    """Sequences in a batch."""
+    """Sequences in a batch"""
     length: int
-    """Tokens in a sequence."""
+    """Tokens in a sequence"""
     layers: int
     width: int
     dtype: torch.dtype
     learning_rate: float
     tolerance: float
-    """How far apart the losses after training may be. Rounding alone drives two runs apart, step by step."""
+    """Largest accepted difference of the losses after training; rounding alone makes two runs diverge slowly"""
 
 
 SETUPS = {
@@ -93,7 +93,7 @@ SETUPS = {
 
 
 class NextToken(nn.Module):
-    """A language model and its loss. Only the loss is returned, so nobody else needs the logits."""
+    """A language model with its loss. It returns only the loss, so the logits have no other user."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -116,16 +116,16 @@ class Run:
 
     def __post_init__(self):
         self.jitted = self.jit(self.module)
-        # With AdamW's default eps, gradients that are nothing but rounding errors make whole steps.
+        # With AdamW's default eps, gradients that are pure rounding errors would cause full steps.
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=self.learning_rate, eps=1e-6)
 
     def compile(self, input: Tensor, targets: Tensor) -> None:
-        """Runs forward and backward once, which compiles them, and forgets the gradients."""
+        """Compiles forward and backward by running them once; discards the gradients."""
         self.jitted(input, targets).backward()
         self.optimizer.zero_grad()
 
     def step(self, input: Tensor, targets: Tensor) -> None:
-        """Trains on one batch; keeps the loss and the time."""
+        """Trains on one batch; records the loss and the time."""
         start = time.perf_counter()
         loss = self.jitted(input, targets)
         loss.backward()
@@ -138,7 +138,7 @@ class Run:
 
 
 def draw_batches(tokens: Tensor, setup: Setup, count: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """Sequences from anywhere in the text, each with the tokens that follow: the same ones every time."""
+    """Returns batches of random sequences of the text, each with its next tokens; the same at each call."""
     generator = torch.Generator().manual_seed(SEED)
     starts = torch.randint(len(tokens) - setup.length, (count, setup.batch, 1), generator=generator)
     windows = tokens[starts + torch.arange(setup.length + 1)].to(device)
@@ -146,7 +146,7 @@ def draw_batches(tokens: Tensor, setup: Setup, count: int, device: torch.device)
 
 
 def make_model(setup: Setup, vocab: int) -> NextToken:
-    """The same parameters every time."""
+    """Makes a model, with the same parameters at each call."""
     torch.manual_seed(SEED)
     config = Config(
         block_size=setup.length,
@@ -167,8 +167,8 @@ def make_model(setup: Setup, vocab: int) -> NextToken:
 
 
 def train(runs: dict[str, Run], batches: list[tuple[Tensor, Tensor]], *, columns: int) -> None:
-    """Gives each batch to each run, in turn."""
-    # A terminal shows a moving bar; a file should not be filled with copies of it.
+    """Trains all runs on each batch, in turn."""
+    # A terminal shows a moving bar; a log file gets few copies of it.
     refresh_seconds = 0.1 if sys.stderr.isatty() else 10
     progress = tqdm(batches, desc="training", unit="step", mininterval=refresh_seconds, ncols=columns)
     for input, targets in progress:
@@ -180,7 +180,7 @@ def train(runs: dict[str, Run], batches: list[tuple[Tensor, Tensor]], *, columns
 
 @torch.no_grad()
 def evaluate(module: NextToken, batches: list[tuple[Tensor, Tensor]]) -> float:
-    """The mean loss, in eager PyTorch and in float32."""
+    """Returns the mean loss, in eager PyTorch and in float32."""
     return statistics.fmean(
         F.cross_entropy(module.model(input).flatten(0, 1).float(), targets.flatten()).item()
         for input, targets in batches
@@ -188,7 +188,7 @@ def evaluate(module: NextToken, batches: list[tuple[Tensor, Tensor]]) -> float:
 
 
 def loss_peak_bytes(run: Run, setup: Setup, targets: Tensor) -> int:
-    """Peak memory of forward and backward of the head and the loss alone, their gradients included."""
+    """Returns the peak memory of forward and backward of head and loss alone, gradients included."""
     region = run.jit(NextToken(run.module.model.lm_head))
     hidden = torch.randn(*targets.shape, setup.width, device=targets.device, dtype=setup.dtype, requires_grad=True)
 
@@ -201,7 +201,7 @@ def loss_peak_bytes(run: Run, setup: Setup, targets: Tensor) -> int:
 
 
 def report_traces(console: Console, runs: dict[str, Run], logits_numel: int) -> None:
-    """Prints what the loss does in the last backward trace of each run."""
+    """Prints the operations of the loss in the last backward trace of each run."""
     regions = {
         name: loss_region(
             thunder.last_backward_traces(run.jitted)[-1],

@@ -1,7 +1,7 @@
-"""Trains and evaluates a small Llama with transformers' Trainer, as it is and with its loss fused.
+"""Trains and evaluates a small Llama with transformers' Trainer, without changes and with its loss fused.
 
 Both runs start from the same parameters and see the same batches. The exit code is 1 if their losses differ. Needs `pip
-install transformers accelerate tokenizers`; Trainer and model are those of transformers 4.52 or newer, unchanged.
+install transformers accelerate tokenizers`, with transformers 4.52 or newer.
 """
 
 import sys
@@ -17,7 +17,7 @@ VOCAB, LENGTH, TEXT_BYTES = 8192, 128, 2**19
 
 
 class FusedTrainer(thunder_flce.LossTrainerMixin, Trainer):
-    """With `strict`, a loss that is not fused is an error. Without chunks, a GPU leaves so small a one to Inductor."""
+    """The Trainer with its loss fused, or an error (`strict`). A GPU fuses so small a loss only with `chunk_rows`."""
 
     backend_options = {"strict": True, "chunk_rows": 256}
 
@@ -26,7 +26,7 @@ def train(trainer_class: type[Trainer], rows: list[dict], folder: str) -> tuple[
     """Returns the trainer, and the losses of its steps and of the evaluation."""
     set_seed(SEED)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
-    # Gradients are accumulated over two batches, whose losses are divided by the labels of both.
+    # Gradients are accumulated over two batches; both losses are divided by the number of labels of the two.
     arguments = TrainingArguments(
         folder, max_steps=8, gradient_accumulation_steps=2, learning_rate=1e-3, logging_steps=1, report_to="none"
     )
