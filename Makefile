@@ -1,16 +1,16 @@
-# make demo       trains a small GPT with and without the executor and shows what changes
-# make test       the tests; those that need a GPU skip without one
-# make test-fast  those of them without thunder, processes of their own, Triton's interpreter and the benchmark
-# make test-all   also those that repeat others at a larger scale, such as all models through all front ends
-# make check      style, the order of imports and types, then `make test`: what .ci/run does
+# make demo       trains a small GPT with and without the executor and shows the difference
+# make test       runs the tests; tests that need a GPU are skipped without one
+# make test-fast  the same without tests of thunder, the benchmark, Triton's interpreter and separate processes
+# make test-all   also runs tests that repeat others at a larger scale, such as all models through all front ends
+# make check      checks style, the order of imports and types, then runs `make test`, as .ci/run does
 # make lint       the same without the tests
-# make matrix     a short suite on every supported version of Python, PyTorch, thunder and transformers: an hour or so
-# make targets    compiles every Triton kernel for every GPU that docs/support.md names, without one: a few minutes
+# make matrix     runs a short suite on every supported version of Python, PyTorch, thunder, transformers: about an hour
+# make targets    compiles every Triton kernel for every GPU in docs/support.md, without a GPU: a few minutes
 # make docs       builds the pages in docs/ with an API reference, as a site in build/site
-# make traces     prints the traces in traces/ anew
-# make mutants    breaks the engine at random places, one at a time, and shows which the tests do not notice
+# make traces     regenerates the traces in traces/
+# make mutants    breaks the engine at random places, one at a time, and shows which changes the tests do not notice
 #
-# Each of them first makes the environment in .venv, and installs again when pyproject.toml has changed.
+# Each target first creates the environment in .venv, and updates it when pyproject.toml has changed.
 #
 #   make demo ARGS="--steps 50 --text FILE"
 #   make test ARGS="-k ignore_index"
@@ -23,7 +23,7 @@ SHELL := /bin/bash
 # The newest torch that nvFuser has a wheel for.
 TORCH := torch==2.10.0
 
-# nvFuser has wheels for 3.12 and 3.10. A name on PATH may be a shim that does not run, so each is tried.
+# nvFuser has wheels for 3.12 and 3.10. A name on PATH may be a shim that does not work, so each candidate is run.
 CANDIDATES := python3.12 $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python) python3 python3.13 python3.11 python3.10
 USABLE := import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info < (3, 14))
 PYTHON ?= $(shell for p in $(CANDIDATES); do "$$p" -c '$(USABLE)' 2>/dev/null && { echo "$$p"; break; }; done)
@@ -32,8 +32,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
-# By default, threads of one process spin so long for each other that two processes on the same cores take 30 times as
-# long as one. Waiting less costs nothing alone.
+# By default, threads of a process spin for so long that two processes on the same cores take 30 times as long as one.
+# A shorter spin costs nothing if a process runs alone.
 GOMP_SPINCOUNT ?= 10000
 export GOMP_SPINCOUNT
 
@@ -42,7 +42,7 @@ export GOMP_SPINCOUNT
 demo: $(STAMP)
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
-# Tests run beside each other, on small matrices: with one thread each, they take 18% less time on two cores.
+# Tests run in parallel, on small matrices: with one thread per process, they take 18% less time on two cores.
 mutants targets test test-all test-fast: export OMP_NUM_THREADS := 1
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 LONGER := bench examples imports integrations interpreted model_zoo modules pages patterns processes \
@@ -87,6 +87,6 @@ $(STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "found no Python from 3.10 to 3.13 with venv; name one: make PYTHON=…" >&2; exit 1; }
 	@echo "Installing into $(VENV) with $(PYTHON): some minutes, the first time"
 	@"$(PYTHON)" -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'  # The first that knows --group.
+	@$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'  # The first version with --group
 	@$(BIN)/python -m pip install --quiet $(TORCH) --editable '.[nvfuser,examples]' --group lint --group test --group matrix
 	@touch $@

@@ -1,11 +1,11 @@
-"""`make matrix`: a short suite on the versions that docs/support.md names, each in an environment of its own.
+"""`make matrix`: a short suite on all versions that docs/support.md names, each in its own environment.
 
-    nox --list                                      the sessions
-    nox -s "matrix(python 3.11, torch 2.8)"         one of them
-    nox -k transformers -- --numprocesses 0         some of them, with other arguments for pytest
+    nox --list                                      lists the sessions
+    nox -s "matrix(python 3.11, torch 2.8)"         runs one session
+    nox -k transformers -- --numprocesses 0         runs some sessions, with other arguments for pytest
 
-A session takes two or three minutes on two cores, and 7 GB, most of them for PyTorch, which uv keeps in its cache.
-Where its tests pass, its environment is deleted. A session whose Python is not installed is skipped, with a warning.
+A session takes two or three minutes on two cores, and 7 GB, most of them for PyTorch, which uv keeps in its cache. If
+its tests pass, its environment is deleted. A session whose Python is not installed is skipped, with a warning.
 """
 
 import os
@@ -18,12 +18,12 @@ import nox
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 OLDEST_TORCH, *BETWEEN, NEWEST_TORCH = ("2.8", "2.9", "2.10", "2.11", "2.12", "2.13", "2.14", "2.15")
 NEWEST_TORCH_OF = {"3.10": "2.14"}
-"""Where it is another one."""
+"""Newest torch of Pythons for which it is an older one"""
 NVFUSER_PYTHONS, NVFUSER_TORCH = ("3.10", "3.12"), "2.10"
-"""What the extra `nvfuser` has wheels for."""
+"""Versions for which the extra `nvfuser` has wheels"""
 THUNDER, NIGHTLY = "0.2.6", "0.2.7.dev20260201"
 
-# One of each: the ways in, the numbers of every strategy, real models, and Inductor.
+# A sample: all entry points, the numbers of every strategy, real models, and Inductor.
 SHORT_SUITE = [
     "tests/tools/test_imports.py",
     "tests/api/test_numerics.py::test_every_strategy",
@@ -44,13 +44,13 @@ SHORT_SUITE = [
 
 @dataclass(frozen=True, kw_only=True)
 class Versions:
-    """What a session installs."""
+    """Versions that a session installs."""
 
     torch: str
     thunder: str = THUNDER
     nvfuser: bool = False
     transformers: str | None = None
-    """None for the one that `thunder.jit` traces, beside litgpt: pyproject.toml has both."""
+    """None for the version that `thunder.jit` traces, which is installed with litgpt (see pyproject.toml)"""
 
     def __str__(self) -> str:
         others = {
@@ -88,13 +88,13 @@ MODELS = _parameters(
 
 NEWEST_TRAINERS = ("transformers==5.24.0", "trl==1.16.0", "accelerate==1.15.0", "peft==0.21.2")
 TORCHTITAN = ("torchtitan==0.3.0", "spmd_types==0.2.3", "tyro", "docstring_parser")
-"""What its loss imports: all that it asks for cannot be installed beside TRL."""
+"""torchtitan and the packages that its loss imports; its full requirements cannot be installed beside TRL"""
 
 nox.options.error_on_missing_interpreters = False
 nox.options.default_venv_backend = "uv"
 nox.needs_version = ">=2025.2.9"
 
-# pyenv's shims are on PATH, but run the versions only that are chosen in some file; so its interpreters go before them.
+# pyenv's shims on PATH run only versions that a file selects, so its interpreters come first on PATH.
 for folder in Path.home().glob(".pyenv/versions/3.*/bin"):
     os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ['PATH']}"
 
@@ -102,7 +102,7 @@ for folder in Path.home().glob(".pyenv/versions/3.*/bin"):
 @nox.session
 @nox.parametrize("python, versions", MATRIX)
 def matrix(session: nox.Session, versions: Versions) -> None:
-    """The short suite, with the models that `thunder.jit` traces."""
+    """Runs the short suite, with models that `thunder.jit` traces."""
     _install(session, versions, extras=["examples"])
     _test(session, *SHORT_SUITE)
 
@@ -110,9 +110,9 @@ def matrix(session: nox.Session, versions: Versions) -> None:
 @nox.session
 @nox.parametrize("python, versions", MODELS)
 def models(session: nox.Session, versions: Versions) -> None:
-    """The zoo and trainers, also with newer versions of transformers, which litgpt cannot be installed beside.
+    """Runs the model zoo and trainers, also with newer versions of transformers, which exclude litgpt.
 
-    thunder's nightly is what `thunderfx` needs for 4.57.6.
+    With transformers 4.57.6, `thunderfx` needs thunder's nightly.
     """
     _install(session, versions, extras=[] if versions.transformers else ["examples"])
     if versions.transformers:
@@ -124,7 +124,7 @@ def models(session: nox.Session, versions: Versions) -> None:
 
 @nox.session(python="3.12")
 def trainers(session: nox.Session) -> None:
-    """The newest transformers, TRL and peft, and torchtitan's loss; `models` runs what litgpt is there for."""
+    """Runs trainers with the newest transformers, TRL and peft, and torchtitan's loss; `models` has litgpt's."""
     _install(session, Versions(torch="2.10"), extras=["test"])
     session.install(*NEWEST_TRAINERS, "tqdm")
     session.install("--no-deps", *TORCHTITAN)
@@ -133,7 +133,7 @@ def trainers(session: nox.Session) -> None:
 
 @nox.session(python="3.14")
 def without_thunder(session: nox.Session) -> None:
-    """README's first program, on a Python that thunder has no version for."""
+    """Runs the README's first program on a Python that thunder does not support."""
     session.install(f"torch=={NEWEST_TORCH}.*", ".")
     program = Path("README.md").read_text().partition("```python\n")[2].partition("```")[0]
     session.run("python", "-c", program)
@@ -148,8 +148,8 @@ def _install(session: nox.Session, versions: Versions, *, extras: list[str]) -> 
 
 
 def _test(session: nox.Session, *selected: str) -> None:
-    """Deletes the environment where the tests pass."""
-    # The command, not `python -m pytest`: that would put the checkout before the package that is installed.
+    """Runs tests; deletes the environment if they pass."""
+    # `python -m pytest` would import the checkout instead of the installed package.
     arguments = session.posargs or ["--numprocesses", "auto", "--maxprocesses", "8"]
     session.run("pytest", *selected, "-q", *arguments, env={"GOMP_SPINCOUNT": "10000"})
     shutil.rmtree(session.virtualenv.location, ignore_errors=True)

@@ -1,14 +1,14 @@
-"""What every test gets: a seed, devices, poisoned memory and an unchanged registry."""
+"""Fixtures of every test: a seed, devices, poisoned memory and an unchanged registry."""
 
 import os
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # Before torch reads it: tests run beside each other on small matrices, where a second thread only waits.
+    # Set before torch reads it: tests run in parallel on small matrices, where a second thread only waits.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # And where a test has two, they do not keep the others from the cores while they wait.
+    # The threads of tests that have two soon stop spinning while they wait, and leave the cores to other tests.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
-# First, as users with torch 2.13 or newer have to: without it, they cannot import thunder.
+# First, as for users with torch 2.13 or newer, where thunder can be imported only after thunder_flce.
 import thunder_flce  # noqa: F401 # isort: skip
 
 import gc
@@ -26,21 +26,21 @@ from thunder_flce import backend
 from thunder_flce.backend import compile_graph
 from thunder_flce.engine.kernels import dispatch
 
-# Whatever entry point is installed.
+# The backend of this checkout, whichever version's entry point is installed.
 registry._BACKENDS["thunder_flce"] = registry._COMPILER_FNS["thunder_flce"] = compile_graph
 
-# In each process, Inductor compiles a program for each set of vector instructions that the processor has, to see
-# whether the compiler knows it, and starts another that loads it: twenty seconds. For some, it does not ask the first.
+# For each set of vector instructions of the processor, Inductor compiles a test program in each process, and starts
+# another process that loads it: twenty seconds. The first setting does not cover all sets.
 torch._inductor.config.cpp.vec_isa_ok = True
 cpu_vec_isa.VecISA.check_build = lambda *_: False
 
 
 def pytest_configure(config):
-    """Spares what torch logs of each program the formatting: pytest's handlers take all levels. No test reads it."""
+    """Turns off pytest's log capture, which formats torch's messages of all levels; no test reads them."""
     config.pluginmanager.set_blocked("logging-plugin")
 
 
-# They take minutes together, or a minute alone: they come first, so that no process has one left when others are done.
+# These files take minutes together, or a minute alone. They run first, so that no process ends much later than others.
 FIRST = ("test_two_ranks.py", "test_interpreted.py", "test_properties.py")
 
 
@@ -54,14 +54,14 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Files stay together, with what is made once for all of a file's tests; who is done takes tests of the other."""
+    """Keeps the tests of a file in one process, which shares their fixtures; idle processes steal tests from others."""
     from xdist.scheduler import WorkStealingScheduling
 
     return WorkStealingScheduling(config, log)
 
 
 def pytest_collection_finish():
-    """Spares collections of garbage the search through modules: a fifth of the time to compile a model."""
+    """Exempts all modules from garbage collection, which takes a fifth of the time to compile a model."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(200_000, 20, 100)
@@ -73,13 +73,13 @@ def seed():
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-# Behind "cuda", the backend of the row kernels that counts as the fastest.
+# "cuda", followed by the backend of the row kernels that "auto" shall choose
 INSTALLED = filter(dispatch.is_installed, dispatch.BACKENDS)
 BACKENDS = [pytest.param(f"cuda {name}", marks=pytest.mark.gpu) for name in INSTALLED]
 
 
 def pytest_generate_tests(metafunc):
-    """Each device that a test runs on; where a module is about the engine, each backend that is there, too."""
+    """Runs a test on each device; with `ON_EVERY_BACKEND` in its module, also on each installed backend."""
     given = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
     is_given = any("device" in ([names] if isinstance(names, str) else names) for names in given)
     if "device" in metafunc.fixturenames and not is_given:
@@ -89,7 +89,7 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture
 def device(request, monkeypatch):
-    """The device that a test runs on."""
+    """Device that a test runs on."""
     device, _, backend = request.param.partition(" ")
     if backend:
         others = [name for name in dispatch.BACKENDS if name != backend]
@@ -100,7 +100,7 @@ def device(request, monkeypatch):
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
     """See `poison_memory`."""
-    # Dynamo looks up all of PyTorch's functions once, and again after `init_process_group`: not those of earlier tests.
+    # Dynamo looks up PyTorch's functions once, and again after `init_process_group`: drop those that tests replaced.
     known = trace_rules.get_torch_obj_rule_map
     if known.cache_info().currsize and torch.empty not in known():
         known.cache_clear()
@@ -110,7 +110,7 @@ def poisoned_memory(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def unchanged_registry():
-    """Fails where a test leaves an executor behind in thunder's list of defaults."""
+    """Fails if a test leaves an executor behind in thunder's list of defaults."""
     before = thunder.get_default_executors()
     yield
     assert thunder.get_default_executors() == before
@@ -118,9 +118,9 @@ def unchanged_registry():
 
 @pytest.fixture(autouse=True)
 def without_inductor(request, monkeypatch):
-    """What Dynamo gives to Inductor, which needs seconds for each graph, runs as it is, but in tests marked `inductor`.
+    """Runs Dynamo's graphs without Inductor, which needs seconds for each, except in tests marked `inductor`.
 
-    And Dynamo forgets the programs of other tests: after a few with one code, it would run more of them uncompiled.
+    Also resets Dynamo: after a few programs with the same code, it would run further ones uncompiled.
     """
     torch._dynamo.reset()
     compiles = request.node.get_closest_marker("inductor") is not None
@@ -128,6 +128,6 @@ def without_inductor(request, monkeypatch):
         monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs, **_: graph)
         for wrapper in (torch._TorchCompileInductorWrapper, backend.Inductor):
             monkeypatch.setattr(wrapper, "__call__", lambda self, graph, inputs: graph)
-    # Of most operations of a program, fake tensors keep what none that follows asks for: a tenth of the time.
+    # Most entries of the fake tensors' cache are never looked up in a test; keeping them takes a tenth of the time.
     with torch._dynamo.config.patch(fake_tensor_cache_enabled=compiles):
         yield

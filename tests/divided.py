@@ -1,4 +1,4 @@
-"""A case that is divided among ranks, by rows of the vocabulary and tokens or as DTensors: results of the whole."""
+"""Runs a case divided among ranks, by vocabulary and tokens or as DTensors, and joins the ranks' results."""
 
 import itertools
 from dataclasses import replace
@@ -16,12 +16,12 @@ from thunder_flce import VocabParallel
 
 ALL = ...
 R = Replicate()
-# Tokens and the vocabulary, each along one dimension of a mesh.
+# Mesh shape, placements of inputs, placements of weights: tokens and vocabulary along one mesh dimension each.
 BOTH = ((2, 2), (Shard(0), Shard(1)), (R, Shard(0)))
 
 
 def part_of(case: Case, rows: slice, tokens=ALL) -> Case:
-    """What one rank has of a case: leaves of its own, of some rows of the vocabulary and some tokens."""
+    """Returns a rank's part of a case, as new leaves: some rows of the vocabulary and some tokens."""
 
     def leaf(of):
         return lambda tensor: tensor.detach()[of].clone().requires_grad_(tensor.requires_grad)
@@ -30,22 +30,22 @@ def part_of(case: Case, rows: slice, tokens=ALL) -> Case:
 
 
 def parts(sizes) -> list[slice]:
-    """Slices of these sizes, one after the other."""
+    """Returns consecutive slices of these sizes."""
     return [slice(stop - size, stop) for size, stop in zip(sizes, itertools.accumulate(sizes), strict=True)]
 
 
 def of_rank(rank: int, case: Case, sizes, grad=None, *, counts=None, how=None, **settings) -> Result:
-    """What one rank computes; its loss, if there is one a token, is of its tokens.
+    """Returns one rank's result; a loss per token is that of the rank's tokens.
 
     Args:
-        rank: which.
-        case: the whole.
-        sizes: how many rows of the vocabulary each rank has.
-        grad: at the loss of the whole.
-        counts: how many tokens each rank has; None where all have all.
-        how: of `VocabParallel`. With "data_parallel", what comes before averages the gradients of `x` over ranks: those
-            of the result are so much smaller, and upstream gradients of single tokens so much larger.
-        **settings: of `linear_cross_entropy`.
+        rank: the rank.
+        case: the whole case.
+        sizes: number of vocabulary rows of each rank.
+        grad: upstream gradient of the whole loss.
+        counts: number of tokens of each rank; None if all ranks have all tokens.
+        how: fields of `VocabParallel`. With "data_parallel", the layers before average the gradients of `x` over ranks:
+            the result's gradients of `x` are divided by the number of ranks, upstream gradients of tokens multiplied.
+        **settings: arguments of `linear_cross_entropy`.
     """
     tokens, names = ALL if counts is None else parts(counts)[rank], settings.get("outputs", ())
     factor = len(sizes) if (how or {}).get("data_parallel") else 1
@@ -67,12 +67,12 @@ def of_rank(rank: int, case: Case, sizes, grad=None, *, counts=None, how=None, *
 
 
 def has_same_bits(one, other) -> bool:
-    """NaN included."""
+    """Whether two tensors are equal, with NaN equal to NaN."""
     return one.dtype == other.dtype and torch.equal(one.nan_to_num(7), other.nan_to_num(7))
 
 
 def joined(case: Case, results: list[Result], counts=None) -> Result:
-    """The result of the whole, once it is clear that what all ranks have is the same on all."""
+    """Joins the ranks' results to that of the whole case; asserts that replicated results are equal on all ranks."""
 
     def whole(each, *, is_divided):
         if is_divided:
@@ -93,23 +93,23 @@ def joined(case: Case, results: list[Result], counts=None) -> Result:
 
 
 def divided(case: Case, sizes, grad=None, *, counts=None, **settings) -> Result:
-    """The loss and gradients of a case that is divided among threads; see `of_rank`."""
+    """Returns the loss and gradients of a case that is divided among threads; see `of_rank`."""
     run = partial(of_rank, case=case, sizes=sizes, grad=grad, counts=counts, **settings)
     return joined(case, as_threads(len(sizes), run), counts)
 
 
 def on_mesh(case: Case, mesh, of_x, of_weight) -> Case:
-    """The case on a mesh, but for its targets."""
+    """Returns the case with operands as DTensors on a mesh; targets stay whole."""
 
     def placed(tensor, placements):
-        # A broadcast writes to what it is given, and threads share the case.
+        # A broadcast overwrites its argument, and threads share the case: clone.
         return distribute_tensor(tensor.detach().clone(), mesh, placements).requires_grad_(tensor.requires_grad)
 
     return case.mapped(partial(placed, placements=of_x), partial(placed, placements=of_weight))
 
 
 def of_mesh(rank: int, case: Case, placements, grad=None, **settings) -> Result:
-    """What all ranks have together, on one of them, of a mesh's shape and the placements of inputs and weights."""
+    """Returns the gathered results on one rank; `placements` are those of `on_mesh`, after the mesh's shape."""
     shape, *of_operands = placements
     placed = on_mesh(case, init_device_mesh(case.x.device.type, shape), *of_operands)
     results = results_of(placed, **settings)
@@ -127,7 +127,7 @@ def of_mesh(rank: int, case: Case, placements, grad=None, **settings) -> Result:
 
 
 def on_a_mesh(case: Case, placements, grad=None, **settings) -> Result:
-    """The same among threads."""
+    """Returns the result of a case on a mesh of threads, the same on all ranks."""
     run = partial(of_mesh, case=case, placements=placements, grad=grad, **settings)
     first, *others = as_threads(torch.Size(placements[0]).numel(), run)
     for other in others:

@@ -1,4 +1,4 @@
-"""The two front ends of thunder that tests go through, a model, and how what is compiled is compared."""
+"""The front ends that tests go through, a model, and comparisons of compiled programs."""
 
 from functools import partial
 
@@ -57,7 +57,7 @@ def operands(tokens, dtype=torch.float32):
 
 
 def run(program, tensors):
-    """Outputs, and the gradients of all of them, for upstream ones that differ from one element to the next."""
+    """Returns a program's outputs, and gradients for upstream gradients that differ between elements."""
     outputs = program(*tensors)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     wanted = [each for each in outputs if each.requires_grad]
@@ -70,25 +70,25 @@ def run(program, tensors):
 
 
 def decisions(compiled) -> list[thunder_flce.matching.decisions.Decision]:
-    """What was decided about each cross-entropy, in the order in which it was compiled."""
+    """Returns the decisions about all losses, in the order in which they were compiled."""
     return thunder_flce.explain(compiled).decisions
 
 
 def assert_fused(compiled, times: int | None = None) -> None:
-    """Asserts that all was fused that was decided about, as often as that where it is said."""
+    """Asserts that all decisions are fused, and that there are `times` of them if given."""
     found = decisions(compiled)
     assert found and all(decision.fused for decision in found), [str(decision) for decision in found]
     assert times is None or len(found) == times
 
 
 def symbols(trace):
-    """The bound symbols of a trace, and those that they are made of."""
+    """Yields the bound symbols of a trace, each followed by all its subsymbols."""
     for bsym in getattr(trace, "bound_symbols", None) or trace.subsymbols:
         yield bsym
         yield from symbols(bsym)
 
 
 def assert_agrees(model, expected, got, **tolerances) -> None:
-    """Compares two calls that compute the same of a model's parameters, by their results and all gradients."""
+    """Asserts that two calls on a model's parameters have the same results and gradients."""
     found, right = (run(lambda *_, call=call: call(), [*model.parameters()]) for call in (got, expected))
     torch.testing.assert_close(found, right, **tolerances)

@@ -1,7 +1,7 @@
 """Runs nvFuser definitions with PyTorch's operations, so that they can be tested without a GPU.
 
-A stand-in for `nvfuser_direct.FusionDefinition`, with those operations that our definitions use. It checks what nvFuser
-takes for granted: that inputs are as they were defined. It knows nothing of how nvFuser schedules a definition.
+A stand-in for `nvfuser_direct.FusionDefinition`, with the operations that our definitions use. It checks what nvFuser
+assumes: that inputs match their definitions. It does not model how nvFuser schedules a definition.
 """
 
 import operator
@@ -22,14 +22,14 @@ _TORCH_DTYPES = {
 
 
 class Value:
-    """Something that has a value as soon as the definition has inputs."""
+    """A node of the definition, which has a value once the definition has inputs."""
 
     def __init__(self, compute: Callable[..., Any], *arguments: Any):
         self._compute = compute
         self._arguments = arguments
 
     def get(self, known: dict["Value", Any]) -> Any:
-        """The value, given what is known already; adds to that."""
+        """Computes the value, and adds it to `known`."""
         if self not in known:
             arguments = (a.get(known) if isinstance(a, Value) else a for a in self._arguments)
             known[self] = self._compute(*arguments)
@@ -37,7 +37,7 @@ class Value:
 
 
 class FusionDefinition:
-    """See `nvfuser_direct.FusionDefinition`."""
+    """Stand-in for `nvfuser_direct.FusionDefinition`."""
 
     def __init__(self) -> None:
         self.ops = Operations()
@@ -51,22 +51,22 @@ class FusionDefinition:
         pass
 
     def define_tensor(self, *, shape: list[int], contiguity: list[bool | None], dtype: DataType) -> Value:
-        """An input; -1 in `shape` stands for any size but 1, and a size of 1 has no contiguity."""
+        """Adds an input; -1 in `shape` stands for any size except 1, and a dimension of size 1 has no contiguity."""
         assert [size == 1 for size in shape] == [flag is None for flag in contiguity]
         value = Value(lambda: None)
         self._inputs.append((value, shape, contiguity, _TORCH_DTYPES[dtype]))
         return value
 
     def define_scalar(self, value: float, dtype: DataType) -> Value:
-        """A constant."""
+        """Adds a constant."""
         return Value(lambda: torch.tensor(value, dtype=_TORCH_DTYPES[dtype]))
 
     def add_output(self, value: Value, alias_input: Value | None = None) -> None:
-        """Returns `value` from `execute`, or writes it into an input."""
+        """Makes `execute` return `value`, or write it into an input."""
         self._outputs.append((value, alias_input))
 
     def execute(self, inputs: Sequence[Tensor], **options: Any) -> list[Tensor]:
-        """The outputs that are not written into inputs."""
+        """Runs the definition; returns the outputs that are not written into inputs."""
         known: dict[Value, Any] = {}
         for tensor, (value, shape, contiguity, dtype) in zip(inputs, self._inputs, strict=True):
             assert tensor.dtype == dtype
@@ -116,16 +116,16 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "take_along_axis": lambda tensor, index, dim: tensor.gather(dim, index),
     "iota": _iota,
 }
-"""Those of `nvfuser_direct.FusionDefinition.ops` that are used, by their names."""
+"""The used operations of `nvfuser_direct.FusionDefinition.ops`, by name"""
 
 
 class Operations:
-    """They give values of a definition."""
+    """The operations of a definition; each returns a `Value`."""
 
     def __getattr__(self, name: str) -> Callable[..., Value]:
         def compute(*arguments: Any, **settings: Any) -> Tensor:
             if name in BINARY:
-                # nvFuser promotes; our definitions cast.
+                # nvFuser would promote dtypes; our definitions cast explicitly.
                 left, right = arguments
                 assert left.dtype == right.dtype and left.dtype not in (torch.float16, torch.bfloat16)
             return OPERATIONS[name](*arguments, **settings)

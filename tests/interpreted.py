@@ -1,4 +1,4 @@
-"""Runs tests of Triton kernels on a GPU or, in a process of their own, in the interpreter that the environment sets."""
+"""Runs tests of Triton kernels on a GPU or, in a separate process with TRITON_INTERPRET=1, in Triton's interpreter."""
 
 import os
 from importlib.util import find_spec
@@ -22,8 +22,8 @@ def on_device(test):
 def prepare_row_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes `triton_rows` run in the interpreter.
 
-    It has no device library, runs one program after another, so that none may wait for the next, and takes no tensor of
-    NumPy's for the end of a loop.
+    The interpreter has no device library, runs one program after another, so that no program may wait for a later one,
+    and does not accept its own tensors as the end of a loop.
     """
     import triton.language as tl
     from triton.runtime import interpreter
@@ -31,7 +31,7 @@ def prepare_row_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     from thunder_flce.engine.kernels import triton_rows, triton_tokens
 
     def log1p(x):
-        # The rounding of 1 + x is in both logarithm and difference.
+        # The rounding of 1 + x cancels, since logarithm and difference have it both.
         return tl.where(1.0 + x == 1.0, x, tl.log(1.0 + x) * (x / tl.where(1.0 + x == 1.0, 1.0, (1.0 + x) - 1.0)))
 
     def expm1(x):
@@ -56,12 +56,12 @@ def prepare_row_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     patch_language, patched = interpreter._patch_lang, set()
 
     def patch_once(fn):
-        """For a launch, and not for each call of a function in it, in two thirds of the time."""
+        """Patches once per launch instead of for each function called in it, in two thirds of the time."""
         languages = frozenset(name for name in ("tl", "core") if name in fn.__globals__)
         if languages in patched:
             return None
         scope = patch_language(fn)
-        if scope is not None:  # Older versions restore nothing.
+        if scope is not None:  # Older versions of Triton restore nothing.
             patched.add(languages)
             restore = scope.restore
             scope.restore = lambda: (patched.clear(), restore())

@@ -1,11 +1,11 @@
 """Breaks the package at random places, and shows which changes the tests do not notice.
 
-    python tests/mutate.py --count 50 --seed 1                      # of operation/ and engine/
+    python tests/mutate.py --count 50 --seed 1                      # changes in operation/ and engine/
     python tests/mutate.py thunder_flce/labels.py --tests tests/distributed/test_labels.py
 
 A mutant swaps + and -, * and /, & and |, `and` and `or`, < and <= (and so on), 0 and 1, or minimum and maximum, drops a
-`not`, or deletes a statement that is there for its effect. Each runs the tests on a copy of the package, in a process
-of its own. A survivor is a missing test, or a change that changes nothing.
+`not`, or deletes a statement that is executed for its effect. For each mutant, the tests run on a changed copy of the
+package, in a separate process. A surviving mutant means a missing test, or that the change has no effect.
 """
 
 import argparse
@@ -36,7 +36,7 @@ _OTHER = {one: other for pair in _PAIRS for one, other in (pair, pair[::-1])}
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change of the source."""
+    """A single change of the source."""
 
     path: Path
     line: int
@@ -49,13 +49,13 @@ class Mutant:
         return f"{self.path}:{self.line}: {before}  →  {after}"
 
     def applied(self, text: str) -> str:
-        """The file's text with the change."""
+        """Returns the file's text with the change."""
         encoded, stop = text.encode(), self.start + len(self.before.encode())
         return (encoded[: self.start] + self.after.encode() + encoded[stop:]).decode()
 
 
 def mutants_of(text: str, path: Path) -> Iterator[Mutant]:
-    """All mutants of a file."""
+    """Yields all mutants of a file."""
     lines = text.encode().splitlines(keepends=True)
     starts = [sum(map(len, lines[:at])) for at in range(len(lines))]
     for node in _code(ast.parse(text)):
@@ -65,7 +65,7 @@ def mutants_of(text: str, path: Path) -> Iterator[Mutant]:
 
 
 def _code(node: ast.AST) -> Iterator[Any]:
-    """The statements and expressions that compute: no annotations, decorators, docstrings and errors."""
+    """Yields statements and expressions that compute: no annotations, decorators, docstrings and errors."""
     if isinstance(node, (ast.Raise, ast.JoinedStr, ast.Import, ast.ImportFrom)):
         return
     if isinstance(node, (ast.stmt, ast.expr)):
@@ -78,7 +78,7 @@ def _code(node: ast.AST) -> Iterator[Any]:
 
 
 def _changed(node: Any) -> Iterator[str]:
-    """What may stand in place of a node."""
+    """Yields replacements of a node, as source text."""
     if isinstance(node, (ast.BinOp, ast.BoolOp, ast.AugAssign)) and type(node.op) in _OTHER:
         yield _with(node, op=_OTHER[type(node.op)]())
     elif isinstance(node, ast.Compare):
@@ -102,7 +102,7 @@ def _with(node: Any, **fields: Any) -> str:
 
 
 def outcome(mutant: Mutant | None, tests: list[str], *, seconds: float | None = None) -> str:
-    """What the tests make of a copy with that change: "survived", "caught", or why they have proved nothing."""
+    """Runs the tests on a copy with the change; returns "survived", "caught", or why they proved nothing."""
     with tempfile.TemporaryDirectory() as folder:
         left_out = shutil.ignore_patterns(".*", "__pycache__", "figures", "*.jsonl")
         shutil.copytree(ROOT, folder, dirs_exist_ok=True, ignore=left_out)
@@ -116,18 +116,18 @@ def outcome(mutant: Mutant | None, tests: list[str], *, seconds: float | None = 
         try:
             process = subprocess.run([*command, *tests], check=False, **settings)
         except subprocess.TimeoutExpired:
-            return "caught"  # A loop without an end.
+            return "caught"  # An endless loop.
     return {0: "survived", 1: "caught"}.get(process.returncode, f"NO PROOF: {process.stdout[-500:]}{process.stderr}")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs a sample of the mutants and prints what became of them; fails unless all were caught."""
+    """Tests a sample of the mutants and prints each outcome; returns 1 unless all were caught."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", default=FILES, help="patterns, from the root of the repository")
-    parser.add_argument("--tests", nargs="+", default=list(TESTS), help="what pytest is given")
-    parser.add_argument("--count", type=int, default=20, help="how many mutants are drawn (default: 20)")
+    parser.add_argument("files", nargs="*", default=FILES, help="patterns of files, relative to the repository's root")
+    parser.add_argument("--tests", nargs="+", default=list(TESTS), help="arguments for pytest")
+    parser.add_argument("--count", type=int, default=20, help="number of mutants (default: 20)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=1, help="how many run at a time")
+    parser.add_argument("--jobs", type=int, default=1, help="number of parallel processes")
     chosen = parser.parse_args(arguments)
     paths = sorted({path.relative_to(ROOT) for pattern in chosen.files for path in ROOT.glob(pattern)})
     mutants = [m for path in paths for m in mutants_of((ROOT / path).read_text(encoding="utf-8"), path)]

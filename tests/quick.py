@@ -1,4 +1,4 @@
-"""Spares thunder and Dynamo what they do beside compiling a program, in the time of several: imported by all tests."""
+"""Speeds up compilation by thunder and Dynamo several times, by skipping side work; imported by all tests."""
 
 import dis
 import functools
@@ -12,7 +12,7 @@ from torch._dynamo import guards
 
 
 def _callers():
-    """The two frames below the caller's, as `inspect.stack` has them; thunder reads the third entry only."""
+    """Returns the caller's frame and the two below it, like `inspect.stack`; thunder reads the third entry only."""
     frame, found = sys._getframe(1), []
     for _ in range(3):
         code = frame.f_code
@@ -21,8 +21,8 @@ def _callers():
     return found
 
 
-# For each program that it compiles, thunder asks for the whole stack, with the source of every frame; and at each
-# exception in a program it waits, busily, for another thread. In pytest, together half of a small program's time.
+# For each program that it compiles, thunder reads the whole stack, with the source of every frame. At each exception in
+# a program, it busily waits for another thread. In pytest, both together take half of a small program's time.
 interpreter.inspect = SimpleNamespace(**{**vars(inspect), "stack": _callers})
 sys.setswitchinterval(1e-4)
 
@@ -43,19 +43,19 @@ def _arguments(given):
     return wrap_args_from_list(given)
 
 
-# For each name and argument that a function of a program reads, it interprets d[k]: again half of the time.
+# thunder interprets d[k] for each name and argument that a function of a program reads: again half of the time.
 WrappedValue, globals_lookup = interpreter.WrappedValue, interpreter.globals_lookup
 wrap_args_from_list = interpreter.wrap_args_from_list
 of_dict = interpreter.MutMappingWrapperMethods.__getitem__
 of_sequence = interpreter.SequenceWrapperMethods.__getitem__
 interpreter.globals_lookup, interpreter.wrap_args_from_list = _global, _arguments
-# For each function that a program calls, it asks for the instructions.
+# thunder disassembles each function at every call.
 instructions = functools.lru_cache(4096)(lambda code: tuple(dis.get_instructions(code)))
 interpreter.dis = SimpleNamespace(**{**vars(dis), "get_instructions": instructions})
-# And for each operation of a trace, for the signature of its meta function.
+# thunder inspects the signature of a meta function for each operation of a trace.
 symbol.inspect = SimpleNamespace(**{**vars(inspect), "signature": functools.lru_cache(1024)(inspect.signature)})
 
-# For each program that it compiles, Dynamo measures its guards, with the CPU's caches emptied first, and collects
-# garbage: a fifth of a small program's time.
+# For each program that it compiles, Dynamo times its guards, with the CPU's caches emptied first, and collects garbage:
+# a fifth of a small program's time.
 guards.profile_guard_manager = lambda *_: 0.0
 torch._dynamo.config.run_gc_after_compile = False

@@ -1,10 +1,10 @@
-"""Any number of random calls over every argument, against eager PyTorch in float64:
+"""Random calls over every argument, any number of them, compared with eager PyTorch in float64:
 
     python tests/random_calls.py --count 10000
     python tests/random_calls.py --count 2000 --device cuda
 
-By `--way "data parallel"` and others, on ranks and in compilers. Call N is always the same one: `--first N --count 1`
-repeats it alone.
+`--way "data parallel"` and other ways run them on ranks and in compilers. Call N is always the same: `--first N
+--count 1` repeats it alone.
 """
 
 import argparse
@@ -31,38 +31,38 @@ from thunder_flce.engine.kernels import dispatch, torch_rows
 from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS, OUTPUTS
 from thunder_flce.options import ACCUMULATE, IGNORED_ROWS, LOGITS_DTYPES, STRATEGIES
 
-# A new vocabulary, dtype or map of the logits is a new nvFuser definition, which takes a third of a second to compile.
+# Each vocabulary, dtype and map of the logits needs an nvFuser definition, which takes a third of a second to compile.
 VOCABULARIES = {"cpu": (2, 3, 7, 8, 33, 101, 1009, 16383, 16385), "cuda": (7, 1009, 16385)}
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 SHAPES = ((), (0,), (1,), (2,), (13,), (3, 5), (2, 3, 4))
 LAYOUTS = ("contiguous", "transposed", "sliced", "offset", "expanded")
-# Twice as much, as ranks of data parallel have it, does not fit the last two.
+# Twice the value, as ranks of data parallel need it, does not fit into the last two dtypes.
 ITEMS = {"5": torch.int64, "0": torch.int64, "200": torch.uint8, "40000": torch.float16}
 SPECIAL = {
     "masked columns": -math.inf, "masked target": -math.inf, "only masked columns": -math.inf, "infinity": math.inf,
     "NaN": math.nan, "NaN in a row": math.nan, "large": 1e4,
 }  # fmt: skip
-"""What the bias or a row of the input carries into the logits"""
+"""Values that the bias, or a row of the input, brings into the logits"""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of `linear_cross_entropy`, in values that can be printed: a plain cross-entropy, unless it says more."""
+    """A call of `linear_cross_entropy`, as values that can be printed. Defaults are those of a plain cross-entropy."""
 
     seed: int
     shape: tuple[int, ...]
     hidden: int
     vocab: int
     dtype: torch.dtype
-    scale: float  # The standard deviation of the logits, before they are mapped
+    scale: float  # Standard deviation of the logits, before scale and softcap
     bias: bool
     class_weight: torch.dtype | None
-    targets: str  # How they are distributed over the columns
+    targets: str  # Distribution over the columns
     ignored: str
     needs_grad: tuple[bool, bool, bool]  # The input, the weight, the bias
-    terms: tuple[tuple[int, bool, bool], ...]  # Of each its hidden size, and whether input and weight need a gradient
-    grad: str  # What the gradient at the loss is like
-    layouts: tuple[str, ...]  # Of the input, the weight, the bias, the targets and the class weights
+    terms: tuple[tuple[int, bool, bool], ...]  # For each, hidden size, and whether input and weight need a gradient
+    grad: str  # Kind of the loss's upstream gradient
+    layouts: tuple[str, ...]  # Layouts of the input, weight, bias, targets and class weights
     num_items: str | float | None  # A number, or the name of a tensor's value
     loss: dict[str, Any]
     options: Options
@@ -72,17 +72,17 @@ class Call:
     token_loss: Callable[..., Tensor] | None = None
     expected: str | float | None = None  # The expected gradient: a number, or the name of a tensor's value
     detached: tuple[str, ...] = ()
-    target_dtype: torch.dtype = torch.int64  # Where targets fit it: `ignore_index` and the columns need not
-    is_repeated: bool = False  # Whether the same call comes a second time, when it is known
+    target_dtype: torch.dtype = torch.int64  # Used only if all targets fit: `ignore_index` or the columns may not
+    is_repeated: bool = False  # Whether the same call runs a second time, from the cache of calls
     special: str | None = None  # One of `SPECIAL`
 
     @property
     def columns(self) -> int:
-        """Those that are not cut off."""
+        """Number of columns that `vocab_size` leaves."""
         return self.loss["vocab_size"] or self.vocab
 
     def case(self, device: str) -> Case:
-        """The operands."""
+        """Makes the operands."""
         generator = torch.Generator().manual_seed(self.seed)
 
         def randn(*shape: int, factor: float = 1.0) -> Tensor:
@@ -99,11 +99,11 @@ class Call:
         targets[ignored] = self.loss["ignore_index"]
         class_weight = None
         if self.class_weight is not None:
-            # Some are 0, but never that of a target: a mean over weights of 0 is a quotient of rounding errors.
+            # Some weights are 0, but no target's: a mean over weights of 0 is a quotient of rounding errors.
             class_weight = torch.rand(self.vocab, generator=generator) + 0.1
             unused = torch.ones(self.vocab, dtype=torch.bool)
             unused[targets[~ignored]] = False
-            # The one that an expanded layout repeats.
+            # Keep the weight that an expanded layout repeats.
             unused[0] = False
             class_weight[unused & (torch.rand(self.vocab, generator=generator) < 0.2)] = 0
             class_weight = class_weight.to(self.class_weight)
@@ -116,7 +116,7 @@ class Call:
 
         operands = *linear(self.hidden), randn(self.vocab, factor=self.scale) if self.bias else None
         others = map(placed, (targets.view(self.shape), class_weight), self.layouts[3:])
-        # Not the layouts of the head.
+        # Terms swap the layouts of input and weight, so that they differ from those of the head.
         terms = [tuple(map(placed, linear(rank), self.layouts[1::-1], needs_grad)) for rank, *needs_grad in self.terms]
         case = Case(*map(placed, operands, self.layouts, self.needs_grad), *others, tuple(terms))
         if self.special is not None:
@@ -124,7 +124,7 @@ class Call:
         return case
 
     def make_special(self, case: Case) -> None:
-        """Writes special values into operands, and targets where they matter."""
+        """Writes special values into operands, and changes targets so that these values matter."""
         value, half = SPECIAL[self.special], self.columns // 2
         target = case.target.view(-1)
         with torch.no_grad():
@@ -145,7 +145,7 @@ class Call:
         return any(self.needs_grad[: 2 + self.bias]) or any(any(needs_grad) for _, *needs_grad in self.terms)
 
     def incoming(self, device: str) -> Tensor:
-        """The gradient at the loss."""
+        """Returns the loss's upstream gradient."""
         shape = self.shape if self.loss["reduction"] == "none" else ()
         dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
         if self.grad in (values := {"one": 1.0, "power of two": 0.25, "expanded": 0.7}):
@@ -156,7 +156,7 @@ class Call:
         return laid_out(random.to(device), "transposed" if self.grad == "transposed" else "contiguous")
 
     def given(self, device: str) -> tuple[Case, Tensor, dict[str, Any]]:
-        """Operands, the gradient at the loss, and the other arguments. What ignored tokens weigh and have is NaN."""
+        """Returns operands, upstream gradient and other arguments; weights and inputs of ignored tokens are NaN."""
         case, arguments = self.case(device), dict(self.loss)
         generator = torch.Generator().manual_seed(self.seed + 2)
         tokens, ignored = self.shape, case.target == self.loss["ignore_index"]
@@ -172,7 +172,7 @@ class Call:
             arguments["token_weights"] = weights.to(device, self.token_weights).masked_fill(ignored, torch.nan)
         if self.several:
             case = with_several_targets(case, self, rand(*tokens, self.several), generator)
-            # With some, more than 1 in all.
+            # The weights of some tokens add up to more than 1.
             of_targets = (rand(*tokens, self.several) * 1.5 / self.several).to(device, self.dtype)
             of_targets = of_targets.masked_fill(case.target == self.loss["ignore_index"], torch.nan)
             arguments |= {"target_weights": of_targets, "target_rest": self.target_rest}
@@ -192,7 +192,7 @@ class Call:
         return case, self.incoming(device), arguments
 
     def run(self, device: str, way: str = "eager") -> None:
-        """Compares the results with the truth, and their errors with those of eager PyTorch."""
+        """Runs the call, and compares its errors with those of eager PyTorch."""
         case, grad, arguments = self.given(device)
         for _ in range(1 + self.is_repeated):
             with named(self):
@@ -202,7 +202,7 @@ class Call:
 
 
 def laid_out(tensor: Tensor, layout: str) -> Tensor:
-    """The same values, but for "expanded", in another memory layout; where a tensor has no such, as it is."""
+    """Returns a tensor in another layout, if it can have that; "expanded" repeats the first row, others keep values."""
     if layout == "transposed" and tensor.ndim > 1:
         return tensor.transpose(0, -1).contiguous().transpose(0, -1)
     if layout == "sliced" and tensor.ndim:
@@ -219,13 +219,13 @@ def laid_out(tensor: Tensor, layout: str) -> Tensor:
 
 
 def row_kernels(dtype: torch.dtype, device: str) -> list[str]:
-    """Every choice of row kernels that can run."""
+    """Returns all choices of row kernels that can run."""
     runs_on = ["torch"] if device == "cpu" or dtype is torch.float64 else dispatch.BACKENDS
     return ["auto", *(name for name in runs_on if dispatch.is_installed(name))]
 
 
 def plain_call(one_of: Callable, device: str, vocabularies: tuple[int, ...] = ()) -> Call:
-    """A cross-entropy, with everything that its arguments allow; `one_of` chooses among these."""
+    """Returns a random cross-entropy over all arguments; `one_of` chooses values."""
 
     def some_of(*values: Any, most: int) -> tuple[Any, ...]:
         return tuple(dict.fromkeys(one_of(*values) for _ in range(one_of(*range(most + 1)))))
@@ -235,7 +235,7 @@ def plain_call(one_of: Callable, device: str, vocabularies: tuple[int, ...] = ()
     reduction = one_of("mean", "sum", "none")
     outputs = one_of((), some_of(*OUTPUTS, most=4))
     vocab_size = one_of(None, vocab, max(vocab - 2, 1), 1 + vocab // 2)
-    # Those of float16 have to know the loss scale.
+    # Gradients in float16 have to know the loss scale.
     in_forward = dtype is not torch.float16 and reduction != "none" and not {*outputs} & {*DIFFERENTIABLE_OUTPUTS}
     strategy = one_of(None, *(s for s in STRATEGIES if s != "gradients_in_forward" or in_forward))
     ranks = [(one_of(2, 1, 8), one_of(False, True), one_of(False, True)) for _ in range(one_of(1, 2, 3))]
@@ -258,7 +258,7 @@ def plain_call(one_of: Callable, device: str, vocabularies: tuple[int, ...] = ()
         },
         options=Options(
             strategy=strategy, chunk_rows=None if strategy == "save_logits" else one_of(None, 1, 4, 5, 64),
-            # Sums in the parameter's dtype err with the number of chunks, which is what they are for.
+            # Sums in a 16-bit parameter's dtype lose precision with the number of chunks, by design.
             accumulate=one_of(*ACCUMULATE) if dtype.itemsize >= 4 else one_of("auto", "float32"),
             ignored_rows=one_of(*IGNORED_ROWS), logits_dtype=one_of(*LOGITS_DTYPES),
             row_kernels=one_of(*row_kernels(dtype, device)),
@@ -267,7 +267,7 @@ def plain_call(one_of: Callable, device: str, vocabularies: tuple[int, ...] = ()
 
 
 def one_pass(call: Call, one_of: Callable) -> Call:
-    """The same with statistics and gradient from one kernel, see `engine`, and small chunks."""
+    """Returns a call like `call` that computes statistics and gradient in one pass (see `engine`), in small chunks."""
     plain = {"label_smoothing": 0.0, "z_loss": 0.0, "outputs": ()}
     reduction = one_of("mean", "sum")
     input_grad, weight_grad, _ = call.needs_grad
@@ -287,20 +287,20 @@ def one_pass(call: Call, one_of: Callable) -> Call:
 
 
 def chooser(*seed: Any) -> Callable:
-    """Chooses one of its arguments, by chance: with a seed, always the same ones."""
+    """Returns a function that chooses one of its arguments at random; a seed repeats all choices."""
     generator = random.Random(" ".join(map(str, seed)))
     return lambda *values: generator.choice(values)
 
 
 def few_rows_at_a_time(replace: Callable[[Any, str, Any], None] = setattr) -> None:
-    """Where PyTorch's operations are the row kernels: several blocks for each chunk."""
+    """Makes the row kernels of PyTorch process several blocks per chunk."""
     replace(torch_rows, "BLOCK_BYTES", 512)
     replace(torch_rows, "THREAD_BYTES", 256)
 
 
 @contextmanager
 def named(example: Any) -> Iterator[None]:
-    """Says of what an error is."""
+    """Puts an example in front of an error's message."""
     try:
         yield
     except Exception as error:
@@ -308,7 +308,7 @@ def named(example: Any) -> Iterator[None]:
 
 
 def grpo(log_prob, entropy, old, advantage, mask):
-    """A clipped ratio, with a penalty and a bonus. It has corners, which 16 bits put elsewhere."""
+    """A clipped ratio, with a penalty and a bonus; in 16 bits, rounding moves the corners of the clipping."""
     ratio = torch.exp(torch.tanh(log_prob - old))
     clipped = torch.min(ratio * advantage, torch.clamp(ratio, 0.8, 1.2) * advantage)
     return torch.where(mask, -clipped, 0.1 * log_prob) - 0.01 * entropy
@@ -332,7 +332,7 @@ SMOOTH = TOKEN_LOSSES[1:]
 
 
 def run_compiled(compiler: Callable, case: Case, grad: Tensor, options: Options, arguments: dict[str, Any]) -> Result:
-    """The call as a program of its tensors."""
+    """Runs the call as a compiled program of its tensors."""
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
     others = {name: value for name, value in arguments.items() if name not in tensors}
 
@@ -346,7 +346,7 @@ def run_compiled(compiler: Callable, case: Case, grad: Tensor, options: Options,
 
 
 def by_dynamo(program: Callable, options: Options) -> Callable:
-    torch._dynamo.reset()  # After a few programs of one code, it would run more of them uncompiled.
+    torch._dynamo.reset()  # After a few programs with the same code, it would not compile more.
     return torch.compile(partial(program, options=options), backend="aot_eager", fullgraph=True)
 
 
@@ -380,9 +380,9 @@ WAYS = {
 
 
 def on_ranks(of_tokens: str = "") -> Callable:
-    """The vocabulary divided among ranks, and the tokens, in one dimension, too by sequence or data parallel.
+    """Returns a way that divides the vocabulary among ranks and, by `of_tokens`, also the tokens.
 
-    With the result come the arguments of the same call of the whole.
+    The way returns the result and the arguments of an equal call without ranks.
     """
 
     def run(case: Case, grad: Tensor, options: Options, arguments: dict[str, Any]) -> tuple[Result, dict[str, Any]]:
@@ -406,12 +406,12 @@ def on_ranks(of_tokens: str = "") -> Callable:
 
 
 def as_dtensors(case: Case, grad: Tensor, options: Options, arguments: dict[str, Any]) -> tuple[Result, dict[str, Any]]:
-    """Of two by two ranks: sequences divided along the first dimension, tokens and vocabulary along the second."""
+    """Runs on a mesh of 2 × 2 ranks: the first dimension divides sequences, the second tokens and vocabulary."""
     return on_a_mesh(case, BOTH, grad, options=options, **arguments), arguments
 
 
 SIZES = ((None, 4), (3, 0, None), (None, 0), (None,), (1, None, 1, 0), (0, None))
-"""Columns of each rank; None for those that are left"""
+"""Numbers of columns of the ranks; None for the rest"""
 RANKS = {
     "ranks": on_ranks(),
     "sequence parallel": on_ranks("sequence_parallel"),
@@ -421,7 +421,7 @@ RANKS = {
 
 
 def with_several_targets(case: Case, call: Call, ignored: Tensor, generator: torch.Generator) -> Case:
-    """A case with K targets a token, some ignored, and some in one column."""
+    """Returns a case with K targets per token; some are ignored, some in the same column."""
     columns, ignore_index = call.loss["vocab_size"] or call.vocab, call.loss["ignore_index"]
     several = torch.randint(0, columns, ignored.shape, generator=generator)
     first = case.target.detach().cpu().long()
@@ -434,8 +434,8 @@ def with_several_targets(case: Case, call: Call, ignored: Tensor, generator: tor
 
 
 def drawn_call(one_of: Callable, device: str, way: str = "eager") -> Call:
-    """Any call; `one_of` chooses among its arguments."""
-    # No vocabulary is as large as a dimension of tokens, which ranks may divide.
+    """Returns any random call; `one_of` chooses values."""
+    # On ranks, no vocabulary equals the size of a dimension of tokens, which ranks may divide, too.
     call = plain_call(one_of, device, (7, 33, 101) if way in RANKS else ())
     if way == "sequence parallel":
         call = replace(call, shape=one_of((12,), (4,), (28,), (48,)))
@@ -456,11 +456,11 @@ def drawn_call(one_of: Callable, device: str, way: str = "eager") -> Call:
         loss |= {"label_smoothing": 0.0, "outputs": outputs}
         call = replace(call, class_weight=None, several=several, target_rest=target_rest)
         if target_rest:
-            # Every column may be a target then, so that little is left: a quotient of rounding errors.
+            # If every column is a target, hardly any rest is left: a quotient of rounding errors.
             loss |= {"reduction": one_of("mean", "sum"), "ignore_index": -100, "vocab_size": None}
             call = replace(call, scale=1.0)
     elif kind == "special":
-        # From ignored rows and from columns outside of vocab_size, PyTorch lets NaN into gradients: 0 · NaN.
+        # In PyTorch, ignored rows and columns beyond vocab_size bring NaN into gradients: 0 · NaN.
         special, loss["ignore_index"] = one_of(*SPECIAL), -100
         if special == "NaN in a row":
             loss["vocab_size"] = None
@@ -471,14 +471,14 @@ def drawn_call(one_of: Callable, device: str, way: str = "eager") -> Call:
         loss |= {"label_smoothing": 0.0, "reduction": one_of("mean", "sum")}
         call = replace(call, class_weight=None, token_loss=token_loss)
     if call.token_loss is not None or call.target_rest:
-        # Only in the forward.
+        # Their gradients can be computed in the forward only.
         call = replace(call, options=replace(call.options, strategy=one_of(None, "gradients_in_forward")))
         if call.dtype is torch.float16:
             call = replace(call, expected=one_of(1.0, "2"))
         if loss["reduction"] != "mean":
             call = replace(call, num_items=None)
     if way == "DTensors":
-        # A mean over each rank's tokens has no meaning.
+        # A mean over a rank's own tokens would be another loss.
         call = replace(call, num_items=one_of(17, 2.5, "5", "200", "40000") if loss["reduction"] == "mean" else None)
         loss["outputs"] = tuple(name for name in loss["outputs"] if name != "accuracy")
     differentiable = [name for name in loss["outputs"] if name in DIFFERENTIABLE_OUTPUTS]
@@ -491,14 +491,14 @@ def drawn_call(one_of: Callable, device: str, way: str = "eager") -> Call:
 
 
 def numbered(number: int, device: str, way: str = "eager") -> Call:
-    """One call, by its number."""
+    """Returns a call by its number."""
     return drawn_call(chooser(0, number), device, way)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=1000)
-    parser.add_argument("--first", type=int, default=0, help="the number of the first call")
+    parser.add_argument("--first", type=int, default=0, help="number of the first call")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--way", default="eager", choices=(*WAYS, *RANKS))
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Ranks for tests: threads of this process, which is quick, or processes that speak gloo or NCCL."""
+"""Ranks for tests: threads of this process, which are fast, or processes that communicate by gloo or NCCL."""
 
 import os
 import pickle
@@ -23,14 +23,14 @@ from torch.utils import _python_dispatch
 
 import quick  # noqa: F401
 
-# The process that makes others has imported thunder: each would take seconds for that.
+# The fork server imports thunder once; each forked process would need seconds for the import.
 torch.multiprocessing.set_forkserver_preload(["thunder_flce", "thunder"])
-# How many ranks tests on GPUs have: as many as there are, from 2 to 4.
+# Number of ranks in tests on GPUs: that of the GPUs, at most 4.
 GPUS = min(torch.cuda.device_count(), 4)
 
 
 class RankErrors(Exception):
-    """The exceptions of the ranks that raised one, by rank."""
+    """Exceptions of the ranks that raised one, by rank."""
 
     def __init__(self, errors: dict[int, BaseException]):
         super().__init__(errors)
@@ -38,17 +38,17 @@ class RankErrors(Exception):
 
 
 def as_threads(count: int, run: Callable[[int], Any]) -> list[Any]:
-    """What `run` returns for each rank, a thread each; the default process group has all of them.
+    """Runs each rank in a thread of one default process group; returns the results of `run`.
 
     Raises:
-        RankErrors: where some ranks raise. The others are ended.
+        RankErrors: if some ranks raise. The other ranks are ended.
     """
     with FakeTensorMode():
-        pass  # Where a thread is the first to enter it, torch 2.10 crashes in the next one.
+        pass  # If a thread is the first to enter this mode, torch 2.10 crashes in the next thread.
     isolate = torch._C._distributed_c10d._set_thread_isolation_mode
     results: list[Any] = [None] * count
     errors: dict[int, BaseException] = {}
-    # Without a GPU, the first fake tensors of a process make this, and it would end with the thread of a rank.
+    # Without a GPU, a process's first fake tensor creates this guard, which would end with a rank's thread.
     if hasattr(torch._C, "_ensureCUDADeviceGuardSet"):  # Not in torch 2.8
         torch._C._ensureCUDADeviceGuardSet()
     _install_threaded_pg()
@@ -56,12 +56,12 @@ def as_threads(count: int, run: Callable[[int], Any]) -> list[Any]:
     ProcessLocalGroup.reset()
     store = dist.HashStore()
     barrier = threading.Barrier(count)
-    # Whether there is a mode, or thunder's autocast, is one flag for all threads, which two that change it in turns
-    # leave changed: then Dynamo would compile nothing any more, and thunder in the wrong dtype, in silence.
+    # One flag for all threads says whether a dispatch mode, or thunder's autocast, is active. If threads change it in
+    # turns, it may stay set: then Dynamo silently compiles nothing any more, and thunder uses the wrong dtype.
     autocast = sys.modules.get("thunder.transforms.autocast")
     modules = [each for each in (_python_dispatch, autocast) if each is not None]
     flags = [{name: flag for name, flag in vars(each).items() if isinstance(flag, bool)} for each in modules]
-    # Grad mode and autocast are a thread's own.
+    # Each thread has its own grad mode and autocast.
     is_grad_enabled = torch.is_grad_enabled()
 
     def rank_thread(rank: int) -> None:
@@ -73,7 +73,7 @@ def as_threads(count: int, run: Callable[[int], Any]) -> list[Any]:
             pass  # Another rank has raised.
         except BaseException as error:
             errors[rank] = error
-        # Each rank may raise for itself before the others are ended.
+        # Ranks may raise errors of their own before they are ended.
         try:
             barrier.wait(timeout=2 if errors else 600)
         except threading.BrokenBarrierError:
@@ -98,7 +98,7 @@ def as_threads(count: int, run: Callable[[int], Any]) -> list[Any]:
 
 
 def errors_of(count: int, run: Callable[[int], Any]) -> list[BaseException]:
-    """The exceptions of ranks that all raise one."""
+    """Returns the exceptions of all ranks; asserts that each rank raised one."""
     try:
         found = as_threads(count, run)
     except RankErrors as raised:
@@ -108,7 +108,7 @@ def errors_of(count: int, run: Callable[[int], Any]) -> list[BaseException]:
 
 
 def outcome(run: Callable[[], Any], *, within_s: float) -> str:
-    """What becomes of a call, in words, and that it did not take the time of a group that waits."""
+    """Returns a call's result or exception as text; asserts that no collective waited for the group's timeout."""
     started = time.monotonic()
     try:
         found = str(run())
@@ -119,15 +119,15 @@ def outcome(run: Callable[[], Any], *, within_s: float) -> str:
 
 
 def as_processes(count: int, run: Callable[[int], Any], *, device: str = "cpu", timeout_s: int = 300) -> list[Any]:
-    """What a function of a module returns for each rank, a process each; None for one that has died.
+    """Runs each rank in a process; returns the results of `run`, None for a process that died.
 
-    The processes wait for the next function, unless one has failed. A function leaves them as they were.
+    The processes wait for the next function, unless one has failed. A function must leave their state unchanged.
 
     Args:
-        count: how many.
-        run: takes the rank. Of an exception, the words are its result.
-        device: "cpu", or "cuda": a GPU for each rank.
-        timeout_s: for all of it.
+        count: number of processes.
+        run: a module's function of the rank. If it raises an exception, the result is the exception's text.
+        device: "cpu", or "cuda" for a GPU per rank.
+        timeout_s: time limit of all ranks together.
     """
     processes, pipes = _started(count, device)
     has_failed, found, deadline = True, [], time.monotonic() + timeout_s
@@ -152,7 +152,7 @@ def as_processes(count: int, run: Callable[[int], Any], *, device: str = "cpu", 
 
 @cache
 def _started(count: int, device: str) -> tuple[list, list]:
-    """Processes of one process group, and pipes to them."""
+    """Starts the processes of one process group; returns them, and pipes to them."""
     # CUDA does not work after a fork.
     context = torch.multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
     store, processes, pipes = f"file://{tempfile.mkdtemp()}/store", [], []
@@ -161,7 +161,7 @@ def _started(count: int, device: str) -> tuple[list, list]:
         processes.append(context.Process(target=_process, args=(rank, count, device, store, of_rank), daemon=True))
         pipes.append(pipe)
         processes[-1].start()
-        of_rank.close()  # So that its end is that of the pipe.
+        of_rank.close()  # The pipe then ends with the process.
     return processes, pipes
 
 
@@ -186,4 +186,4 @@ def _process(rank, count, device, store, pipe) -> None:
             result, has_failed = f"{type(error).__name__}: {error}", True
         pipe.send_bytes(pickle.dumps((result, has_failed)))
         if has_failed:
-            os._exit(1)  # The others may not come to an orderly end, nor may the device be there for one.
+            os._exit(1)  # An orderly end may hang on other ranks or on the device.

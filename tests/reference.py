@@ -1,4 +1,4 @@
-"""The truth that tests compare with: eager PyTorch in float64, and its own error in the dtype under test."""
+"""Exact results to compare with: eager PyTorch in float64, and the error of eager PyTorch in the tested dtype."""
 
 import inspect
 import math
@@ -25,51 +25,51 @@ class Case:
     bias: Tensor | None
     target: Tensor
     class_weight: Tensor | None = None
-    terms: tuple[tuple[Tensor, Tensor], ...] = ()  # Further linears that are added to the logits
+    terms: tuple[tuple[Tensor, Tensor], ...] = ()  # (x, weight) of linears that are added to the logits
     incoming: dict[Any, list[Tensor]] = field(default_factory=dict, init=False, repr=False)  # See `incoming_gradients`.
 
     def operands(self) -> list[Tensor]:
-        """The tensors that may need a gradient."""
+        """Returns the tensors that may need a gradient."""
         of_terms = [tensor for term in self.terms for tensor in term]
         return [t for t in (self.x, self.weight, self.bias, *of_terms) if t is not None]
 
     def needing_grad(self) -> list[Tensor]:
-        """The tensors that need one."""
+        """Returns the tensors that need a gradient."""
         return [t for t in self.operands() if t.requires_grad]
 
     def mapped(self, of_tokens: Callable[[Tensor], Tensor], of_columns: Callable[[Tensor], Tensor]) -> "Case":
-        """The same with other operands, each made of the one that was there."""
+        """Returns the case with each operand replaced by a function of it."""
         terms = tuple((of_tokens(x), of_columns(weight)) for x, weight in self.terms)
         bias = None if self.bias is None else of_columns(self.bias)
         return replace(self, x=of_tokens(self.x), weight=of_columns(self.weight), bias=bias, terms=terms)
 
     def exact(self) -> "Case":
-        """The same in float64."""
+        """Returns the case in float64."""
         return replace(self.mapped(doubled, doubled), class_weight=doubled(self.class_weight))
 
     def exact_products(self) -> Tensor:
-        """(..., V) the sum of the linears in float64, without gradients."""
+        """Returns the sum of the linears, (..., V), in float64 and without gradients."""
         return linear(self.exact()).detach()
 
     def exact_logits(self, **settings) -> Tensor:
-        """(..., V) what a call with these settings makes of them."""
+        """Returns the logits (..., V) of a call with these settings, in float64."""
         return map_logits(self.exact_products(), **{name: settings[name] for name in OF_LOGITS if name in settings})
 
 
 OF_TOKENS = ("token_weights", "target_weights", "token_inputs")
-"""Settings that are tensors of numbers of tokens"""
+"""Settings that are tensors with a row for each token"""
 OF_LOGITS = ("softcap", "logit_scale", "vocab_size")
 
 
 def doubled(value):
-    """A tensor with fractions in float64, or each of a tuple; None for None."""
+    """Returns a floating-point tensor in float64 and others unchanged; maps tuples, and None to None."""
     if value is None or isinstance(value, tuple):
         return value and tuple(map(doubled, value))
     return value.detach().double().requires_grad_(value.requires_grad) if value.is_floating_point() else value
 
 
 def linear(case: Case) -> Tensor:
-    """(..., V) the sum of the linears, as a model with an adapter beside its head has it."""
+    """Returns the sum of the linears, (..., V), as computed by a model with an adapter beside its head."""
     products = F.linear(case.x, case.weight, case.bias)
     for x, weight in case.terms:
         products = products + F.linear(x, weight)
@@ -81,9 +81,9 @@ def make_case(
     bias: bool = False, ignored: float = 0.3, scale: float = 1.0, class_weight: bool = False,
     ranks: tuple[int, ...] = (),
 ) -> Case:  # fmt: skip
-    """Random inputs, logits of standard deviation about `scale`, and a fraction of the targets ignored.
+    """Returns random inputs, with logits of standard deviation about `scale` and a fraction of the targets ignored.
 
-    Further terms have hidden sizes `ranks`.
+    Additional terms have hidden sizes `ranks`.
     """
 
     def randn(*shape, factor=1.0):
@@ -100,7 +100,7 @@ def make_case(
 
 @dataclass
 class Result:
-    """A loss, what was asked for beside it, and the gradients of what needs one, as in `Case.needing_grad`."""
+    """A loss, its requested outputs, and the gradients of `Case.needing_grad`."""
 
     loss: Tensor
     gradients: tuple[Tensor, ...]
@@ -108,19 +108,19 @@ class Result:
 
 
 def results_of(case: Case, **settings) -> Tensor | tuple[Tensor, ...]:
-    """What `linear_cross_entropy` gives of the case."""
+    """Returns the results of `linear_cross_entropy` for the case."""
     operands = {"linear_bias": case.bias, "weight": case.class_weight, "terms": case.terms}
     return linear_cross_entropy(case.x, case.weight, case.target, **operands, **settings)
 
 
 def ours(case: Case, grad: Tensor | None = None, **settings) -> Result:
-    """The loss and gradients that this project computes."""
+    """Returns the loss and gradients that this project computes."""
     results = results_of(case, **settings)
     return differentiate(results, case, grad, settings.get("outputs", ()))
 
 
 def eager(case: Case, grad: Tensor | None = None, **settings) -> Result:
-    """What eager PyTorch computes in the case's dtype, with logits converted to float32 as models do it."""
+    """Returns the result of eager PyTorch in the case's dtype, with logits cast to float32 as in models."""
     logits = linear(case)
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
@@ -129,7 +129,7 @@ def eager(case: Case, grad: Tensor | None = None, **settings) -> Result:
 
 
 def truth(case: Case, grad: Tensor | None = None, **settings) -> Result:
-    """Eager PyTorch in float64."""
+    """Returns the result of eager PyTorch in float64."""
     settings |= {name: doubled(settings[name]) for name in OF_TOKENS if name in settings}
     return eager(case.exact(), None if grad is None else grad.double(), **settings)
 
@@ -143,7 +143,7 @@ def composed(
     token_loss: Callable[..., Tensor] | None = None, token_inputs: tuple[Tensor, ...] = (),
     expected_gradient: Tensor | float | None = None,
 ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
-    """What `linear_cross_entropy` returns, of the products (..., V), by its definition and PyTorch's operations."""
+    """Computes the results of `linear_cross_entropy` from the products (..., V), by its definition in PyTorch."""
     shape = logits.shape[:-1]
     target = target.reshape(shape.numel(), *target.shape[len(shape) :])
     logits = map_logits(_by_rows(logits), softcap=softcap, logit_scale=logit_scale, vocab_size=vocab_size)
@@ -207,12 +207,12 @@ def composed(
 
 def _entropy(log_probs: Tensor) -> Tensor:
     probabilities = log_probs.exp()
-    # p log p is 0 where p is, though log p be -inf.
+    # p log p is 0 for p = 0, even though log p is -inf.
     return -(probabilities * log_probs.masked_fill(probabilities == 0, 0)).sum(1)
 
 
 def _of_several(logits: Tensor, target: Tensor, weights: Tensor, is_label: Tensor, *, has_rest: bool) -> Tensor:
-    """(N,) the losses of rows with K targets each, (N, K), and their weights."""
+    """Returns losses (N,) of rows with K targets, (N, K), and weights of these targets."""
     log_probs, target = logits.log_softmax(-1), target.where(is_label, 0)
     weights = weights.where(is_label, 0).to(logits.dtype)
     of_rows = -(log_probs.gather(-1, target) * weights).sum(-1)
@@ -228,7 +228,7 @@ def _by_rows(logits: Tensor) -> Tensor:
 
 
 def map_logits(products: Tensor, *, softcap=None, logit_scale=1.0, vocab_size=None) -> Tensor:
-    """The logits of a linear's output (..., V)."""
+    """Returns the logits of a linear's output (..., V)."""
     logits = logit_scale * products[..., :vocab_size]
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
@@ -236,7 +236,7 @@ def map_logits(products: Tensor, *, softcap=None, logit_scale=1.0, vocab_size=No
 def differentiate(
     results: Tensor | tuple[Tensor, ...], case: Case, grad: Tensor | None, outputs: tuple[str, ...] = ()
 ) -> Result:
-    """The gradients for `grad` at the loss (ones where it is None) and random ones at each of `outputs`."""
+    """Returns results and gradients, for the upstream gradient `grad` (None: ones) and random ones of `outputs`."""
     loss, *others = results if outputs else (results,)
     inputs = case.needing_grad()
     if not inputs:
@@ -244,19 +244,19 @@ def differentiate(
     grad = torch.ones_like(loss) if grad is None else grad.to(loss.dtype)
     differentiable = (other for name, other in zip(outputs, others, strict=True) if name in DIFFERENTIABLE_OUTPUTS)
     pairs = zip(differentiable, incoming_gradients(case, outputs, loss.dtype), strict=True)
-    # Not so what is detached.
+    # Detached outputs have no gradient.
     results, grads = zip((loss, grad), *(pair for pair in pairs if pair[0].requires_grad), strict=True)
     gradients = torch.autograd.grad(results, inputs, grads)
     return Result(loss.detach(), gradients, tuple(other.detach() for other in others))
 
 
 CHOICES = ("argmax", "valid_argmax", "accuracy")
-"""Outputs that hang on how logits are rounded"""
+"""Outputs that depend on the rounding of logits"""
 
 
 def incoming_gradients(case: Case, outputs: tuple[str, ...], dtype: torch.dtype) -> list[Tensor]:
-    """Random gradients, always the same ones, for each differentiable output."""
-    # While a CUDA graph is captured, nothing may be copied from the host: they are there from the step before.
+    """Returns random upstream gradients of each differentiable output, the same at each call."""
+    # They are kept, since nothing may be copied from the host while a CUDA graph is captured.
     if (outputs, dtype) not in case.incoming:
         generator, names = torch.Generator().manual_seed(len(outputs)), {*outputs} & {*DIFFERENTIABLE_OUTPUTS}
         random = (torch.randn(case.x.shape[:-1], generator=generator) for _ in names)
@@ -273,19 +273,19 @@ PLANS = {
     "save some logits": Plan(strategy="save_logits", saved_rows=14, chunk_rows=10, float32_accumulator=True),
     "recompute logits": Plan(strategy="recompute_logits", chunk_rows=10, float32_accumulator=True),
 }
-"""Of few tokens: one of each kind"""
+"""One plan of each kind, for few tokens"""
 
 
 def run_by(monkeypatch, plan: Plan) -> None:
-    """Has all calls run by one plan."""
+    """Makes all calls run by one plan."""
     for module in (calls, operators):
         monkeypatch.setattr(module, "plan_for", lambda *_, **__: plan)
-    # Where plans of earlier calls are kept.
+    # Forget the plans of earlier calls.
     monkeypatch.setattr(calls, "_settings_cache", {})
 
 
 def poison_memory(set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:
-    """Fills uninitialised floating-point memory with NaN, so that what is never written shows in the result."""
+    """Fills uninitialised floating-point memory with NaN, so that elements that are never written show in results."""
 
     def poisoned(allocate):
         def wrapper(*args, **kwargs):
@@ -302,7 +302,7 @@ def poison_memory(set_attribute: Callable[[Any, str, Any], None] = setattr) -> N
 
 
 def captured(step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """A CUDA graph of a step, which has run before, and what the step gives in it."""
+    """Warms up a step and captures it; returns the CUDA graph and the captured step's result."""
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -314,7 +314,7 @@ def captured(step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
 
 
 def run_inside(mode: TorchDispatchMode, function, arguments, settings):
-    """What a mode runs in place of an operation, to see what the operator `linear_cross_entropy` runs, too."""
+    """Runs an operation inside a dispatch mode, which then also sees the operations of `linear_cross_entropy`."""
     if function is not torch.ops.thunder_flce.linear_cross_entropy.default:
         return function(*arguments, **(settings or {}))
     with mode:
@@ -322,13 +322,13 @@ def run_inside(mode: TorchDispatchMode, function, arguments, settings):
 
 
 def errors(result: Result, exact: Result) -> list[float]:
-    """Those of the loss and of all gradients."""
+    """Returns the errors of the loss and of all gradients."""
     pairs = zip((result.loss, *result.gradients), (exact.loss, *exact.gradients), strict=True)
     return [error(*pair) for pair in pairs]
 
 
 def error(result: Tensor, exact: Tensor) -> float:
-    """‖result − exact‖ / ‖exact‖."""
+    """Returns ‖result − exact‖ / ‖exact‖; ‖result − exact‖ if exact is 0."""
     difference = torch.linalg.vector_norm(result.double() - exact.double())
     size = torch.linalg.vector_norm(exact.double())
     return (difference / size).item() if size else difference.item()
@@ -337,17 +337,17 @@ def error(result: Tensor, exact: Tensor) -> float:
 def assert_as_exact_as_eager(
     case: Case, grad: Tensor | None = None, *, factor: float = 1.25, tiny: bool = False, options=None, **settings
 ):
-    """Asserts that loss, outputs and gradients err at most `factor` times as much as eager PyTorch does."""
+    """Asserts that loss, outputs and gradients have errors of at most `factor` times those of eager PyTorch."""
     assert_close_to_truth(ours(case, grad, options=options, **settings), case, grad, factor, tiny, **settings)
 
 
 def assert_close_to_truth(
     result: Result, case: Case, grad: Tensor | None = None, factor: float = 1.25, tiny: bool = False, **settings
 ):
-    """The same for a result that was computed in another way.
+    """Asserts the same for a result that was computed in another way.
 
-    A few units of rounding are always allowed: eager's error can be zero by luck. It often is in a problem of a few
-    numbers: `tiny` then allows the rounding of each result, and that of terms that may cancel to nearly nothing.
+    A few units of rounding are always allowed, since eager's error can be zero by luck. In a tiny problem it often is:
+    `tiny` then allows for the rounding of each result, and of terms that may nearly cancel.
     """
     peer, exact = eager(case, grad, **settings), truth(case, grad, **settings)
     row_dtype = torch.float64 if case.x.dtype == torch.float64 else torch.float32
@@ -361,18 +361,18 @@ def assert_close_to_truth(
         infinities = [torch.where(tensor.isinf(), tensor, 0).sign().double() for tensor in (got, right)]
         assert torch.equal(*infinities), f"{what}: infinity elsewhere than in PyTorch"
         got, theirs, right = (tensor.double().nan_to_num(0, 0, 0) for tensor in (got, theirs, right))
-        # A sum of V terms, one by one, as a BLAS takes it for a single row. Terms of equal columns round alike.
+        # A BLAS sums the V terms of a single row one by one. Terms of equal columns have equal rounding errors.
         vocab, are_equal = case.weight.shape[0], case.weight.stride(0) == 0
         units = 64 + max(4 * math.sqrt(vocab), vocab / 8 if are_equal else 0) if tiny else 8
         slack = units * torch.finfo(row_dtype).eps * (right.norm() + size)
         if tiny and case.x.dtype.itemsize < 4:
-            # The logits' rounding, of which the two may have another, and that of the result.
+            # The rounding of the logits, which may differ between the two, and of the result.
             slack += torch.finfo(case.x.dtype).eps * (right.norm() + size / 2)
             if case.x.dtype is torch.float16:
-                # Of logits' gradients below its normal numbers, as far apart as the smallest one.
+                # Gradients of logits below the normal numbers, whose distance is the smallest subnormal number.
                 slack += torch.finfo(torch.float16).smallest_normal * 2**-11 * math.sqrt(vocab * got.numel())
         if what == "loss" and case.terms and case.x.dtype.itemsize < 4:
-            # The sum of the linears is rounded in another order than eager's. Rows err as likely up as down.
+            # The linears are summed and rounded in another order than in eager. Errors of rows have random signs.
             slack += torch.finfo(case.x.dtype).eps / 2 * right.norm() / math.sqrt(case.target.numel() or 1)
         bound = factor * (theirs - right).norm() + slack
         assert (got - right).norm() <= bound, f"{what} errs by {(got - right).norm():.2e} > {bound:.2e}"
@@ -385,7 +385,7 @@ def assert_close_to_truth(
             _check_choice(name, got, case, **settings)
         else:
             if name in ("mean_logit", "log_sum_exp"):
-                # Relative to the largest logit: nothing is left where that is infinite.
+                # It is computed relative to the largest logit, so an infinite logit leaves no value.
                 got = torch.where(case.exact_logits(**settings).amax(-1).isinf(), right.to(got.dtype), got)
             check(name, got, theirs, right, of_output)
     for operand, size, *gradients in zip(
@@ -396,7 +396,7 @@ def assert_close_to_truth(
 
 
 def _magnitudes(case: Case, grad: Tensor | None, **settings) -> tuple[float, float, list[float]]:
-    """How large the loss, outputs and gradients could be if no terms cancelled: roughly, and not less."""
+    """Returns rough upper bounds of the loss, outputs and gradients, as if no terms cancelled."""
     rows = max(case.target.numel(), 1)
     z_loss, names, reduction = settings.get("z_loss", 0.0), settings.get("outputs", ()), settings.get("reduction")
     logits = case.exact_logits(**settings).nan_to_num(0, 0, 0)
@@ -409,13 +409,13 @@ def _magnitudes(case: Case, grad: Tensor | None, **settings) -> tuple[float, flo
     incoming *= terms * (class_weight + 2 * z_loss * logit)
     for output_grad in incoming_gradients(case, names, torch.float64):
         incoming += float(output_grad.abs().sum()) * (1 + logit)
-    # The sum over rows of the products' gradients. A probability errs by as many units as its logit is large.
+    # The sum over rows of the products' gradients. The relative error of a probability grows with its logit.
     of_products = incoming * abs(settings.get("logit_scale", 1.0)) * max(1.0, logit / 32)
     pairs = (case.x, case.weight), *case.terms
     others = {id(one): other for pair in pairs for one, other in (pair, pair[::-1])}
 
     def largest_norm(operand: Tensor) -> float:
-        other = others.get(id(operand), torch.ones(1))  # A bias has no other.
+        other = others.get(id(operand), torch.ones(1))  # A bias is in no product.
         return float(other.detach().double().nan_to_num(0).norm(dim=-1).max()) if other.numel() else 0.0
 
     gradients = [of_products * largest_norm(operand) for operand in case.needing_grad()]
@@ -423,7 +423,7 @@ def _magnitudes(case: Case, grad: Tensor | None, **settings) -> tuple[float, flo
 
 
 def _check_choice(name: str, got: Tensor, case: Case, **settings) -> None:
-    """Of "argmax", "valid_argmax" and "accuracy", what does not hang on how logits are rounded."""
+    """Checks "argmax", "valid_argmax" and "accuracy", except where the rounding of logits decides."""
     target = case.target.reshape(case.x.shape[:-1].numel(), *case.target.shape[case.x.ndim - 1 :]).long()
     valid = target != settings.get("ignore_index", -100)
     valid = valid if target.ndim == 1 else valid.any(1)
@@ -435,7 +435,7 @@ def _check_choice(name: str, got: Tensor, case: Case, **settings) -> None:
     if not logits.numel():
         assert got.isnan() if name == "accuracy" else (got == -1).all()
         return
-    # A product is rounded once, after a sum in float32, or once a term; a softcap only brings logits together.
+    # A product is rounded once, after a sum in float32, or once per term; a softcap only moves logits closer.
     of_terms = [linear(Case(*doubled(term), None, case.target)).detach() for term in case.terms]
     products = (_by_rows(each)[valid] for each in (case.exact_products(), *of_terms))
     size = sum(each.nan_to_num(0, 0, 0).abs().max() for each in products)

@@ -1,4 +1,4 @@
-"""A model of transformers, a tokenizer and data sets, as small as trainers take them; nothing is downloaded."""
+"""A tiny model of transformers, a tokenizer and data sets for tests of trainers; nothing is downloaded."""
 
 import torch
 
@@ -13,7 +13,7 @@ VOCAB = 64
 
 
 def tokenizer():
-    """One token a word."""
+    """Returns a tokenizer with one token per word."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -25,7 +25,7 @@ def tokenizer():
 
 
 def model(name="Qwen2", **settings):
-    """The same parameters each time."""
+    """Returns a model, with the same parameters at each call."""
     import transformers
 
     torch.manual_seed(0)
@@ -37,19 +37,19 @@ def model(name="Qwen2", **settings):
     config = getattr(transformers, f"{name}Config")(**{**sizes, **settings})
     made = getattr(transformers, f"{name}ForCausalLM")(config)
     with torch.no_grad():
-        # As of a model that has learned something: no two numbers of a test are equal by chance.
+        # Logits as large as those of a trained model, so that no two numbers of a test are equal by chance.
         made.get_output_embeddings().weight.mul_(20)
     return made
 
 
 def sentences(count):
-    """Of different lengths."""
+    """Returns random sentences of different lengths."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(4, 18, (count,), generator=generator).tolist()
     return [" ".join(WORDS[i] for i in torch.randint(len(WORDS), (n,), generator=generator)) for n in lengths]
 
 
 def rows(count):
-    """Sentences as tokens, for transformers' Trainer."""
+    """Returns sentences as tokens, for transformers' Trainer."""
     made = tokenizer()
     return [{"input_ids": made(sentence)["input_ids"]} for sentence in sentences(count)]

@@ -1,4 +1,4 @@
-"""Real models, tiny and random, and what becomes of each under `thunder.jit`, and of the graph that Dynamo makes.
+"""Real models, tiny and with random parameters, and their outcomes: under `thunder.jit`, and in Dynamo's graph.
 
     python tests/zoo.py    writes the table of docs/models.md
 
@@ -18,7 +18,7 @@ from torch import nn
 from thunder_flce.matching.decisions import Reason
 
 HAS_LITGPT = importlib.util.find_spec("litgpt") is not None
-"""It cannot be installed beside the newest transformers."""
+"""False in environments with the newest transformers, which litgpt excludes"""
 
 if HAS_LITGPT:
     import litgpt
@@ -30,7 +30,7 @@ BEGIN, END = "<!-- models: python tests/zoo.py -->", "<!-- end of models -->"
 
 FUSED = "fused"
 Outcome = str | Reason | type[Exception]
-"""The last is what thunder raises, which cannot trace the model, with or without this project."""
+"""Fused, the reason if not, or the exception of thunder if it cannot trace the model, even without this project"""
 
 
 @dataclass(frozen=True)
@@ -38,15 +38,15 @@ class Entry:
     """A row of the table."""
 
     model: str
-    build: Callable[[], nn.Module]  # Makes (tokens, labels) to the loss, or to what has it as its attribute `loss`
-    head: str = ""  # What is between the linear and the loss, or else is particular, in words
-    region: Mapping[str, Any] = field(default_factory=dict)  # The same as arguments of the fused region
+    build: Callable[[], nn.Module]  # Makes a module of (tokens, labels) that returns the loss, or outputs with `loss`
+    head: str = ""  # Operations between linear and loss, or another peculiarity, as text
+    region: Mapping[str, Any] = field(default_factory=dict)  # Expected arguments of the fused region
     jit: Outcome = FUSED
-    dynamo: Outcome = FUSED  # Of thunderfx and the backend of torch.compile, which get the same graph
+    dynamo: Outcome = FUSED  # For thunderfx and the backend of torch.compile, which get the same graph
 
 
 class OfTransformers(nn.Module):
-    """Returns the loss, or all outputs."""
+    """A model of transformers that returns the loss, or all outputs."""
 
     def __init__(self, model: nn.Module, *, all_outputs: bool = False, **settings: Any):
         super().__init__()
@@ -69,7 +69,7 @@ class WithCrossEntropy(nn.Module):
         return chunked_cross_entropy(logits, labels, chunk_size=self.chunk_size, ignore_index=-100)
 
 
-# One layer at most: what is in front of the head takes most of thunder's time, and is none of ours.
+# At most one layer: layers before the head take most of thunder's time, and do not matter here.
 _SIZES = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 0, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "attn_implementation": "sdpa",
@@ -77,7 +77,7 @@ _SIZES = {
 
 
 def _transformers(name: str, *, call: Mapping[str, Any] | None = None, **config: Any):
-    """How to build a model of transformers by the prefix of its classes; `call` has arguments of `OfTransformers`."""
+    """Returns a builder for a model of transformers by its classes' prefix; `call` goes to `OfTransformers`."""
 
     def build():
         model_class = getattr(transformers, f"{name}ForCausalLM")
@@ -88,7 +88,7 @@ def _transformers(name: str, *, call: Mapping[str, Any] | None = None, **config:
 
 
 def _gpt2(loss_type: str | None = None):
-    """How to build GPT-2, whose class has a name from which transformers can't tell the type of its loss."""
+    """Returns a builder for GPT-2. Its class's name does not tell transformers the type of its loss."""
 
     def build():
         sizes = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 0, "n_head": 4, "n_positions": 64}
@@ -101,7 +101,7 @@ def _gpt2(loss_type: str | None = None):
 
 
 def _litgpt(name: str, n_layer: int = 0, **wrap: Any):
-    """How to build a small model of litgpt by the name of its configuration."""
+    """Returns a builder for a small model of litgpt, by the name of its configuration."""
 
     def build():
         full = litgpt.Config.from_name(name)
@@ -176,7 +176,7 @@ ENTRIES = [
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and labels, some of them ignored."""
+    """Returns tokens and labels; some labels are ignored."""
     labels = torch.randint(0, VOCAB, (2, 12))
     labels[0, :4] = -100
     return torch.randint(0, VOCAB, (2, 12)), labels
@@ -189,14 +189,14 @@ def _cell(outcome: Outcome) -> str:
 
 
 def table() -> str:
-    """The rows as Markdown."""
+    """Returns the table as Markdown."""
     rows = [("model", "head and loss", "`thunder.jit`", "`thunderfx`, the backend"), ("---",) * 4]
     rows += [(entry.model, entry.head, _cell(entry.jit), _cell(entry.dynamo)) for entry in ENTRIES]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def write_page() -> None:
-    """Replaces the table of docs/models.md."""
+    """Replaces the table in docs/models.md."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     _, _, after = rest.partition(END)
     PAGE.write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}", encoding="utf-8")
