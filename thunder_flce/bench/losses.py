@@ -120,14 +120,14 @@ def _teacher(inputs: Inputs) -> tuple[Tensor, ...]:
 
 
 @torch.no_grad()
-def _largest(inputs: Inputs) -> tuple[Tensor, ...]:
+def _teacher_top_k(inputs: Inputs) -> tuple[Tensor, ...]:
     """Returns the columns (T, 64) of the teacher's largest probabilities, and these probabilities."""
     x, weight = _teacher(inputs)
     found = [F.linear(x[rows], weight).float().softmax(-1).topk(64) for rows in row_slices(x)]
     return torch.cat([each.indices for each in found]), torch.cat([each.values for each in found])
 
 
-def _of_largest(logits: Tensor, target: Tensor, columns: Tensor, probabilities: Tensor) -> Tensor:
+def _top_k_log_prob(logits: Tensor, target: Tensor, columns: Tensor, probabilities: Tensor) -> Tensor:
     return (logits.log_softmax(-1).gather(-1, columns) * probabilities).sum(-1)
 
 
@@ -153,7 +153,7 @@ LOSSES = {
         own={"function": lambda x, weight, target, _: -linear_cross_entropy(x, weight, target, reduction="none")},
     ),
     "top-64 teacher": Loss(
-        reduce=_mean, of_rows=_of_largest, given=_largest, of_tokens=2,
+        reduce=_mean, of_rows=_top_k_log_prob, given=_teacher_top_k, of_tokens=2,
         own={"function": lambda x, weight, _, top, shares: linear_cross_entropy(x, weight, top, target_weights=shares)},
     ),
     "KL from a teacher": Loss(

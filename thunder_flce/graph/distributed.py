@@ -22,7 +22,7 @@ from thunder_flce.matching.rules import rule
 _REWRITE_LINEARS = (TransformForTensorParallel, LORATransform, BitsAndBytesLinearQuant4bit)
 
 
-def fuses_later(fusion: Any, trace: TraceCtx) -> bool:
+def defers_fusion(fusion: Any, trace: TraceCtx) -> bool:
     """Whether a later transform rewrites linears; if so, appends a copy of the fusion that runs after that transform.
 
     `thunder.distributed` appends its transforms to those of a function that is already jitted.
@@ -79,7 +79,7 @@ def _restore_sources(trace: TraceCtx, original: TraceCtx) -> None:
                 bsym.source_filename, bsym.source_positions = source.source_filename, source.source_positions
 
 
-def warn_of_gradients_that_are_not_summed() -> None:
+def warn_of_unsummed_gradients() -> None:
     """Warns of programs whose gradients are silently wrong, with the fusion or without it."""
     data = get_compile_data()
     if data is None:

@@ -85,16 +85,16 @@ def _lookaside(*args: Any, **kwargs: Any) -> Any:
 def _operator_lookaside(tensors: Any, settings: Any) -> Any:
     """Traces the operator that `thunderfx` has written into Dynamo's graph as the region's symbol, with its plan."""
     recursively_proxy(*_items(tensors))
-    return interpreter_needs_wrap(record_source_loc_in_symbol_header(_of_operator))(tensors, settings)
+    return interpreter_needs_wrap(record_source_loc_in_symbol_header(_region_of_operator))(tensors, settings)
 
 
-def _of_operator(tensors: Sequence[TensorProxy], settings: str) -> tuple[TensorProxy, ...]:
+def _region_of_operator(tensors: Sequence[TensorProxy], settings: str) -> tuple[TensorProxy, ...]:
     """Adds the operator's region to the trace; returns the loss and its outputs, as the operator does."""
     known = Settings.parse(settings)
     return symbols.add_region(known.call(tensors), known.options or Options())[0]
 
 
-torch_to_thunder_functions[torch.ops.thunder_flce.linear_cross_entropy.default] = _of_operator
+torch_to_thunder_functions[torch.ops.thunder_flce.linear_cross_entropy.default] = _region_of_operator
 # thunder calls this entry to find out whether it can run the call in a Dynamo graph.
 torch_to_thunder_functions[inspect.unwrap(functional.linear_cross_entropy)] = symbols.linear_cross_entropy
 

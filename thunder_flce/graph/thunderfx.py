@@ -93,7 +93,7 @@ class _Compiler(ThunderCompiler):
             # Without known sizes, no region can be planned.
             if self.thunder_options.get("cache") != "symbolic values":
                 self.decisions.append(fuse(gm, self._options, strict=self._strict))
-                _as_thunder_knows_them(gm)
+                _replace_aten_operations(gm)
         except NotFusedError as error:
             return raising(error)
         compiled = super().__call__(gm, sample_args)
@@ -106,7 +106,7 @@ class _Compiler(ThunderCompiler):
         return call
 
 
-def _as_thunder_knows_them(gm: torch.fx.GraphModule) -> None:
+def _replace_aten_operations(gm: torch.fx.GraphModule) -> None:
     """Replaces ATen operations, in which the weights of a sum are written, by functions that thunder knows.
 
     thunder would leave unknown functions to Inductor, which splits the graph. The parts cannot pass sizes that they

@@ -14,7 +14,7 @@ from thunder.core.transform_common import Transform, dce
 from thunder.transforms.autocast import disable_autocast
 
 from thunder_flce.graph import symbols, thunder_fixes
-from thunder_flce.graph.distributed import divided_weights, fuses_later, warn_of_gradients_that_are_not_summed
+from thunder_flce.graph.distributed import defers_fusion, divided_weights, warn_of_unsummed_gradients
 from thunder_flce.graph.reading import is_static, read, source_of, tensors_written
 from thunder_flce.graph.writing import write_regions
 from thunder_flce.matching.decisions import Decision, Reason, in_order, report
@@ -69,21 +69,21 @@ class FuseLinearCrossEntropy(Transform):
         Raises:
             NotFusedError: if `strict` is set and a loss is not fused; lists the source and reason of all such losses.
         """
-        if fuses_later(self, computation_trace):
+        if defers_fusion(self, computation_trace):
             self._check_regions(computation_trace)
             return prologue_trace, computation_trace, epilogue_trace
-        warn_of_gradients_that_are_not_summed()
+        warn_of_unsummed_gradients()
         _warn_of_many_compilations()
         fused, decisions = self._fused(computation_trace)
         self.compilations.append(Compilation(computation_trace, decisions))
         report(decisions, strict=self.strict)
-        return prologue_trace, _with_copies(fused), epilogue_trace
+        return prologue_trace, _copy_overwritten_logits(fused), epilogue_trace
 
     def _fused(self, computation_trace: TraceCtx) -> tuple[TraceCtx, list[Decision]]:
         # `dce` removes the unused symbols that reading logits.shape left in the trace, since they use the logits.
-        trace = dce(_opened(computation_trace))
+        trace = dce(_inline_checkpoints(computation_trace))
         _keep_forwards_out_of_backward(trace)
-        if not _is_known(trace):
+        if not _is_static_trace(trace):
             return computation_trace, self.unknown_losses(trace)
         # The trace has autocast's casts already; without this, autocast would cast the region's arguments once more.
         with disable_autocast():
@@ -131,14 +131,14 @@ def _warn_of_many_compilations() -> None:
         )
 
 
-def _is_known(trace: TraceCtx) -> bool:
+def _is_static_trace(trace: TraceCtx) -> bool:
     """Whether all sizes, and all numbers that a trace computes with, are known; it may still return unknown numbers."""
     computing = (bsym for bsym in trace.bound_symbols if bsym.sym.id != PrimIDs.RETURN)
     tensors = ((each for each in bsym.flat_outs if isinstance(each, TensorProxy)) for bsym in trace.bound_symbols)
     return all(is_static(*bsym.flat_args) for bsym in computing) and all(is_static(*outs) for outs in tensors)
 
 
-def _opened(trace: TraceCtx) -> TraceCtx:
+def _inline_checkpoints(trace: TraceCtx) -> TraceCtx:
     """Replaces the symbol of each checkpointed function by the function's operations, tagged as `thunder.jit` does.
 
     `thunderfx` traces a checkpointed function as one symbol, which thunder opens only when it differentiates:
@@ -176,7 +176,7 @@ def _keep_forwards_out_of_backward(trace: TraceCtx) -> None:
                 out.tags.discard(ProxyTag.RECOMPUTE_IN_BACKWARD)
 
 
-def _with_copies(trace: TraceCtx) -> TraceCtx:
+def _copy_overwritten_logits(trace: TraceCtx) -> TraceCtx:
     """Gives an unfused cross-entropy a copy of its logits if a later operation may change them before its backward."""
     copied = from_trace(trace)
     with tracectx(copied):

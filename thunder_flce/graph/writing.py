@@ -138,12 +138,12 @@ class _Writer:
 
         # A linear function has the same derivative at 0. If the derivative reads only shapes, thunder drops the zeros.
         rows = [
-            ltorch.zeros(proxy.shape, device=proxy.device, dtype=_wide(proxy.dtype)) if known is None
-            else ltorch.to(known.handle, _wide(proxy.dtype))
+            ltorch.zeros(proxy.shape, device=proxy.device, dtype=_at_least_float32(proxy.dtype)) if known is None
+            else ltorch.to(known.handle, _at_least_float32(proxy.dtype))
             for proxy, known in zip(starts, values or [None] * len(starts), strict=True)
         ]  # fmt: skip
         like = starts[0]
-        one = ltorch.full((), 1.0, device=like.device, dtype=_wide(result.handle.dtype))
+        one = ltorch.full((), 1.0, device=like.device, dtype=_at_least_float32(result.handle.dtype))
         scope = self.trace.peek_scope()
         start = len(scope)
         value, gradients = vjp(total)((*rows, *given), (one,))
@@ -178,5 +178,5 @@ def _in_one_dtype(arguments: Any) -> Any:
     return tree_map(lambda each: ltorch.to(each, widest) if is_float(each) else each, arguments)
 
 
-def _wide(dtype: dtypes.dtype) -> dtypes.dtype:
+def _at_least_float32(dtype: dtypes.dtype) -> dtypes.dtype:
     return dtype if dtype.bytes >= 4 else dtypes.float32

@@ -22,14 +22,14 @@ from thunder_flce.modules import takes_no_cache, without_peft
 class LossTrainerMixin:
     """Makes a Trainer of transformers compile its loss with the backend "thunder_flce", so that it needs no logits.
 
-    `class MyTrainer(thunder_flce.LossTrainerMixin, Trainer): pass` is all. Training, and evaluation without metrics,
-    fuse the loss: the model's own, a `compute_loss_func`, or that of `label_smoothing_factor`.
-    Predictions, evaluation with `compute_metrics` and a label smoother of your own need the logits, and are the
-    Trainer's. The head and the loss are compiled, which takes seconds; the layers run as in the Trainer, unless
-    `compile_layers` is set. Leave `torch_compile` off. Numbers, checkpoints and everything else stay as they are.
-    `thunder_flce.explain(trainer.compiled_loss)` says what was fused. Where the Trainer's training step takes its loss
-    from elsewhere, such as from a `compute_loss` of your class or under `nn.DataParallel`, a `NotFusedWarning` says so,
-    or with `strict` an error.
+    Usage: `class MyTrainer(thunder_flce.LossTrainerMixin, Trainer): pass`. Training, and evaluation without metrics,
+    fuse the loss: the model's own, a `compute_loss_func`, or that of `label_smoothing_factor`. Predictions, evaluation
+    with `compute_metrics` and custom label smoothers need the logits, and run as in the Trainer. The head and the loss
+    are compiled, which takes seconds; the layers run as in the Trainer, unless `compile_layers` is set. Leave
+    `torch_compile` off. Numbers, checkpoints and everything else stay the same.
+    `thunder_flce.explain(trainer.compiled_loss)` reports what was fused. If the Trainer's training step gets its loss
+    elsewhere, such as from a `compute_loss` of your class or under `nn.DataParallel`, a `NotFusedWarning` says so;
+    with `strict`, an error.
 
     Attributes:
         backend_options: options of the backend: `strict` and the fields of `thunder_flce.Options`; set in the class.
@@ -79,7 +79,7 @@ class LossTrainerMixin:
             )
         self.compiled_loss = torch.compile(self._loss, backend=compile_graph, options=self.backend_options)
         self._needs_loss_only = False
-        self._is_settled = False  # whether the step has the compiled loss, or has said why not
+        self._is_settled = False  # whether this step used the compiled loss, or reported why not
         self._calls_decoder = True
         # One function for all steps, since Dynamo would recompile for a new one.
         self._decoded: list[Any] = []
@@ -93,14 +93,14 @@ class LossTrainerMixin:
         self._is_settled = False
         loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
         if not self._is_settled:
-            self._refuse(
+            self._report_unfused(
                 "it has a compute_loss of its own, which does not call super().compute_loss or asks it for model "
                 "outputs, or a label smoother of its own; give the Trainer a compute_loss_func, or remove the mixin "
                 'and compile the loss by torch.compile(…, backend="thunder_flce")'
             )
         return loss
 
-    def _refuse(self, reason: str) -> None:
+    def _report_unfused(self, reason: str) -> None:
         """Warns that a step is not fused, or raises an error if `strict`."""
         self._is_settled = True
         message = f"thunder_flce: {type(self).__name__} trains without the loss of LossTrainerMixin: {reason}"
@@ -118,32 +118,32 @@ class LossTrainerMixin:
         """Returns the loss; with `return_outputs`, the loss and the model's outputs, {} if it was compiled."""
         from transformers.trainer_pt_utils import LabelSmoother
 
-        is_left = return_outputs and not self._needs_loss_only
-        is_left = is_left or type(self.label_smoother) not in (type(None), LabelSmoother)
+        is_unfused = return_outputs and not self._needs_loss_only
+        is_unfused = is_unfused or type(self.label_smoother) not in (type(None), LabelSmoother)
         if isinstance(model, nn.DataParallel):
-            self._refuse(
+            self._report_unfused(
                 "nn.DataParallel copies the model in each step; start one process for each GPU by torchrun, or let the "
                 "process see one GPU"
             )
-            is_left = True
-        if is_left:
+            is_unfused = True
+        if is_unfused:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
         self._is_settled = True
         own, loss_of, labels = self.compute_loss_func, None, None
         if own is None and self.label_smoother is not None and "labels" in inputs:
-            # The smoother changes tensors in place, for which gradients would wait; `_smoothed` computes the same.
+            # The smoother changes tensors in place, so gradients would wait; `_smoothed` computes the same without.
             loss_of, labels = self._smoothed, inputs["labels"]
             inputs = {name: value for name, value in inputs.items() if name != "labels"}
 
         def call(inputs: dict[str, Any]) -> dict[str, Tensor]:
-            loss = self._inside_wrappers(model, loss_of, inputs, labels, num_items_in_batch)
+            loss = self._loss_inside_wrappers(model, loss_of, inputs, labels, num_items_in_batch)
             return {} if loss is None else {"loss": loss}
 
         with _untraced_logs(), self._traceable_checkpoints():
-            # Not compiled: what the Trainer does beside, Dynamo does not trace in each version.
+            # The Trainer's own compute_loss is not compiled: Dynamo cannot trace it in every version.
             stand_in = _StandIn(call if own is None else dict)
-            # It gets the inputs as what the stand-in returned.
-            self.compute_loss_func = None if own is None else partial(self._inside_wrappers, model, own)
+            # With a compute_loss_func, the stand-in returns the inputs, which the Trainer passes on as outputs.
+            self.compute_loss_func = None if own is None else partial(self._loss_inside_wrappers, model, own)
             try:
                 loss = super().compute_loss(stand_in, inputs, num_items_in_batch=num_items_in_batch)  # type: ignore[misc]
             finally:
@@ -182,7 +182,7 @@ class LossTrainerMixin:
         finally:
             config.use_cache = before
 
-    def _inside_wrappers(
+    def _loss_inside_wrappers(
         self,
         model: nn.Module,
         loss_of: Callable[..., Any] | None,
@@ -198,21 +198,23 @@ class LossTrainerMixin:
         inner = self.accelerator.unwrap_model(model)
         decoder = None
         if self._calls_decoder:
-            decoder = _around_sharded(inner) or (None if self.compile_layers else _layers_of(inner))
+            decoder = _parent_of_sharded_layers(inner) or (None if self.compile_layers else _layers_of(inner))
         if decoder is None and takes_no_cache(inner):
             inputs = {"use_cache": False, **inputs}
         # accelerate's mixed precision has replaced the class's forward by an attribute of the module.
         forward = inner.forward
 
         def loss(**inputs: Any) -> Tensor | None:
-            with nullcontext() if decoder is None else self._outside(decoder, forward, inputs):
+            with nullcontext() if decoder is None else self._decoder_run_before(decoder, forward, inputs):
                 return self.compiled_loss(forward, loss_of, inputs, labels, num_items_in_batch)
 
         with _forward_of(inner, loss):
             return model(**inputs)
 
     @contextmanager
-    def _outside(self, decoder: nn.Module, forward: Callable[..., Any], inputs: dict[str, Any]) -> Iterator[None]:
+    def _decoder_run_before(
+        self, decoder: nn.Module, forward: Callable[..., Any], inputs: dict[str, Any]
+    ) -> Iterator[None]:
         """Runs a model's decoder uncompiled; inside the context, the decoder's forward returns that output.
 
         The head and the loss thus are one graph, which the hooks around each sharded layer would break otherwise.
@@ -253,7 +255,7 @@ class LossTrainerMixin:
         labels: Tensor | None,
         num_items_in_batch: Tensor | int | None,
     ) -> Tensor | None:
-        """What is compiled; without a function of the outputs the model's own loss, and None where it returns none."""
+        """Computes the loss, compiled: `loss_of` the outputs; without it the model's own loss, None if it has none."""
         outputs = model(**inputs)
         if loss_of is not None:
             return loss_of(outputs, labels, num_items_in_batch=num_items_in_batch)
@@ -277,7 +279,7 @@ class LossTrainerMixin:
 
 
 class _StandIn(nn.Module):
-    """What the Trainer calls in place of the model."""
+    """A module that the Trainer calls in place of the model."""
 
     def __init__(self, call: Callable[[dict[str, Any]], Any]):
         super().__init__()
@@ -333,7 +335,7 @@ def _layers_of(model: nn.Module) -> nn.Module | None:
     return _layers_of(found) if isinstance(head, nn.Module) and not isinstance(head, nn.Embedding) else found
 
 
-def _around_sharded(model: nn.Module) -> nn.Module | None:
+def _parent_of_sharded_layers(model: nn.Module) -> nn.Module | None:
     """Returns the smallest module that calls all layers which FSDP shards; None if there is none below the model."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return None

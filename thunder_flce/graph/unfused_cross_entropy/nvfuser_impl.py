@@ -35,7 +35,7 @@ def forward_fusion(
     z_y = z.apply("take_along_axis", column, dim=1).apply("reshape", new_shape=[rows]).apply("cast", DataType.Float)
     z = z.apply("cast", DataType.Float)
     row_max = z.apply("max", [1])
-    row_log_sum = (z - _of_rows(row_max)).apply("exp").apply("sum", [1]).apply("log")
+    row_log_sum = (z - _as_column(row_max)).apply("exp").apply("sum", [1]).apply("log")
     loss = wrong.apply("where", math.nan, valid.apply("where", row_log_sum - (z_y - row_max), 0.0))
     valid_count = valid.apply("cast", DataType.Int).apply("sum", [0])
     if reduction != "none":
@@ -57,12 +57,12 @@ def backward_fusion(
     if reduction != "none":
         of_row = of_row.apply("broadcast_in_dim", shape=[rows], broadcast_dims=[])
     of_row = wrong.apply("where", math.nan, valid.apply("where", of_row, 0.0))
-    shifted = z.apply("cast", DataType.Float) - _of_rows(Expression(fd, row_max))
-    probability = (shifted - _of_rows(Expression(fd, row_log_sum))).apply("exp")
+    shifted = z.apply("cast", DataType.Float) - _as_column(Expression(fd, row_max))
+    probability = (shifted - _as_column(Expression(fd, row_log_sum))).apply("exp")
     size, start, step = (fd.define_scalar(number, DataType.Int) for number in (vocab, 0, 1))
     columns = Expression(fd, fd.ops.iota(size, start, step, dtype=DataType.Int)).apply("broadcast", [True, False])
-    one_hot = columns.apply("eq", _of_rows(column)).apply("where", 1.0, 0.0)
-    return ((probability - one_hot) * _of_rows(of_row)).apply("cast", dtype).value
+    one_hot = columns.apply("eq", _as_column(column)).apply("where", 1.0, 0.0)
+    return ((probability - one_hot) * _as_column(of_row)).apply("cast", dtype).value
 
 
 def _given(fd: FusionDefinition, logits: Any, target: Any, vocab: int, ignore_index: int) -> tuple[Expression, ...]:
@@ -73,7 +73,7 @@ def _given(fd: FusionDefinition, logits: Any, target: Any, vocab: int, ignore_in
     return Expression(fd, logits), column, valid, valid.apply("logical_and", outside)
 
 
-def _of_rows(vector: Expression) -> Expression:
+def _as_column(vector: Expression) -> Expression:
     """Returns a view of (N,) as (N, 1)."""
     return vector.apply("broadcast", [False, True])
 

@@ -76,7 +76,7 @@ def _forward(call: CrossEntropy) -> tuple[TensorProxy, tuple[TensorProxy, ...]]:
     return loss, (logits, target, *statistics)
 
 
-def _of_probabilities(call: CrossEntropy) -> TensorProxy:
+def _loss_of_probabilities(call: CrossEntropy) -> TensorProxy:
     """Returns the loss for class probabilities y: -Σ_v q_v log p_v with q = w ((1 - ε) y + ε / V)."""
     # logsumexp instead of log_softmax, which thunder's torch.compile executor would take out of the fusion.
     classes = min(1, call.logits.ndim - 1)
@@ -96,17 +96,17 @@ def _of_probabilities(call: CrossEntropy) -> TensorProxy:
 
 def _transform(*args: Any, **kwargs: Any) -> TensorProxy:
     call = CrossEntropy(*args, **kwargs)
-    return _of_probabilities(call) if call.has_probabilities else _forward(call)[0]
+    return _loss_of_probabilities(call) if call.has_probabilities else _forward(call)[0]
 
 
 def _grad(*args: Any, **kwargs: Any) -> TensorProxy:
     call = CrossEntropy(*args, **kwargs)
     if call.has_probabilities:
-        loss = _of_probabilities(call)
+        loss = _loss_of_probabilities(call)
         tensors = {name: each for name, each in call._asdict().items() if isinstance(each, TensorProxy)}
 
         def of_tensors(*given: TensorProxy) -> TensorProxy:
-            return _of_probabilities(call._replace(**dict(zip(tensors, given, strict=True))))
+            return _loss_of_probabilities(call._replace(**dict(zip(tensors, given, strict=True))))
 
         _, gradients = vjp(of_tensors)((*tensors.values(),), (get_grad(loss),))
         for tensor, gradient in zip(tensors.values(), gradients, strict=True):
