@@ -75,7 +75,7 @@ class Compilation:
         }
 
     def lines(self) -> Iterator[str]:
-        """The report, line by line."""
+        """Yields the report line by line."""
         for decision in self.decisions:
             yield from _decision_lines(decision)
         if self.saved:
@@ -100,7 +100,7 @@ class Report(list[Compilation]):
         }
 
     def lines(self) -> Iterator[str]:
-        """The report, line by line."""
+        """Yields the report line by line."""
         if not self:
             yield _heading("no decision yet: call the compiled function first")
             return

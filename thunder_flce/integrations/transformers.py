@@ -192,8 +192,8 @@ class LossTrainerMixin:
     ) -> Tensor | None:
         """Runs the compiled loss as the forward of the innermost module, inside all wrappers and hooks.
 
-        Dynamo breaks the graph at wrappers and hooks of DDP, FSDP and DeepSpeed. If they were compiled, too, the graph
-        inside them would have to return the logits.
+        Dynamo breaks the graph at the wrappers and hooks of DDP, FSDP and DeepSpeed. If the loss were compiled around
+        them, the graph inside would have to return the logits.
         """
         inner = self.accelerator.unwrap_model(model)
         decoder = None
@@ -243,7 +243,7 @@ class LossTrainerMixin:
                 self._decoded.clear()
         if draws_before and _random_states(inputs) != before:
             raise RuntimeError(
-                "LossTrainerMixin runs a forward twice up to the layers, and this model's draws random numbers there, "
+                "LossTrainerMixin runs the forward twice up to the layers, but this model draws random numbers there, "
                 f"which its loss may need again: {_CURE}"
             )
 
