@@ -24,11 +24,12 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from thunder_flce.agreement import agreement_on
 from thunder_flce.calls import run
 from thunder_flce.operation.call import COLUMN, HIDDEN, SCALAR, TOKEN, Call, argument
 from thunder_flce.operation.loss import OUTPUTS, Loss
 from thunder_flce.options import Options
-from thunder_flce.vocab_parallel import VocabParallel, agreement_on
+from thunder_flce.vocab_parallel import VocabParallel
 
 Placements = tuple[Placement, ...]
 
@@ -67,7 +68,7 @@ def on_mesh(tensors: Mapping[str, Any], loss: Loss, options: Options) -> Callabl
 
     Raises:
         TypeError: if a tensor is plain that must be a DTensor; the message names it and the cure.
-        ValueError: for unsupported placements, likewise; and as `vocab_parallel.agreement_on`.
+        ValueError: for unsupported placements, likewise; and as `agreement.agreement_on`.
     """
     for name in ("input", "linear_weight", *tensors):
         if argument(name).role in (HIDDEN, COLUMN):

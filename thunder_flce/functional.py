@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from thunder_flce.agreement import tell
 from thunder_flce.calls import autocast, loss_of, run
 from thunder_flce.importing import when_imported, without_dynamo
 from thunder_flce.operation.call import named_tensors
 from thunder_flce.options import FIELDS, OPTIONS, Options, as_options
 from thunder_flce.ranks import on_ranks
 from thunder_flce.token_losses import token_loss_of
-from thunder_flce.vocab_parallel import ONLY_EAGER, VocabParallel, as_literal, has_dtensor, tell
+from thunder_flce.vocab_parallel import ONLY_EAGER, VocabParallel, as_literal, has_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup

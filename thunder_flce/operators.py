@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
+from thunder_flce.agreement import agreed_call
 from thunder_flce.device import TILE_ROWS, Device
 from thunder_flce.engine import engine
 from thunder_flce.engine.choose import choose
@@ -31,7 +32,7 @@ from thunder_flce.operation.call import Call, Shard, gradient_name, result_names
 from thunder_flce.operation.divergence import Divergence
 from thunder_flce.operation.loss import Loss
 from thunder_flce.options import Options, PlainValues
-from thunder_flce.vocab_parallel import VocabParallel, agreed_call
+from thunder_flce.vocab_parallel import VocabParallel
 
 _SCHEMA = 6
 """Version of the settings' format. PyTorch caches compiled graphs on disk, keyed by their arguments, not by the code of

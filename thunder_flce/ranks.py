@@ -8,20 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thunder_flce.agreement import agreement_on
 from thunder_flce.calls import loss_of, run
 from thunder_flce.operation.call import OF_TOKENS, Call, argument
 from thunder_flce.operation.checks import check_call
 from thunder_flce.operation.loss import Loss
 from thunder_flce.operators import is_traced
 from thunder_flce.options import Options
-from thunder_flce.vocab_parallel import (
-    ONLY_EAGER,
-    VocabParallel,
-    agreement_on,
-    as_literal,
-    has_dtensor,
-    is_dtensor,
-)
+from thunder_flce.vocab_parallel import ONLY_EAGER, VocabParallel, as_literal, has_dtensor, is_dtensor
 
 
 def on_ranks(

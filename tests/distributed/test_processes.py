@@ -20,8 +20,8 @@ from divided import joined, of_mesh, of_rank, part_of, parts
 from ranks import GPUS, as_processes, outcome
 from reference import Case, Result, assert_close_to_truth, captured, composed, make_case
 from thunder_flce import Options, linear_cross_entropy
+from thunder_flce.agreement import CHECK_EVERY_CALL
 from thunder_flce.options import STRATEGIES
-from thunder_flce.vocab_parallel import CHECK_EVERY_CALL
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(count=2))]
 RANKS = {"cpu": 2, "cuda": GPUS}

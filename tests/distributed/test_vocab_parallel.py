@@ -19,12 +19,12 @@ from ranks import as_threads, errors_of
 from reference import error, make_case, ours, truth
 from test_plan import DEVICES, call, shard_of
 from thunder_flce import LinearCrossEntropyLoss, Options, VocabParallel, count_items, linear_cross_entropy
+from thunder_flce.agreement import CHECK_EVERY_CALL, agreement_on
 from thunder_flce.device import Device
 from thunder_flce.engine.choose import choose
 from thunder_flce.operation.call import Call
 from thunder_flce.operation.loss import Loss
 from thunder_flce.options import STRATEGIES
-from thunder_flce.vocab_parallel import CHECK_EVERY_CALL, agreement_on
 
 UNEVEN = (40, 0, 61)
 

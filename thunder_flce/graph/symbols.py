@@ -33,6 +33,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_flatten, tree_map
 
 from thunder_flce import calls, functional, operators
+from thunder_flce.agreement import agreed_call
 from thunder_flce.engine.kernels.scaling import graph_is_kept, scaled_gradients
 from thunder_flce.engine.plan import LOSS_ONLY
 from thunder_flce.graph import trace_printer
@@ -44,7 +45,6 @@ from thunder_flce.operation.checks import check_call
 from thunder_flce.operation.loss import Loss
 from thunder_flce.operators import Settings, plan_for
 from thunder_flce.options import Options
-from thunder_flce.vocab_parallel import agreed_call
 
 executor = OperatorExecutor("flce", version="0.1")
 register_executor(executor)
