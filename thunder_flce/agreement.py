@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thunder_flce.device import Device
-from thunder_flce.operation.call import COLUMN, OF_TOKENS, Call, Shard, argument, is_tensor
+from thunder_flce.operation.call import COLUMN, TOKEN_ROLES, Call, Shard, argument, is_tensor
 from thunder_flce.operation.checks import check_call, check_is_dense
 from thunder_flce.operation.loss import Loss
 from thunder_flce.options import Options
@@ -77,7 +77,7 @@ def agreed_call(call: Call, vocab_parallel: str, options: Options) -> Call:
 def agreement_on(parallel: VocabParallel, call: Call, options: Options) -> Callable[[], Shard]:
     """Returns a function that has the ranks agree on a call; it compares their calls and returns this rank's `Shard`.
 
-    Errors before that function is called are errors of this rank alone, so `tell` must tell the other ranks.
+    Errors before that function is called are errors of this rank alone, so `share_error` must tell the other ranks.
 
     Args:
         parallel: the ranks.
@@ -123,7 +123,7 @@ def agreement_on(parallel: VocabParallel, call: Call, options: Options) -> Calla
     return agree
 
 
-def tell(error: Exception, parallel: VocabParallel | None, weight: Any) -> None:
+def share_error(error: Exception, parallel: VocabParallel | None, weight: Any) -> None:
     """Tells the other ranks, which wait for an agreement, of an error in this rank's arguments; they raise it, too."""
     group = None if parallel is None else parallel.process_group
     if group is None and is_dtensor(weight):
@@ -234,7 +234,7 @@ def _described(parallel: VocabParallel, call: Call, options: Options) -> dict[st
         known, shape = argument(name), tuple[Any, ...](value.shape)
         if known.role == COLUMN and (is_dtensor(value) or _rows(value) == rows):
             shape = ("V", *shape[1:])
-        elif tokens is not None and known.role in OF_TOKENS and shape[: len(tokens)] == tokens:
+        elif tokens is not None and known.role in TOKEN_ROLES and shape[: len(tokens)] == tokens:
             shape = ("T", *shape[len(tokens) :])
         needs = value.requires_grad and (torch.is_grad_enabled() or not known.differentiable)
         needs = needs or name in call.needs_grad

@@ -15,7 +15,7 @@ from torch import Tensor
 from thunder_flce.autograd import differentiable_forward, requires_grad
 from thunder_flce.engine.choose import strategy_of
 from thunder_flce.engine.plan import LOSS_ONLY, SAVE_LOGITS, Plan
-from thunder_flce.operation.call import Call, Shard, are_of_tokens, operand_names
+from thunder_flce.operation.call import Call, Shard, have_token_dimensions, operand_names
 from thunder_flce.operation.checks import check_call, check_scalar
 from thunder_flce.operation.loss import Loss
 from thunder_flce.operators import Settings, is_traced, is_watched, plan_for, planned_tokens
@@ -73,11 +73,11 @@ def _cache_key(tensors: Mapping[str, Any]) -> tuple[Any, ...] | None:
     names, dimensions = tuple(tensors), input.ndim - 1
     tokens = input.shape[:dimensions]
     found = [names, dimensions, planned_tokens(tokens.numel())]
-    for value, is_of_tokens in zip(tensors.values(), are_of_tokens(names), strict=True):
+    for value, has_tokens in zip(tensors.values(), have_token_dimensions(names), strict=True):
         if type(value) not in _PLAIN_TENSORS or value.is_nested or value.is_meta or value.is_neg():
             return None
         shape = value.shape
-        if is_of_tokens:
+        if has_tokens:
             if shape[:dimensions] != tokens:
                 return None
             shape = shape[dimensions:]
@@ -89,12 +89,12 @@ def _prepared(tensors: Mapping[str, Any], loss: Loss, options: Options, *, ranks
     """Checks and plans a call; returns its settings."""
     if isinstance(ranks, str):  # The ranks agree, and check the call, when the operator runs.
         call = Call(tensors=tensors, loss=loss, needs_grad=needed(tensors))
-        return unplanned(call, options, vocab_parallel=ranks)
+        return unplanned_settings(call, options, vocab_parallel=ranks)
     call = Call(tensors=tensors, loss=loss, shard=ranks)
     check_call(call)
     call = replace(call, needs_grad=needed(tensors))
     if ranks is None and is_traced(call.tensors["input"]):
-        return unplanned(call, options)
+        return unplanned_settings(call, options)
     return settings_of_call(call, plan_for(call, options))
 
 
@@ -105,7 +105,7 @@ def settings_of_call(call: Call, plan: Plan, **others: Any) -> Settings:
     )
 
 
-def unplanned(call: Call, options: Options, *, vocab_parallel: str | None = None) -> Settings:
+def unplanned_settings(call: Call, options: Options, *, vocab_parallel: str | None = None) -> Settings:
     """Returns settings for any number of tokens: the operator makes the plan when it runs.
 
     Raises:

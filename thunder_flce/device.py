@@ -120,10 +120,10 @@ def _other(kind: str, threads: int) -> Device:
 
 @cache
 def _cuda(index: int) -> Device:
-    return described(torch.cuda.get_device_properties(index)) if torch.cuda.is_available() else ABSENT_DEVICE
+    return from_properties(torch.cuda.get_device_properties(index)) if torch.cuda.is_available() else ABSENT_DEVICE
 
 
-def described(properties: Any) -> Device:
+def from_properties(properties: Any) -> Device:
     """Returns the device that `torch.cuda.get_device_properties` describes."""
     return Device(
         "cuda", properties.multi_processor_count, *_rates(properties), capability=(properties.major, properties.minor),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from thunder_flce.agreement import tell
+from thunder_flce.agreement import share_error
 from thunder_flce.calls import autocast, loss_of, run
 from thunder_flce.importing import when_imported, without_dynamo
 from thunder_flce.operation.call import named_tensors
@@ -188,7 +188,7 @@ def linear_cross_entropy(
         if parallel is not None or has_dtensor([*tensors.values()]):
             call = on_ranks(tensors, loss, options, parallel=parallel)
     except Exception as error:
-        tell(error, parallel, linear_weight)
+        share_error(error, parallel, linear_weight)
         raise
     results = call()
     return tuple(results) if outputs else results[0]

@@ -65,12 +65,12 @@ class Settings(PlainValues):
 
     @cached_property
     def _text(self) -> str:
-        return written(self.non_defaults())
+        return settings_text(self.non_defaults())
 
     @staticmethod
     @lru_cache(maxsize=1024)
     def parse(text: str) -> "Settings":
-        """Returns the settings of a text from `written`."""
+        """Returns the settings of a text from `settings_text`."""
         kinds = {"loss": Loss, "divergence": Divergence, "plan": Plan, "options": Options, "shard": Shard}
 
         def made(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,7 +120,7 @@ class Settings(PlainValues):
         return self.saved_names.index("logits") if "logits" in self.saved_names else None
 
 
-def written(values: Mapping[str, Any]) -> str:
+def settings_text(values: Mapping[str, Any]) -> str:
     """Returns the operators' argument `settings`, from values of fields by name."""
     return repr({"schema": _SCHEMA, **values})
 

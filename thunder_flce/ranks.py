@@ -10,7 +10,7 @@ from torch import Tensor
 
 from thunder_flce.agreement import agreement_on
 from thunder_flce.calls import loss_of, run
-from thunder_flce.operation.call import OF_TOKENS, Call, argument
+from thunder_flce.operation.call import TOKEN_ROLES, Call, argument
 from thunder_flce.operation.checks import check_call
 from thunder_flce.operation.loss import Loss
 from thunder_flce.operators import is_traced
@@ -24,7 +24,7 @@ def on_ranks(
     """Returns a function that runs a call of several ranks, and returns the loss and its outputs.
 
     The tensors are not checked yet. The returned function begins with the agreement of the ranks; errors that are
-    raised before it is called are errors of this rank alone, so the caller has to `tell` the other ranks.
+    raised before it is called are errors of this rank alone, so the caller has to `share_error`.
     """
     if parallel is None:
         from thunder_flce.dtensor import on_mesh
@@ -70,7 +70,7 @@ def _run_averaged(call: Call, options: Options) -> tuple[Tensor, ...]:
 
     def padded(name: str, tensor: Any) -> Any:
         """Pads a tensor of this rank's tokens to (most, ...); returns others as they are."""
-        if argument(name).role not in OF_TOKENS:
+        if argument(name).role not in TOKEN_ROLES:
             return tensor
         # A narrow dtype might not hold ignore_index.
         given, fill = (tensor.long(), loss.ignore_index) if name == "target" else (tensor, 0)

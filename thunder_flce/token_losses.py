@@ -17,7 +17,7 @@ from torch import Tensor
 from thunder_flce.importing import when_imported, without_dynamo
 from thunder_flce.operation import pointwise
 from thunder_flce.operation.call import checked_token_inputs
-from thunder_flce.operation.pointwise import VARIABLES, Handle, NotOfTokens, Recorder, TokenLoss, input_name
+from thunder_flce.operation.pointwise import VARIABLES, Handle, NotPointwise, Recorder, TokenLoss, input_name
 
 
 def check_function(token_loss: Any) -> None:
@@ -28,7 +28,7 @@ def check_function(token_loss: Any) -> None:
 
 
 def token_loss_of(token_loss: Any, inputs: Sequence[Any]) -> TokenLoss:
-    """Returns the text of a token loss, by `pointwise.written` and with its errors; a text is returned as it is."""
+    """Returns the text of a token loss, by `pointwise.text_of` and with its errors; a text is returned as it is."""
     if torch.compiler.is_dynamo_compiling():
         _have_dynamo_trace_functions()
     if not hasattr(token_loss, "__self__"):
@@ -39,20 +39,20 @@ def token_loss_of(token_loss: Any, inputs: Sequence[Any]) -> TokenLoss:
         return token_loss
     checked_token_inputs(inputs)
     if not torch.compiler.is_dynamo_compiling():
-        return pointwise.written(token_loss, [getattr(each, "dtype", torch.float32) for each in inputs])
-    by_name = pointwise.names_asked_for(token_loss, len(inputs))
+        return pointwise.text_of(token_loss, [getattr(each, "dtype", torch.float32) for each in inputs])
+    by_name = pointwise.keyword_variables(token_loss, len(inputs))
     names = [*VARIABLES[:2], *by_name, *map(input_name, range(len(inputs)))]
     steps: list[tuple[Any, ...]] = []
     try:
-        result = pointwise.called(token_loss, {name: _StandIn(steps, name) for name in names}, by_name)
+        result = pointwise.call_function(token_loss, {name: _StandIn(steps, name) for name in names}, by_name)
         if not isinstance(result, _StandIn):
-            raise NotOfTokens(f"{type(result).__name__} as its result")
+            raise NotPointwise(f"{type(result).__name__} as its result")
         text, problem = _recorded(tuple(steps), result._name, tuple([each.dtype for each in inputs]))
         if problem:
-            raise NotOfTokens(problem)
+            raise NotPointwise(problem)
         return text
-    except NotOfTokens as error:
-        raise pointwise.not_of_tokens(error) from error
+    except NotPointwise as error:
+        raise pointwise.not_pointwise_error(error) from error
 
 
 @without_dynamo
@@ -69,7 +69,7 @@ def _recorded(steps: tuple[Any, ...], result: str, dtypes: tuple[torch.dtype, ..
             by_name = {key: value(each) for key, each in kwargs}
             handles[str(number)] = recorder.write(name, [*map(value, args)], by_name, has_gradient=has_gradient)
         return recorder.finish(value(("", result))), ""
-    except NotOfTokens as problem:
+    except NotPointwise as problem:
         return "", str(problem)
 
 
@@ -93,7 +93,7 @@ class _StandIn:
         kwargs = kwargs or {}
         found = [each for each in (*args, *kwargs.values()) if isinstance(each, _StandIn)]
         if not found:
-            raise NotOfTokens(f"{func.__name__} of several tensors")
+            raise NotPointwise(f"{func.__name__} of several tensors")
         return found[0]._record(func.__name__, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -106,10 +106,10 @@ class _StandIn:
         return lambda *args, **kwargs: self._record(name, self, *args, **kwargs)
 
     def __bool__(self) -> bool:
-        raise NotOfTokens("control flow that depends on a tensor, or a function of numbers, as those of math")
+        raise NotPointwise("control flow that depends on a tensor, or a function of numbers, as those of math")
 
     def __getitem__(self, key: Any) -> Any:
-        raise NotOfTokens("indexing, item assignment, iteration or len(), but its tensors are one number per token")
+        raise NotPointwise("indexing, item assignment, iteration or len(), but its tensors are one number per token")
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self[key]
@@ -142,7 +142,7 @@ def _encoded(argument: Any) -> Any:
         return ("", argument._name)
     if isinstance(argument, Tensor):
         # A compiled program has no guard on the values of such a tensor.
-        raise NotOfTokens("a tensor that is not among its arguments; give it to token_inputs")
+        raise NotPointwise("a tensor that is not among its arguments; give it to token_inputs")
     # Specialises Dynamo's symbolic numbers, and converts NumPy's to Python's.
     if isinstance(argument, int):
         return argument if isinstance(argument, bool) else operator.index(argument)

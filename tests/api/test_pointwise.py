@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from thunder_flce.operation import pointwise
-from thunder_flce.operation.pointwise import VARIABLES, input_name, written
+from thunder_flce.operation.pointwise import VARIABLES, input_name, text_of
 from thunder_flce.token_losses import token_loss_of
 
 needs_dynamo = pytest.mark.skipif(
@@ -92,11 +92,11 @@ def values_of(dtype):
 
 def by_autograd(function, values):
     variables = {name: values[name].clone().requires_grad_() for name in VARIABLES}
-    by_name = pointwise.names_asked_for(function, len(DTYPES))
+    by_name = pointwise.keyword_variables(function, len(DTYPES))
     arguments = variables | {input_name(number): values[input_name(number)] for number in range(len(DTYPES))}
     # Casts to a dtype with fractions are to that of the rows.
     with patch.object(torch, "float32", values["log_prob"].dtype):
-        value = pointwise.called(function, arguments, by_name).to(values["log_prob"].dtype)
+        value = pointwise.call_function(function, arguments, by_name).to(values["log_prob"].dtype)
         total = value.sum() + sum(each.sum() * 0 for each in variables.values())
         return value.detach(), dict(zip(VARIABLES, torch.autograd.grad(total, variables.values()), strict=True))
 
@@ -107,7 +107,7 @@ def test_value_and_derivatives(function, dtype):
     """As autograd has them, in the dtype of the rows; and on meta tensors."""
     values = values_of(dtype)
     right, derivatives = by_autograd(function, values)
-    token_loss = written(function, DTYPES)
+    token_loss = text_of(function, DTYPES)
     pointwise.check(token_loss, len(DTYPES))
     close = {"rtol": 1e-9, "atol": 1e-9} if dtype == torch.float64 else {"rtol": 2e-5, "atol": 2e-6}
     value, found = pointwise.value_and_derivatives(token_loss, values)
@@ -156,14 +156,14 @@ BAD = {
 @pytest.mark.parametrize("message", BAD)
 def test_what_is_refused(message):
     with pytest.raises(TypeError, match=message):
-        written(BAD[message], ())
+        text_of(BAD[message], ())
 
 
 def test_other_errors():
     with pytest.raises(ZeroDivisionError):
-        written(lambda p, e: p * (1 / 0), ())
+        text_of(lambda p, e: p * (1 / 0), ())
     with pytest.raises(TypeError, match="reads token_inputs.1., but"):
-        pointwise.check(written(lambda p, e, a, b: p * b, [torch.float32] * 2), 1)
+        pointwise.check(text_of(lambda p, e, a, b: p * b, [torch.float32] * 2), 1)
 
 
 # What a text depends on.
@@ -195,7 +195,7 @@ def closing_over(factor, *, default=0.0):
 
 def test_what_a_function_reads_may_change():
     def factor_of(function):
-        return -pointwise.evaluate(written(function, ()), {"log_prob": -torch.ones(1)}).item()
+        return -pointwise.evaluate(text_of(function, ()), {"log_prob": -torch.ones(1)}).item()
 
     assert factor_of(of_a_global) == 0.5
     with patch(f"{__name__}.SCALE", 3.0):
@@ -232,8 +232,8 @@ def test_hooks_of_saved_tensors():
     """Those of a checkpoint or of offloading, around the call, would give the derivatives other tensors than these."""
     focal = FUNCTIONS["focal"]
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
-        inside = written(focal, (torch.float64,))  # With an input, it is not kept from another test.
-    assert inside == written(focal, ())
+        inside = text_of(focal, (torch.float64,))  # With an input, it is not kept from another test.
+    assert inside == text_of(focal, ())
 
 
 class NoFunctions(TorchFunctionMode):
@@ -244,7 +244,7 @@ class NoFunctions(TorchFunctionMode):
 def test_modes_of_functions():
     """By such a mode torch.export notes what turns gradients off and on, and has it in its program."""
     with torch.no_grad(), NoFunctions():
-        written(FUNCTIONS["focal"], (torch.int8,))
+        text_of(FUNCTIONS["focal"], (torch.int8,))
 
 
 def test_threads_at_once():
@@ -255,7 +255,7 @@ def test_threads_at_once():
 
     def trace(number):
         for at in range(30):
-            written(scaled(number + at + 2), [torch.float32])
+            text_of(scaled(number + at + 2), [torch.float32])
 
     before = is_in_torch_dispatch_mode(include_infra_modes=True)
     with ThreadPoolExecutor(4) as pool:

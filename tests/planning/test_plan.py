@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from thunder_flce import Options
-from thunder_flce.device import ABSENT_DEVICE, Device, described
+from thunder_flce.device import ABSENT_DEVICE, Device, from_properties
 from thunder_flce.engine import choose as choosing
 from thunder_flce.engine.choose import EXACT_CHUNKS, choose, strategy_of, temporary_bytes
 from thunder_flce.engine.plan import Plan
@@ -27,7 +27,7 @@ CPU = Device("cpu", 2, 1e11, 1e10)
 
 def gpu(name, multiprocessors, memory, capability, clock=0, memory_clock=0, width=0, threads=2048) -> Device:
     """As PyTorch tells it: GB, MHz, and bits."""
-    return described(
+    return from_properties(
         SimpleNamespace(
             name=name, multi_processor_count=multiprocessors, total_memory=memory * GB, major=capability[0],
             minor=capability[1], clock_rate=1000 * clock, memory_clock_rate=1000 * memory_clock, memory_bus_width=width,

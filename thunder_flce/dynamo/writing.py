@@ -315,7 +315,7 @@ class _Graph:
         known, options = call.map(lambda _, each: self._spec(each, call)), self._options
         if may_save_logits(known, math.prod(call.tensors["input"].shape[:-1]), options):
             options = replace(options, strategy=SAVE_LOGITS)
-        settings = calls.unplanned(known, options)
+        settings = calls.unplanned_settings(known, options)
         tensors = [self._operand(name, call) for name in settings.names]
         with self._graph.inserting_before(self._end):
             node = self._graph.call_function(

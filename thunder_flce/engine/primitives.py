@@ -25,7 +25,7 @@ from thunder_flce.engine.matmul import matmul
 from thunder_flce.engine.plan import RECOMPUTE_LOGITS, Plan
 from thunder_flce.engine.row_loss import RowResults
 from thunder_flce.engine.rows import Prepared, Rows
-from thunder_flce.operation.call import SCALAR, Call, Linear, are_of_tokens, argument
+from thunder_flce.operation.call import SCALAR, Call, Linear, argument, have_token_dimensions
 from thunder_flce.operation.loss import RowCoefficients
 
 # Properties of a call that depend on its sizes, but not on the number of tokens.
@@ -74,7 +74,7 @@ class Region:
     @cached_property
     def _layouts(self) -> list[tuple[str, int, tuple[int, ...], torch.dtype, torch.device]]:
         tensors = self.call.tensors
-        starts = map(int, are_of_tokens(tuple(tensors)))
+        starts = map(int, have_token_dimensions(tuple(tensors)))
         return [
             (name, at, t.shape[at:], t.dtype, t.device) for at, (name, t) in zip(starts, tensors.items(), strict=True)
         ]

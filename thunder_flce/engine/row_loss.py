@@ -125,7 +125,7 @@ def token_loss(
     With the upstream gradient of each row's loss, `s` (C,), also returns the coefficients of its gradient.
     """
     text, row, columns = ops.call.loss.token_loss, results.row(ops), ops.call.whole_vocab
-    values = {name: OUTPUTS[name].of(row, columns) for name in VARIABLES if uses(text, name)}
+    values = {name: OUTPUTS[name].compute(row, columns) for name in VARIABLES if uses(text, name)}
     values |= {input_name(number): vector for number, vector in enumerate(inputs)}
     if s is None:
         return evaluate(text, values), None
@@ -196,7 +196,7 @@ def reduced(ops: "Primitives", rows: Rows, row_losses: Tensor, z_term: Tensor | 
 def output(ops: "Primitives", rows: Rows, name: str, row: Row) -> Tensor:
     """Returns one of the loss's outputs, for each of the caller's tokens, or () for a mean."""
     description = OUTPUTS[name]
-    value = description.of(row, ops.call.whole_vocab)
+    value = description.compute(row, ops.call.whole_vocab)
     if description.is_mean:
         hits = rows.masked(value, fill=-1) == rows.target
         return hits.sum().to(ops.call.row_dtype) / rows.valid_count

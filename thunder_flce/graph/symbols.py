@@ -170,7 +170,7 @@ def _with_plan(call: Call, vocab_parallel: str | None) -> Settings:
     """Returns settings with a plan by default options; if sizes are unknown, the operator plans when it runs."""
     if is_static(*call.tensors.values()):
         return calls.settings_of_call(*_planned(call, vocab_parallel, Options()))
-    return calls.unplanned(specs(call), Options(), vocab_parallel=vocab_parallel)
+    return calls.unplanned_settings(specs(call), Options(), vocab_parallel=vocab_parallel)
 
 
 def _planned(call: Call, vocab_parallel: str | None, options: Options) -> PlannedRegion:
@@ -228,6 +228,6 @@ def linear_cross_entropy(
     call, vocab_parallel = Call(tensors=named_tensors(given), loss=loss), given["vocab_parallel"]
     if vocab_parallel is None and is_static(*tree_flatten(given)[0]):
         check_call(call)
-    known = calls.unplanned(specs(call), Options(), vocab_parallel=vocab_parallel)
+    known = calls.unplanned_settings(specs(call), Options(), vocab_parallel=vocab_parallel)
     results = flce_linear_cross_entropy(tuple(call.tensors.values()), **known.non_defaults())
     return results if loss.outputs else results[0]

@@ -17,12 +17,12 @@ from thunder.core.trace import get_tracectx
 from thunder_flce.graph.reading import is_static, loss_dtype
 from thunder_flce.operation.pointwise import (
     VARIABLES,
-    NotOfTokens,
-    called,
+    NotPointwise,
+    call_function,
     input_name,
-    names_asked_for,
-    not_of_tokens,
-    written,
+    keyword_variables,
+    not_pointwise_error,
+    text_of,
 )
 
 _SYMBOLIC = (
@@ -34,7 +34,7 @@ _SYMBOLIC = (
 def interpreted_token_loss(
     function: Any, input: TensorProxy, target: TensorProxy, *, inputs: Sequence[TensorProxy]
 ) -> Any:
-    """Returns the result of `pointwise.written` for a wrapped function, wrapped too; or the signal of an exception."""
+    """Returns the result of `pointwise.text_of` for a wrapped function, wrapped too; or the signal of an exception."""
     if not is_static(input, target):
         return do_raise(NotImplementedError(_SYMBOLIC))
     of_rows = loss_dtype(input)
@@ -47,19 +47,21 @@ def interpreted_token_loss(
 
     trace.push_scope(steps)
     try:
-        by_name = names_asked_for(unwrap(function), len(inputs))
+        by_name = keyword_variables(unwrap(function), len(inputs))
         given = {name: stand_in(requires_grad=True) for name in (*VARIABLES[:2], *by_name)}
         given |= {input_name(number): stand_in(dtype) for number, dtype in enumerate(of_inputs)}
         wrapped = {name: wrap_const(proxy) for name, proxy in given.items()}
-        result = called(lambda *args, **kwargs: interpret_call(function, *args, **kwargs), wrapped, by_name)
+        result = call_function(lambda *args, **kwargs: interpret_call(function, *args, **kwargs), wrapped, by_name)
         if result is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
             return result
         known = {proxy.name for proxy in given.values()}
         for bsym in steps:
             if any(arg.name not in known for arg in bsym.flat_proxy_args):
-                raise not_of_tokens(NotOfTokens("a tensor that is not among its arguments; give it to token_inputs"))
+                raise not_pointwise_error(
+                    NotPointwise("a tensor that is not among its arguments; give it to token_inputs")
+                )
             known |= {out.name for out in bsym.flat_proxy_outs}
-        return wrap_const(written(unwrap(function), [*map(dtypes.to_torch_dtype, of_inputs)]))
+        return wrap_const(text_of(unwrap(function), [*map(dtypes.to_torch_dtype, of_inputs)]))
     except TypeError as problem:
         return do_raise(problem)
     finally:

@@ -12,13 +12,13 @@ from thunder.core.trace import get_tracectx
 from torch.utils._pytree import tree_map
 
 from thunder_flce.operation.call import Call, Spec
-from thunder_flce.operators import Settings, written
+from thunder_flce.operators import Settings, settings_text
 
 
 def settings_of(values: Mapping[str, Any]) -> Settings:
     """Returns the `Settings` that a symbol's keyword arguments describe."""
-    text = written(values)
-    return Settings.parse(written(plain(values)) if "Proxy" in text else text)
+    text = settings_text(values)
+    return Settings.parse(settings_text(plain(values)) if "Proxy" in text else text)
 
 
 def plain(values: Any) -> Any:

@@ -47,10 +47,10 @@ from thunder_flce.matching.program import (
 from thunder_flce.operation.pointwise import (
     VARIABLES,
     Handle,
-    NotOfTokens,
+    NotPointwise,
     evaluate,
     input_name,
-    numbered,
+    renumber_inputs,
     uses,
 )
 
@@ -145,7 +145,7 @@ class TokenSum:
             return ()
         # One text for all groups, each with its own weights: groups, and their operations, may be in another order.
         weighted = [recorder.write("mul", (each.handle, recorder.add_input(torch.float32)), {}) for each, *_ in groups]
-        text, read = numbered(recorder.finish(reduce(lambda a, b: recorder.write("add", (a, b), {}), weighted)))
+        text, read = renumber_inputs(recorder.finish(reduce(lambda a, b: recorder.write("add", (a, b), {}), weighted)))
         given = [(inputs[number].dtype, inputs[number].ignored) for number in read if number < len(inputs)]
         return text, given, [bool(each.picks) for each, *_ in groups]
 
@@ -257,7 +257,7 @@ class _Search:
         try:
             # Any gradient counts, not only the sources': that of another head must not be lost.
             self._tokens[outs[0]] = part, self._record_operation(op, part, outs[0].needs_grad)
-        except NotOfTokens as problem:
+        except NotPointwise as problem:
             self._problems[outs[0]] = NotASum(f"{problem}{op.where} is not an operation on single tokens")
         except NotASum as problem:
             self._problems[outs[0]] = problem
@@ -371,8 +371,8 @@ class _Search:
         part, handle = self._tokens.get(tensor) or (self._sources[tensor], self._sources[tensor].handles[tensor])
         handle = self._whole.get((part, handle), handle)
         try:
-            text, read = numbered(part.recorder.copy().finish(handle))
-        except NotOfTokens:
+            text, read = renumber_inputs(part.recorder.copy().finish(handle))
+        except NotPointwise:
             raise NotASum(f"{_name(tensor)} does not depend on the logits") from None
         inputs = [*part.inputs.values()]
         return Summand(part, handle, tensor, text, [inputs[number] for number in read], self._picks.get(tensor, ()))
@@ -427,7 +427,7 @@ class _Search:
         recorder = part.recorder
         if op.name in PERMUTATIONS and op.output.ndim > 1:
             # The recorder's tokens have one dimension, and no permutation of several.
-            raise NotOfTokens(op.name)
+            raise NotPointwise(op.name)
 
         def argument(given: Any) -> Any:
             if not isinstance(given, Tensor):

@@ -35,7 +35,7 @@ from thunder_flce.matching.regions import Region, is_compared_with_labels
 from thunder_flce.matching.sums import PRODUCTS, Summand
 from thunder_flce.operation.call import Call, named_tensors, operand_names
 from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS, NOTHING_IGNORED, Loss
-from thunder_flce.operation.pointwise import Handle, numbered
+from thunder_flce.operation.pointwise import Handle, renumber_inputs
 from thunder_flce.options import Options
 
 
@@ -352,7 +352,7 @@ class _Writing:
                     handle = recorder.write("where", (recorder.write("ne", (factor_handle, 0.0), {}), handle, 0.0), {})
                 handle = recorder.write("mul", (handle, factor_handle), {})
             result = handle if result is None else recorder.write("add", (result, handle), {})
-        text, read = numbered(recorder.finish(result))
+        text, read = renumber_inputs(recorder.finish(result))
         given = tuple(self._token_input(inputs[each]) for each in read)
         return text, given, token_weights
 

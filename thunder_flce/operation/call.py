@@ -30,7 +30,7 @@ TOKEN = "token"
 """(...) or (..., K): a number per token, or per target of a token"""
 SCALAR = "scalar"
 """(): one number"""
-OF_TOKENS = (HIDDEN, TOKEN)
+TOKEN_ROLES = (HIDDEN, TOKEN)
 """Roles of arguments whose first dimensions are the tokens"""
 
 
@@ -75,9 +75,9 @@ def argument(name: str) -> Argument:
 
 
 @cache
-def are_of_tokens(names: tuple[str, ...]) -> tuple[bool, ...]:
+def have_token_dimensions(names: tuple[str, ...]) -> tuple[bool, ...]:
     """Returns for each name whether that tensor's first dimensions are the tokens."""
-    return tuple([argument(name).role in OF_TOKENS for name in names])
+    return tuple([argument(name).role in TOKEN_ROLES for name in names])
 
 
 def named_tensors(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -305,7 +305,7 @@ class Call:
 
         def spec(name: str, t: Any) -> Spec:
             shape = tuple(t.shape)
-            if tokens is not None and argument(name).role in OF_TOKENS:
+            if tokens is not None and argument(name).role in TOKEN_ROLES:
                 shape = (tokens, *shape[own:])
             return Spec(shape, t.dtype, t.device, t.requires_grad)
 

@@ -32,12 +32,12 @@ class Divergence(PlainValues):
     """τ"""
 
     @property
-    def of_student(self) -> float:
+    def student_factor(self) -> float:
         """Weight of KL(p‖q), or of KL(p‖m), in the divergence."""
         return {"forward": 0.0, "reverse": 1.0}.get(self.kind, 1 - self.beta)
 
     @property
-    def of_teacher(self) -> float:
+    def teacher_factor(self) -> float:
         """Weight of KL(q‖p), or of KL(q‖m), in the divergence."""
         return {"forward": 1.0, "reverse": 0.0}.get(self.kind, self.beta)
 

@@ -102,7 +102,7 @@ class Row(NamedTuple):
 class Output:
     """A result that can be returned with the loss, computed from each row's statistics."""
 
-    of: Callable[[Row, int], Any]
+    compute: Callable[[Row, int], Any]
     """Computes it from the row's statistics and the number of columns."""
     moments: tuple[str, ...] = ()
     """Sums over the row that it needs, by their names in `moments.MOMENTS`."""
@@ -262,17 +262,17 @@ class Rest(NamedTuple):
     """(N,) r"""
     weight: Any
     """(N,) q_r"""
-    of_targets: Any
+    target_probabilities: Any
     """(N, K) p at each target, 0 for ignored targets and for repetitions of a column"""
 
     @classmethod
     def of(cls, row: Row, weights: Any, first: Any) -> "Rest":
         """Returns the class of a row; `weights` and `first`, 1 for the first target in each column, are (N, K)."""
         log_probability = row.target_logit - row.max.unsqueeze(-1) - row.log_sum.unsqueeze(-1)
-        of_targets = first * torch.exp(log_probability)
-        total, weight = of_targets.sum(-1), weights.sum(-1)
+        target_probabilities = first * torch.exp(log_probability)
+        total, weight = target_probabilities.sum(-1), weights.sum(-1)
         probability = torch.where(total < _LARGEST_SUM, 1 - total, 1 - _LARGEST_SUM)
-        return cls(probability, torch.where(weight < 1, 1 - weight, 0.0), of_targets)
+        return cls(probability, torch.where(weight < 1, 1 - weight, 0.0), target_probabilities)
 
 
 class RowCoefficients(NamedTuple):
@@ -310,4 +310,4 @@ def rest_coefficients(upstream: Any, weights: Any, rest: Rest) -> tuple[Any, Any
     """Returns the terms of A and B with `Loss.target_rest` that have the upstream gradient of a row's cross-entropy."""
     ratio = rest.weight / rest.probability
     probability = upstream * (weights.sum(-1) + rest.weight - ratio)
-    return probability, upstream.unsqueeze(-1) * (weights - ratio.unsqueeze(-1) * rest.of_targets)
+    return probability, upstream.unsqueeze(-1) * (weights - ratio.unsqueeze(-1) * rest.target_probabilities)

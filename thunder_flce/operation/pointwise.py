@@ -39,7 +39,7 @@ TokenLoss = str
 """Text of a token loss; "" for the cross-entropy."""
 
 
-class NotOfTokens(Exception):
+class NotPointwise(Exception):
     """Raised if a function is not made of pointwise operations; the message names the cause."""
 
 
@@ -52,13 +52,13 @@ def input_name(number: int) -> str:
     return f"i{number}"
 
 
-def not_of_tokens(problem: Exception) -> TypeError:
+def not_pointwise_error(problem: Exception) -> TypeError:
     """Returns the error for a function that is not made of pointwise operations."""
     needed = "must be made of PyTorch's operations on single tokens, since it runs on one chunk of tokens at a time"
     return TypeError(f"token_loss {needed}, but it has: {problem}")
 
 
-def names_asked_for(function: Callable[..., Any], inputs: int) -> list[str]:
+def keyword_variables(function: Callable[..., Any], inputs: int) -> list[str]:
     """Returns the variables that a function takes by name; raises a TypeError if its signature does not fit."""
     if torch.compiler.is_dynamo_compiling() and isinstance(function, FunctionType):
         # Dynamo has no signature of a function that the program defines.
@@ -76,7 +76,7 @@ def names_asked_for(function: Callable[..., Any], inputs: int) -> list[str]:
     return by_name
 
 
-def called(function: Callable[..., Any], arguments: Mapping[str, Any], by_name: Sequence[str]) -> Any:
+def call_function(function: Callable[..., Any], arguments: Mapping[str, Any], by_name: Sequence[str]) -> Any:
     """Calls a function with arguments given by name, of which it takes `by_name` as keywords; returns its result."""
     positional = [value for name, value in arguments.items() if name not in VARIABLES[2:]]
     return function(*positional, **{name: arguments[name] for name in by_name})
@@ -88,7 +88,7 @@ _TEXTS: dict[Any, TokenLoss] = {}
 
 
 @without_dynamo
-def written(function: Callable[..., Any], input_dtypes: Sequence[torch.dtype]) -> TokenLoss:
+def text_of(function: Callable[..., Any], input_dtypes: Sequence[torch.dtype]) -> TokenLoss:
     """Returns the text of a function of (log_prob, entropy, *inputs), and of log_sum_exp or mean_logit if it has these.
 
     The text is cached by everything that the function reads: numbers, tensors and functions, in globals, closures and
@@ -106,25 +106,25 @@ def written(function: Callable[..., Any], input_dtypes: Sequence[torch.dtype]) -
         return _TEXTS[key]
     try:
         text = _traced(function, input_dtypes)
-    except NotOfTokens as problem:
-        raise not_of_tokens(problem) from problem
+    except NotPointwise as problem:
+        raise not_pointwise_error(problem) from problem
     if len(_TEXTS) >= 256:
         _TEXTS.clear()
     return text if key is None else _TEXTS.setdefault(key, text)
 
 
 def _traced(function: Callable[..., Any], dtypes: Sequence[torch.dtype]) -> TokenLoss:
-    by_name, texts = names_asked_for(function, len(dtypes)), []
+    by_name, texts = keyword_variables(function, len(dtypes)), []
     for tokens in (1, 2):
         recorder = Recorder(dtypes, tokens=tokens)
         try:
             with recorder.recording():
-                result = called(function, recorder.values, by_name)
+                result = call_function(function, recorder.values, by_name)
         except RuntimeError as error:
-            raise NotOfTokens(error) from error
+            raise NotPointwise(error) from error
         texts.append(recorder.finish(result))
     if texts[0] != texts[1]:
-        raise NotOfTokens("a number that depends on the tokens, or on how many there are")
+        raise NotPointwise("a number that depends on the tokens, or on how many there are")
     return texts[0]
 
 
@@ -232,7 +232,7 @@ class Recorder(TorchDispatchMode):
     def write(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, has_gradient: bool = True) -> Handle:
         """Runs a function, method or attribute on arguments whose tensors are `Handle`s; returns the result's handle.
 
-        `has_gradient` says whether gradients are enabled. Raises `NotOfTokens` if the function is not pointwise.
+        `has_gradient` says whether gradients are enabled. Raises `NotPointwise` if the function is not pointwise.
         """
         given = [self.values[each] if isinstance(each, Handle) else each for each in args]
         by_name = {key: self.values[each] if isinstance(each, Handle) else each for key, each in kwargs.items()}
@@ -241,7 +241,7 @@ class Recorder(TorchDispatchMode):
             with self.recording(), torch.set_grad_enabled(has_gradient):
                 self.values[handle] = _result_of(name, given, by_name)
         except (TypeError, ValueError, RuntimeError, IndexError) as error:
-            raise NotOfTokens(f"{name} with such arguments") from error
+            raise NotPointwise(f"{name} with such arguments") from error
         return handle
 
     def detached(self, handle: Handle) -> Handle:
@@ -249,16 +249,16 @@ class Recorder(TorchDispatchMode):
         return self.write("detach", (handle,), {})
 
     def finish(self, result: Any) -> TokenLoss:
-        """Returns the text of the loss whose handle or tensor is given; raises `NotOfTokens` if it is not pointwise."""
+        """Returns the text of the loss with this handle or tensor; raises `NotPointwise` if it is not pointwise."""
         value = self.values[result] if isinstance(result, Handle) else result
         if not isinstance(value, Tensor):
-            raise NotOfTokens(f"{type(value).__name__} as its result")
+            raise NotPointwise(f"{type(value).__name__} as its result")
         with self.recording():
             loss = self._name(value)
             if self._reached([loss]).isdisjoint(VARIABLES):
-                raise NotOfTokens(f"a result that depends on none of {', '.join(VARIABLES)}")
+                raise NotPointwise(f"a result that depends on none of {', '.join(VARIABLES)}")
             if value.shape != (self._tokens,):
-                raise NotOfTokens("a result of another shape")
+                raise NotPointwise("a result of another shape")
             derivatives = self._derivatives(value)
         outputs = {"loss": self._line(f"aten.clone({loss})") if loss in self.values else loss}
         for name, each in derivatives.items():
@@ -303,7 +303,7 @@ class Recorder(TorchDispatchMode):
             name = self._known[id(tensor)][1]
             return self._attached.get(name, name) if self._is_backward else name
         if tensor.numel() != 1 or tensor.requires_grad:
-            raise NotOfTokens("a tensor that is not among its arguments; give it to token_inputs")
+            raise NotPointwise("a tensor that is not among its arguments; give it to token_inputs")
         return tensor.item()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -313,9 +313,9 @@ class Recorder(TorchDispatchMode):
         names = {key: self._name(each) for key, each in given.items() if isinstance(each, Tensor)}
         is_number = not any(isinstance(each, Handle) for each in names.values())
         if name == "_local_scalar_dense" and not is_number:
-            raise NotOfTokens("control flow that depends on a tensor, or a function of numbers, as those of math")
+            raise NotPointwise("control flow that depends on a tensor, or a function of numbers, as those of math")
         if is_mutable and not self._is_backward:
-            raise NotOfTokens(f"{name}, which changes a tensor in place")
+            raise NotPointwise(f"{name}, which changes a tensor in place")
         name = name.removesuffix("_") if is_mutable else name
         # The derivatives of some operations compute 1 - tensor by empty_like, fill_ and sub_.
         is_factory = _FACTORY.fullmatch(name) or (name == "empty_like" and self._is_backward)
@@ -329,7 +329,7 @@ class Recorder(TorchDispatchMode):
         if not isinstance(out, Tensor):
             if name == "_local_scalar_dense":
                 return out
-            raise NotOfTokens(name)
+            raise NotPointwise(name)
         if is_number or is_factory:
             found: Any = out.flatten()[0].item()
         else:
@@ -350,10 +350,10 @@ class Recorder(TorchDispatchMode):
         try:
             with self:
                 found = decomposition_table.get(func, func.decompose)(*args, **kwargs)
-        except NotOfTokens as error:
-            raise NotOfTokens(func._opname) from error
+        except NotPointwise as error:
+            raise NotPointwise(func._opname) from error
         if found is NotImplemented:
-            raise NotOfTokens(func._opname)
+            raise NotPointwise(func._opname)
         return found
 
     def _expression(self, name: str, given: Any, operands: dict[Any, Any], of: torch.dtype) -> Handle:
@@ -384,7 +384,7 @@ def _literal(value: Any) -> str:
     if isinstance(value, torch.dtype):
         return "row" if value.is_floating_point else str(value)
     if not isinstance(value, bool | int | float | str | None):
-        raise NotOfTokens(f"{type(value).__name__} among the arguments of an operation")
+        raise NotPointwise(f"{type(value).__name__} among the arguments of an operation")
     return str(value) if isinstance(value, Handle) else repr(value)
 
 
@@ -424,7 +424,7 @@ def _result_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
         function = getattr(place, name, None)
         if callable(function) and not isinstance(function, ModuleType | type):
             return function(*args, **kwargs)
-    raise NotOfTokens(name)
+    raise NotPointwise(name)
 
 
 # Running a text.
@@ -433,7 +433,7 @@ _STATEMENT = re.compile(r"(f\d+|loss|d_[a-z_]+) = (aten\.\w+[^\W_]\([\w .,=+'-]*
 
 
 @lru_cache(256)
-def numbered(token_loss: TokenLoss) -> tuple[TokenLoss, list[int]]:
+def renumber_inputs(token_loss: TokenLoss) -> tuple[TokenLoss, list[int]]:
     """Renumbers the further tensors that a loss reads from 0 on; returns the text and their previous numbers."""
     read = sorted({int(name[1:]) for name in _NAME.findall(token_loss) if name[0] == "i" and name[1:].isdigit()})
     names = {input_name(number): input_name(at) for at, number in enumerate(read)}
@@ -445,7 +445,7 @@ def check(token_loss: Any, inputs: int) -> None:
     is_text = isinstance(token_loss, str) and "loss = " in token_loss
     if not is_text or not all(map(_STATEMENT.fullmatch, token_loss.split("; "))):
         raise TypeError(f"token_loss must be a function, or the text of one in a trace, but got {token_loss!r}")
-    for number in numbered(token_loss)[1]:
+    for number in renumber_inputs(token_loss)[1]:
         if number >= inputs:
             raise TypeError(f"token_loss reads token_inputs[{number}], but token_inputs has {inputs} tensors")
 

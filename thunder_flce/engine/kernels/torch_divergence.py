@@ -21,16 +21,16 @@ def divergence_(
             log_m = torch.logaddexp(log_p + shares[0], log_q + shares[1])
         p, q = log_p.exp(), log_q.exp()
         value, student_ratio = result[rows].zero_(), None
-        if divergence.of_teacher:
+        if divergence.teacher_factor:
             teacher_ratio = _ratio(log_q, log_p if log_m is None else log_m, q)
-            value += divergence.of_teacher * sums_of_rows(teacher_ratio.mul_(q))
-        if divergence.of_student:
+            value += divergence.teacher_factor * sums_of_rows(teacher_ratio.mul_(q))
+        if divergence.student_factor:
             student_ratio = _ratio(log_p, log_q if log_m is None else log_m, p)
             mean = sums_of_rows(p * student_ratio)
-            value += divergence.of_student * mean
+            value += divergence.student_factor * mean
             student_ratio.sub_(mean[:, None])
         if factors is not None:
-            gradient = p.sub_(q) if student_ratio is None else p.mul_(student_ratio).mul_(divergence.of_student)
+            gradient = p.sub_(q) if student_ratio is None else p.mul_(student_ratio).mul_(divergence.student_factor)
             out[rows] = gradient.mul_(factors[rows, None] / divergence.temperature).to(out.dtype)
     return result
 

@@ -99,8 +99,9 @@ def divergence_(
     log_student, log_teacher = divergence.log_shares or (0.0, 0.0)
     settings = settings_of(
         STUDENT_STRIDE=student.stride(0), TEACHER_STRIDE=teacher.stride(0), OUT_STRIDE=out.stride(0), VOCAB=vocab,
-        SCALE=1 / divergence.temperature, STUDENT_WEIGHT=divergence.of_student, TEACHER_WEIGHT=divergence.of_teacher,
-        LOG_STUDENT=log_student, LOG_TEACHER=log_teacher, **_block_for(vocab, _STATISTICS_BLOCKS).settings,
+        SCALE=1 / divergence.temperature, STUDENT_WEIGHT=divergence.student_factor,
+        TEACHER_WEIGHT=divergence.teacher_factor, LOG_STUDENT=log_student, LOG_TEACHER=log_teacher,
+        **_block_for(vocab, _STATISTICS_BLOCKS).settings,
     )  # fmt: skip
     launch(_divergence_kernel, rows, [student, teacher, out, *contiguous(factors), result], settings)
     return result
