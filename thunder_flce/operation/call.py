@@ -86,13 +86,13 @@ def named_tensors(arguments: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         TypeError: if terms are not pairs, or token_inputs is not a sequence.
     """
-    found = {name: arguments[name] for name in ARGUMENTS if name in arguments and arguments[name] is not None}
-    if (inputs := found.pop("token_inputs", _EMPTY)) is not _EMPTY:
-        found |= {f"token_inputs[{number}]": each for number, each in enumerate(checked_token_inputs(inputs))}
+    tensors = {name: arguments[name] for name in ARGUMENTS if name in arguments and arguments[name] is not None}
+    if (inputs := tensors.pop("token_inputs", _EMPTY)) is not _EMPTY:
+        tensors |= {f"token_inputs[{number}]": tensor for number, tensor in enumerate(checked_token_inputs(inputs))}
     if (terms := arguments.get("terms")) is not None and terms is not _EMPTY:
         for number, (x, weight) in enumerate(_checked_pairs(terms)):
-            found |= {f"terms[{number}].input": x, f"terms[{number}].weight": weight}
-    return found
+            tensors |= {f"terms[{number}].input": x, f"terms[{number}].weight": weight}
+    return tensors
 
 
 def checked_token_inputs(inputs: Any) -> Sequence[Any]:
@@ -107,8 +107,8 @@ def _checked_pairs(terms: Any) -> Sequence[tuple[Any, Any]]:
         raise TypeError(f"terms must be a sequence of pairs (input, weight), but got {type(terms).__name__}")
     for number, term in enumerate(terms):
         if not _is_sequence(term) or len(term) != 2:
-            found = f"has length {len(term)}" if _is_sequence(term) else f"got {type(term).__name__}"
-            raise TypeError(f"terms[{number}] must be a pair (input, weight), but {found}")
+            problem = f"has length {len(term)}" if _is_sequence(term) else f"got {type(term).__name__}"
+            raise TypeError(f"terms[{number}] must be a pair (input, weight), but {problem}")
     return terms
 
 
@@ -291,23 +291,23 @@ class Call:
         """The call, of specs, of a rank with the largest part of a divided vocabulary; the same on all ranks."""
         if self.shard is None:
             return self
-        most = self.shard.largest
+        columns = self.shard.largest
 
         def widened(name: str, spec: Any) -> Any:
-            return spec._replace(shape=(most, *spec.shape[1:])) if argument(name).role == COLUMN else spec
+            return spec._replace(shape=(columns, *spec.shape[1:])) if argument(name).role == COLUMN else spec
 
-        shard = replace(self.shard, rank=0, start=0, columns=most)
+        shard = replace(self.shard, rank=0, start=0, columns=columns)
         return replace(self.specs().map(widened), shard=shard)
 
     def specs(self, *, tokens: int | None = None) -> "Call":
         """Returns the same call of specs; with `tokens`, of that number of tokens in one dimension."""
-        own = len(self.shape)
+        dimensions = len(self.shape)
 
-        def spec(name: str, t: Any) -> Spec:
-            shape = tuple(t.shape)
+        def spec(name: str, tensor: Any) -> Spec:
+            shape = tuple(tensor.shape)
             if tokens is not None and argument(name).role in TOKEN_ROLES:
-                shape = (tokens, *shape[own:])
-            return Spec(shape, t.dtype, t.device, t.requires_grad)
+                shape = (tokens, *shape[dimensions:])
+            return Spec(shape, tensor.dtype, tensor.device, tensor.requires_grad)
 
         return self.map(spec)
 
@@ -330,9 +330,9 @@ class Call:
 
     def with_tensors(self, tensors: Mapping[str, Any], **tokens: int) -> "Call":
         """Returns the call with tensors of the same sizes, or another number `tokens`; keeps cached properties."""
-        found = object.__new__(Call)
-        found.__dict__.update(self.__dict__, tensors=tensors, **tokens)
-        return found
+        call = object.__new__(Call)
+        call.__dict__.update(self.__dict__, tensors=tensors, **tokens)
+        return call
 
     def _flat(self, name: str, tensor: Any) -> Any:
         role, dtype = argument(name).role, tensor.dtype

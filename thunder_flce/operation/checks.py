@@ -33,10 +33,10 @@ def check_call(call: Call) -> None:
         ValueError: for a wrong shape, device, value or combination of arguments, likewise.
     """
     loss, divergence = call.loss, call.loss.divergence
-    others = ("target",) if divergence is None else ("teacher_input", "teacher_weight")
-    given = {**dict.fromkeys(("input", "linear_weight", *others)), **call.tensors}
-    numbers = {name: value for name, value in given.items() if name in _SCALAR_RULES and not is_tensor(value)}
-    tensors = {name: tensor for name, tensor in given.items() if name not in numbers}
+    required = ("target",) if divergence is None else ("teacher_input", "teacher_weight")
+    arguments = {**dict.fromkeys(("input", "linear_weight", *required)), **call.tensors}
+    numbers = {name: value for name, value in arguments.items() if name in _SCALAR_RULES and not is_tensor(value)}
+    tensors = {name: tensor for name, tensor in arguments.items() if name not in numbers}
     for name in tensors:
         _check_tensor(name, tensors)
     # V, if each rank has a part of the rows.
@@ -45,7 +45,7 @@ def check_call(call: Call) -> None:
     for name, tensor in tensors.items():
         _check_needs_no_gradient(name, tensor)
     check_loss(loss, tensors["linear_weight"].shape[0] if vocab is None else vocab)
-    _check_what_goes_together(given, loss)
+    _check_combinations(arguments, loss)
     for name, number in numbers.items():
         check_scalar(name, number)
     if divergence is not None:
@@ -70,7 +70,7 @@ def check_is_dense(name: str, tensor: Any) -> None:
 
 def _check_tensor(name: str, tensors: Mapping[str, Any]) -> None:
     """Checks type, dtype and device of one tensor; input and teacher_input first, since others are compared to them."""
-    tensor, known = tensors[name], argument(name)
+    tensor, properties = tensors[name], argument(name)
     check_is_dense(name, tensor)
     if not is_tensor(tensor):
         raise TypeError(f"{name} must be a tensor, but got {type(tensor).__name__}")
@@ -78,55 +78,55 @@ def _check_tensor(name: str, tensors: Mapping[str, Any]) -> None:
         advice = "pass what to_local() or full_tensor() returns"
         raise TypeError(f"{name} must be a tensor on one device, but got {type(tensor).__name__}; {advice}")
     dtype = dtype_name(tensor)
-    if dtype not in known.dtypes:
+    if dtype not in properties.dtypes:
         advice = "; pass mask.to(input.dtype)" if name.endswith("_weights") and dtype == "bool" else ""
-        raise TypeError(f"{name} must have one of the dtypes {', '.join(known.dtypes)}, but got {dtype}{advice}")
-    if known.dtype_of is not None and dtype != (expected := dtype_name(tensors[known.dtype_of])):
+        raise TypeError(f"{name} must have one of the dtypes {', '.join(properties.dtypes)}, but got {dtype}{advice}")
+    if properties.dtype_of is not None and dtype != (expected := dtype_name(tensors[properties.dtype_of])):
         # Class weights are not an operand of a matmul, so they may be float32 with 16-bit operands.
-        if known.role != CLASS or dtype != "float32" or expected == "float64":
-            raise TypeError(f"{name} must have {known.dtype_of}'s dtype, {expected}, but got {dtype}")
+        if properties.role != CLASS or dtype != "float32" or expected == "float64":
+            raise TypeError(f"{name} must have {properties.dtype_of}'s dtype, {expected}, but got {dtype}")
     device = tensors["input"].device
     if str(tensor.device) != str(device):
         raise ValueError(f"{name} must be on input's device, {device}, but got {tensor.device}")
 
 
 def _check_shapes(shapes: Mapping[str, tuple[int, ...]], whole_vocab: int | None) -> None:
-    of_input, of_weight, of_target = shapes["input"], shapes["linear_weight"], shapes.get("target", ())
-    if not of_input:
+    input_shape, weight_shape, target_shape = shapes["input"], shapes["linear_weight"], shapes.get("target", ())
+    if not input_shape:
         raise ValueError("input must have at least one dimension, (..., H), but got a tensor without any")
-    if len(of_weight) != 2:
-        raise ValueError(f"linear_weight must be two-dimensional, (V, H), but got {of_weight}")
-    tokens, vocab = of_input[:-1], of_weight[0]
+    if len(weight_shape) != 2:
+        raise ValueError(f"linear_weight must be two-dimensional, (V, H), but got {weight_shape}")
+    tokens, vocab = input_shape[:-1], weight_shape[0]
     whole_vocab = vocab if whole_vocab is None else whole_vocab
     if whole_vocab == 0:
         raise ValueError("linear_weight must have at least one row (V ≥ 1), but got V = 0")
-    if of_input[-1] != of_weight[1]:
-        as_in = f"H = {of_weight[1]}, as in linear_weight {of_weight}"
-        raise ValueError(f"input's last dimension must be {as_in}, but input is {of_input}")
+    if input_shape[-1] != weight_shape[1]:
+        as_in = f"H = {weight_shape[1]}, as in linear_weight {weight_shape}"
+        raise ValueError(f"input's last dimension must be {as_in}, but input is {input_shape}")
     has_k = "target_weights" in shapes
-    if has_k and (of_target[:-1] != tokens or len(of_target) != len(of_input) or not of_target[-1]):
-        what = f"(..., K) with input's dimensions but the last, and K ≥ 1, but got {of_target}"
-        raise ValueError(f"with target_weights, target must be {what}; input is {of_input}")
-    of_role = {TOKEN: tokens, CLASS: (whole_vocab,), SCALAR: ()}
-    of_name = {"linear_bias": (vocab,), **({"target": of_target, "target_weights": of_target} if has_k else {})}
+    if has_k and (target_shape[:-1] != tokens or len(target_shape) != len(input_shape) or not target_shape[-1]):
+        requirement = f"(..., K) with input's dimensions but the last, and K ≥ 1, but got {target_shape}"
+        raise ValueError(f"with target_weights, target must be {requirement}; input is {input_shape}")
+    by_role = {TOKEN: tokens, CLASS: (whole_vocab,), SCALAR: ()}
+    by_name = {"linear_bias": (vocab,), **({"target": target_shape, "target_weights": target_shape} if has_k else {})}
     for name, shape in shapes.items():
         role = argument(name).role
-        if shape != (expected := of_name.get(name, of_role.get(role, shape))):
+        if shape != (expected := by_name.get(name, by_role.get(role, shape))):
             is_as_target = name != "target" and (name == "target_weights" or not has_k)
-            whose = "target's shape" if is_as_target else "input's shape without its last dimension"
-            words = {TOKEN: f"have {whose}, {expected}", SCALAR: f"be {_NUMBER_OR_TENSOR}"}
+            shape_words = "target's shape" if is_as_target else "input's shape without its last dimension"
+            words = {TOKEN: f"have {shape_words}, {expected}", SCALAR: f"be {_NUMBER_OR_TENSOR}"}
             raise ValueError(f"{name} must {words.get(role, f'be (V,) = {expected}')}, but got {shape}")
     for x in (name for name in shapes if argument(name).role == HIDDEN and name != "input"):
         weight = x.replace("input", "weight")
-        of_x, of_weight = shapes[x], shapes[weight]
-        if len(of_weight) != 2 or of_weight[0] != vocab:
+        x_shape, weight_shape = shapes[x], shapes[weight]
+        if len(weight_shape) != 2 or weight_shape[0] != vocab:
             size, advice = "h", ""
             if weight == "teacher_weight":
                 size, advice = "H'", "; if one of both is padded, slice it to the rows that both have"
-            raise ValueError(f"{weight} must be (V, {size}) with V = {vocab}, but got {of_weight}{advice}")
-        if of_x != (expected := (*tokens, of_weight[1])):
-            what = f"{expected}: input's shape with the last dimension of {weight}"
-            raise ValueError(f"{x} must be {what}, but got {of_x}")
+            raise ValueError(f"{weight} must be (V, {size}) with V = {vocab}, but got {weight_shape}{advice}")
+        if x_shape != (expected := (*tokens, weight_shape[1])):
+            requirement = f"{expected}: input's shape with the last dimension of {weight}"
+            raise ValueError(f"{x} must be {requirement}, but got {x_shape}")
 
 
 def _check_needs_no_gradient(name: str, tensor: Any) -> None:
@@ -161,24 +161,24 @@ def check_loss(loss: Loss, vocab: int) -> None:
         raise ValueError(f"outputs must be a tuple of names among {tuple(OUTPUTS)}, but got {loss.outputs!r}")
     if len(set(loss.outputs)) < len(loss.outputs):
         raise ValueError(f"outputs must name each output once, but got {loss.outputs!r}")
-    could_have_grad = [name for name in loss.outputs if name in DIFFERENTIABLE_OUTPUTS]
-    if not isinstance(loss.detached, tuple) or any(name not in could_have_grad for name in loss.detached):
-        what = f"a tuple of outputs that are differentiable, here {could_have_grad}"
-        raise ValueError(f"detached must be {what}, but got {loss.detached!r}")
+    differentiable = [name for name in loss.outputs if name in DIFFERENTIABLE_OUTPUTS]
+    if not isinstance(loss.detached, tuple) or any(name not in differentiable for name in loss.detached):
+        requirement = f"a tuple of outputs that are differentiable, here {differentiable}"
+        raise ValueError(f"detached must be {requirement}, but got {loss.detached!r}")
 
 
-def _check_what_goes_together(given: Collection[str], loss: Loss) -> None:
-    """Raises an error for arguments that do not go together, or need others; `given` are the names of arguments."""
-    has_targets, has_weight, has_each_row = "target_weights" in given, "weight" in given, loss.reduction == "none"
-    inputs = sum(name.startswith("token_inputs") for name in given)
-    of_target = " and ".join(repr(name) for name in loss.outputs if name in ("log_prob", "accuracy"))
+def _check_combinations(names: Collection[str], loss: Loss) -> None:
+    """Raises an error for arguments that do not go together, or need others; `names` are those of the arguments."""
+    has_targets, has_weight, has_each_row = "target_weights" in names, "weight" in names, loss.reduction == "none"
+    inputs = sum(name.startswith("token_inputs") for name in names)
+    refused = " and ".join(repr(name) for name in loss.outputs if name in ("log_prob", "accuracy"))
     needs_detached = has_weight and loss.label_smoothing and "mean_logit" in loss.differentiable_outputs
     if loss.token_loss:
         pointwise.check(loss.token_loss, inputs)
     wrong = (
         (needs_detached, 'outputs has "mean_logit", which gets no gradient with both weight and label_smoothing; pass '
          'detached=("mean_logit",) if none is needed'),
-        ("num_items" in given and loss.reduction != "mean", 'num_items must be None unless reduction is "mean", whose '
+        ("num_items" in names and loss.reduction != "mean", 'num_items must be None unless reduction is "mean", whose '
          f"divisor it is, but reduction is {loss.reduction!r}"),
         (loss.target_rest and not has_targets, "target_rest must be False without target_weights, whose rest it is"),
         (has_targets and has_weight, "weight must be None with target_weights: multiply these by the class weights of "
@@ -188,7 +188,7 @@ def _check_what_goes_together(given: Collection[str], loss: Loss) -> None:
         (loss.target_rest and has_each_row, 'target_rest needs reduction "mean" or "sum"'),
         (has_targets and loss.label_smoothing, "label_smoothing must be 0 with target_weights, which are soft targets "
          "already"),
-        (has_targets and of_target, f"outputs must not have {of_target} with target_weights: a token has no single "
+        (has_targets and refused, f"outputs must not have {refused} with target_weights: a token has no single "
          "target then"),
         (inputs and not loss.token_loss, "token_inputs must be empty without token_loss, which reads them"),
         (loss.token_loss and has_each_row, 'token_loss needs reduction "mean" or "sum"; for a loss of each token, '
@@ -220,8 +220,8 @@ _SCALAR_RULES: dict[str, _Rule] = {
 def _check_number(name: str, value: Any, *rules: _Rule, kind: type = Real, what: str = "a number") -> None:
     # A number, or a tracer's symbol or proxy of one, but not a bool.
     is_symbol = isinstance(value, torch.SymInt | torch.SymFloat)
-    of_value = value.node.pytype if is_symbol else getattr(value, "python_type", type(value))
-    if not issubclass(of_value, kind) or of_value is bool:
+    value_type = value.node.pytype if is_symbol else getattr(value, "python_type", type(value))
+    if not issubclass(value_type, kind) or value_type is bool:
         raise TypeError(f"{name} must be {'an int' if kind is Integral else what}, but got {type(value).__name__}")
     # An int of more than 64 bits fits no tensor, and perhaps no float.
     if kind is Real and isinstance(value, int) and not _fits_64_bits(value):

@@ -169,8 +169,8 @@ class Loss(PlainValues):
 
         Then C is 0, and A and B are known before the statistics.
         """
-        others = self.token_loss or self.target_rest or self.divergence
-        return not (self.label_smoothing or self.z_loss or self.moments or self.needs_argmax or others)
+        replacement = self.token_loss or self.target_rest or self.divergence
+        return not (self.label_smoothing or self.z_loss or self.moments or self.needs_argmax or replacement)
 
     @cached_property
     def needs_gradients_in_forward(self) -> str | None:
@@ -187,8 +187,8 @@ class Loss(PlainValues):
     @cached_property
     def has_parallel_row_gradients(self) -> bool:
         """Whether a row's gradients of all results are multiples of one vector: A = B, and C and g_e are 0."""
-        others = set(self.differentiable_outputs) - {"log_prob"}
-        return not (self.label_smoothing or self.z_loss or others or self.divergence)
+        other_outputs = set(self.differentiable_outputs) - {"log_prob"}
+        return not (self.label_smoothing or self.z_loss or other_outputs or self.divergence)
 
     @cached_property
     def ignores_rows(self) -> bool:
@@ -233,8 +233,8 @@ class Loss(PlainValues):
             rest: the columns that are not targets, with `target_rest`.
         """
         if target_weights is not None:
-            of_targets = Row(row.max.unsqueeze(-1), row.log_sum.unsqueeze(-1), row.target_logit, {})
-            value = (target_weights * self.cross_entropy(of_targets, columns)).sum(-1)
+            target_row = Row(row.max.unsqueeze(-1), row.log_sum.unsqueeze(-1), row.target_logit, {})
+            value = (target_weights * self.cross_entropy(target_row, columns)).sum(-1)
             return value if rest is None else value - rest.weight * torch.log(rest.probability)
         # In this order, the loss keeps its digits when all logits share a large offset. It is clamped because a
         # kernel's softcap may differ from PyTorch's in the last digit, which must not make a loss negative.

@@ -68,18 +68,18 @@ def keyword_variables(function: Callable[..., Any], inputs: int) -> list[str]:
         return [name for name in VARIABLES[2:] if name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]]
     try:
         signature = inspect.signature(function)
-        by_name = [name for name in VARIABLES[2:] if name in signature.parameters]
-        signature.bind(*range(2 + inputs), **dict.fromkeys(by_name))
+        keywords = [name for name in VARIABLES[2:] if name in signature.parameters]
+        signature.bind(*range(2 + inputs), **dict.fromkeys(keywords))
     except (TypeError, ValueError) as error:  # A builtin function may have no signature.
-        of = f"log_prob, entropy and the {inputs} tensors of token_inputs"
-        raise TypeError(f"token_loss is called with {of}: {error}") from None
-    return by_name
+        expected = f"log_prob, entropy and the {inputs} tensors of token_inputs"
+        raise TypeError(f"token_loss is called with {expected}: {error}") from None
+    return keywords
 
 
-def call_function(function: Callable[..., Any], arguments: Mapping[str, Any], by_name: Sequence[str]) -> Any:
-    """Calls a function with arguments given by name, of which it takes `by_name` as keywords; returns its result."""
+def call_function(function: Callable[..., Any], arguments: Mapping[str, Any], keywords: Sequence[str]) -> Any:
+    """Calls a function with arguments given by name, of which it takes `keywords` by keyword; returns its result."""
     positional = [value for name, value in arguments.items() if name not in VARIABLES[2:]]
-    return function(*positional, **{name: arguments[name] for name in by_name})
+    return function(*positional, **{name: arguments[name] for name in keywords})
 
 
 # Tracing a function to its text.
@@ -114,12 +114,12 @@ def text_of(function: Callable[..., Any], input_dtypes: Sequence[torch.dtype]) -
 
 
 def _traced(function: Callable[..., Any], dtypes: Sequence[torch.dtype]) -> TokenLoss:
-    by_name, texts = keyword_variables(function, len(dtypes)), []
+    keywords, texts = keyword_variables(function, len(dtypes)), []
     for tokens in (1, 2):
         recorder = Recorder(dtypes, tokens=tokens)
         try:
             with recorder.recording():
-                result = call_function(function, recorder.values, by_name)
+                result = call_function(function, recorder.values, keywords)
         except RuntimeError as error:
             raise NotPointwise(error) from error
         texts.append(recorder.finish(result))
@@ -142,25 +142,25 @@ def _cache_key(value: Any, names: Sequence[str], depth: int = 8) -> Any:
         with _isolated():
             return value.dtype, value.shape, value.requires_grad, repr(value.item())
     library = value.__name__ if kind is ModuleType else getattr(value, "__module__", None) or ""
-    is_known = kind in (FunctionType, ModuleType, type) and library.partition(".")[0] in ("torch", "math", "numpy")
-    if is_known or (kind is BuiltinFunctionType and isinstance(value.__self__, ModuleType | type)):
+    is_library = kind in (FunctionType, ModuleType, type) and library.partition(".")[0] in ("torch", "math", "numpy")
+    if is_library or (kind is BuiltinFunctionType and isinstance(value.__self__, ModuleType | type)):
         return value
     if kind in (tuple, list, dict) and depth:
-        return kind, *(_cache_key(each, names, depth - 1) for each in (value.items() if kind is dict else value))
+        return kind, *(_cache_key(item, names, depth - 1) for item in (value.items() if kind is dict else value))
     if kind is ModuleType and depth:
         return value, *(_cache_key(vars(value)[name], names, depth - 1) for name in names if name in vars(value))
     if kind is FunctionType and depth and not vars(value):
-        names, known = _names(value.__code__), value.__globals__
-        read = [*(known[name] for name in names if name in known), value.__defaults__, value.__kwdefaults__]
+        names, namespace = _names(value.__code__), value.__globals__
+        read = [*(namespace[name] for name in names if name in namespace), value.__defaults__, value.__kwdefaults__]
         read += [cell.cell_contents for cell in value.__closure__ or ()]
-        return value.__code__, *(_cache_key(each, names, depth - 1) for each in read)
+        return value.__code__, *(_cache_key(item, names, depth - 1) for item in read)
     raise ValueError(value)
 
 
 @lru_cache(1024)
 def _names(code: CodeType) -> tuple[str, ...]:
     """Returns the globals and attributes that are named in a code object and in the functions that it defines."""
-    inner = (name for each in code.co_consts if isinstance(each, CodeType) for name in _names(each))
+    inner = (name for constant in code.co_consts if isinstance(constant, CodeType) for name in _names(constant))
     return tuple(dict.fromkeys((*code.co_names, *inner)))
 
 
@@ -194,7 +194,7 @@ class Recorder(TorchDispatchMode):
         self._tokens, self._is_backward = tokens, False
         self._lines: dict[str, Handle] = {}
         """Names of results, by expression."""
-        self._known: dict[int, tuple[Tensor, Any]] = {}
+        self._named: dict[int, tuple[Tensor, Any]] = {}
         """By id of a tensor: the tensor, kept alive so that no other gets its id, and its name or constant value."""
         self._attached: dict[str, Handle] = {}
         """Names of tensors before `detach`, by their names after it."""
@@ -206,7 +206,7 @@ class Recorder(TorchDispatchMode):
     def copy(self) -> "Recorder":
         """Returns a recorder that continues from this state."""
         other = copy.copy(self)
-        for name in ("values", "_lines", "_known", "_attached"):
+        for name in ("values", "_lines", "_named", "_attached"):
             setattr(other, name, dict(getattr(self, name)))
         return other
 
@@ -220,7 +220,7 @@ class Recorder(TorchDispatchMode):
             tensor = tensor.to(torch.float64 if dtype.is_floating_point else dtype)
             # A clone, since for leaves PyTorch would raise errors of its own.
             self.values[name] = tensor.requires_grad_().clone() if name in VARIABLES else tensor
-        self._known[id(self.values[name])] = self.values[name], Handle(name)
+        self._named[id(self.values[name])] = self.values[name], Handle(name)
         return Handle(name)
 
     @contextmanager
@@ -234,12 +234,12 @@ class Recorder(TorchDispatchMode):
 
         `has_gradient` says whether gradients are enabled. Raises `NotPointwise` if the function is not pointwise.
         """
-        given = [self.values[each] if isinstance(each, Handle) else each for each in args]
-        by_name = {key: self.values[each] if isinstance(each, Handle) else each for key, each in kwargs.items()}
+        values = [self.values[arg] if isinstance(arg, Handle) else arg for arg in args]
+        keywords = {key: self.values[arg] if isinstance(arg, Handle) else arg for key, arg in kwargs.items()}
         handle = Handle(f"r{len(self.values)}")
         try:
             with self.recording(), torch.set_grad_enabled(has_gradient):
-                self.values[handle] = _result_of(name, given, by_name)
+                self.values[handle] = _result_of(name, values, keywords)
         except (TypeError, ValueError, RuntimeError, IndexError) as error:
             raise NotPointwise(f"{name} with such arguments") from error
         return handle
@@ -261,18 +261,18 @@ class Recorder(TorchDispatchMode):
                 raise NotPointwise("a result of another shape")
             derivatives = self._derivatives(value)
         outputs = {"loss": self._line(f"aten.clone({loss})") if loss in self.values else loss}
-        for name, each in derivatives.items():
-            if each != 0:
-                is_name = isinstance(each, Handle)
-                outputs[f"d_{name}"] = each if is_name else self._line(f"aten.full_like({loss}, {each!r})")
-        of_value, needed = self._reached([outputs["loss"]]), self._reached(outputs.values())
+        for name, grad in derivatives.items():
+            if grad != 0:
+                is_handle = isinstance(grad, Handle)
+                outputs[f"d_{name}"] = grad if is_handle else self._line(f"aten.full_like({loss}, {grad!r})")
+        value_names, needed = self._reached([outputs["loss"]]), self._reached(outputs.values())
         lines: list[tuple[str, Any]] = [(name, text) for text, name in self._lines.items() if name in needed]
         # The lines that the value needs come first, so that it can be computed without the derivatives.
-        lines.sort(key=lambda line: line[0] not in of_value)
+        lines.sort(key=lambda line: line[0] not in value_names)
         numbers = {name: f"f{number}" for number, (name, _) in enumerate(lines)}
-        lines.insert(len(of_value.intersection(numbers)), ("loss", outputs.pop("loss")))
+        lines.insert(len(value_names.intersection(numbers)), ("loss", outputs.pop("loss")))
         text = "; ".join(f"{name} = {text}" for name, text in (*lines, *outputs.items()))
-        return _NAME.sub(lambda found: numbers.get(found[0], found[0]), text)
+        return _NAME.sub(lambda match: numbers.get(match[0], match[0]), text)
 
     def _derivatives(self, value: Tensor) -> dict[str, Any]:
         """Returns the derivatives by variable: names, or numbers if they are constant."""
@@ -281,8 +281,8 @@ class Recorder(TorchDispatchMode):
         variables, ones = [self.values[name] for name in VARIABLES], torch.ones_like(value)
         self._is_backward = True
         try:
-            found = torch.autograd.grad(value, variables, ones, allow_unused=True, retain_graph=True)
-            return {name: self._name(each) for name, each in zip(VARIABLES, found, strict=True) if each is not None}
+            grads = torch.autograd.grad(value, variables, ones, allow_unused=True, retain_graph=True)
+            return {name: self._name(grad) for name, grad in zip(VARIABLES, grads, strict=True) if grad is not None}
         finally:
             self._is_backward = False
 
@@ -299,8 +299,8 @@ class Recorder(TorchDispatchMode):
 
     def _name(self, tensor: Tensor) -> Any:
         """Returns a tensor's name, or its value if that is constant."""
-        if id(tensor) in self._known:
-            name = self._known[id(tensor)][1]
+        if id(tensor) in self._named:
+            name = self._named[id(tensor)][1]
             return self._attached.get(name, name) if self._is_backward else name
         if tensor.numel() != 1 or tensor.requires_grad:
             raise NotPointwise("a tensor that is not among its arguments; give it to token_inputs")
@@ -308,10 +308,10 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, is_mutable = func._opname, func._schema.is_mutable
-        given = {key: each for key, each in (kwargs or {}).items() if key not in _IGNORED and each is not None}
-        given = dict(enumerate(args)) | given
-        names = {key: self._name(each) for key, each in given.items() if isinstance(each, Tensor)}
-        is_number = not any(isinstance(each, Handle) for each in names.values())
+        inputs = {key: value for key, value in (kwargs or {}).items() if key not in _IGNORED and value is not None}
+        inputs = dict(enumerate(args)) | inputs
+        names = {key: self._name(value) for key, value in inputs.items() if isinstance(value, Tensor)}
+        is_number = not any(isinstance(value, Handle) for value in names.values())
         if name == "_local_scalar_dense" and not is_number:
             raise NotPointwise("control flow that depends on a tensor, or a function of numbers, as those of math")
         if is_mutable and not self._is_backward:
@@ -322,25 +322,25 @@ class Recorder(TorchDispatchMode):
         is_pointwise = torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
         if func.namespace != "aten" or not (is_pointwise or name in (*_COPIES, *_FREE) or is_factory):
             return self._decomposed(func, args, kwargs or {})
-        if "dtype" in given and given["dtype"].is_floating_point:
-            given["dtype"] = torch.float64
-        given |= {key: given[key].cpu() for key in names}  # A constant may be on another device.
-        out = func(*map(given.get, range(len(args))), **{key: given[key] for key in given if isinstance(key, str)})
+        if "dtype" in inputs and inputs["dtype"].is_floating_point:
+            inputs["dtype"] = torch.float64
+        inputs |= {key: inputs[key].cpu() for key in names}  # A constant may be on another device.
+        out = func(*map(inputs.get, range(len(args))), **{key: inputs[key] for key in inputs if isinstance(key, str)})
         if not isinstance(out, Tensor):
             if name == "_local_scalar_dense":
                 return out
             raise NotPointwise(name)
         if is_number or is_factory:
-            found: Any = out.flatten()[0].item()
+            result: Any = out.flatten()[0].item()
         else:
-            is_same = name in _COPIES and out.dtype == given[0].dtype
-            found = names[0] if is_same else self._expression(name, given, given | names, out.dtype)
+            is_same = name in _COPIES and out.dtype == inputs[0].dtype
+            result = names[0] if is_same else self._expression(name, inputs, inputs | names, out.dtype)
             if out.is_floating_point() and out.dtype != torch.float64:  # Integers give PyTorch's default dtype.
-                found, out = self._line(f"aten._to_copy({found}, dtype=row)"), out.double()
+                result, out = self._line(f"aten._to_copy({result}, dtype=row)"), out.double()
             if not self._is_backward and (name == "detach" or not torch.is_grad_enabled()):
-                detached = self._line(f"aten.detach({found})")
-                self._attached[detached], found = found, detached
-        self._known[id(out)] = out, found
+                detached = self._line(f"aten.detach({result})")
+                self._attached[detached], result = result, detached
+        self._named[id(out)] = out, result
         return out
 
     def _decomposed(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -349,34 +349,34 @@ class Recorder(TorchDispatchMode):
 
         try:
             with self:
-                found = decomposition_table.get(func, func.decompose)(*args, **kwargs)
+                result = decomposition_table.get(func, func.decompose)(*args, **kwargs)
         except NotPointwise as error:
             raise NotPointwise(func._opname) from error
-        if found is NotImplemented:
+        if result is NotImplemented:
             raise NotPointwise(func._opname)
-        return found
+        return result
 
-    def _expression(self, name: str, given: Any, operands: dict[Any, Any], of: torch.dtype) -> Handle:
+    def _expression(self, name: str, inputs: Any, operands: dict[Any, Any], dtype: torch.dtype) -> Handle:
         """Adds a line for an operation, unless there is an equal one; returns the name of the result."""
         if name in ("add", "mul") and list(operands) == [0, 1]:
             # Puts operands in a fixed order, numbers last, so that a + b and b + a are the same expression.
             order = sorted((0, 1), key=lambda key: (not isinstance(operands[key], Handle), _in_order(operands[key])))
-            operands, given = ({key: each[order[key]] for key in (0, 1)} for each in (operands, given))
+            operands, inputs = ({key: values[order[key]] for key in (0, 1)} for values in (operands, inputs))
         is_neutral = not isinstance(operands.get(1), Handle) and operands.get(1) == _NEUTRAL.get(name, math.nan)
-        if is_neutral and len(operands) == 2 and isinstance(operands[0], Handle) and given[0].dtype == of:
+        if is_neutral and len(operands) == 2 and isinstance(operands[0], Handle) and inputs[0].dtype == dtype:
             return operands[0]
-        like, *others = (key for key, each in operands.items() if isinstance(each, Handle))
-        has_fractions = any(given[key].is_floating_point() for key in (like, *others))
-        for key, each in operands.items():
+        like, *others = (key for key, operand in operands.items() if isinstance(operand, Handle))
+        has_fractions = any(inputs[key].is_floating_point() for key in (like, *others))
+        for key, operand in operands.items():
             is_last = key == len(operands) - 1 or (name == "where" and key == 1 and isinstance(operands[2], Handle))
-            may_be_number = isinstance(each, Handle) or (name in _WITH_NUMBER and is_last)
-            if isinstance(given[key], Tensor) and given[key].is_floating_point() and not has_fractions:
-                may_be_number = isinstance(each, Handle)  # With a float, integers become PyTorch's default dtype.
-            if isinstance(given[key], Tensor) and not may_be_number:
-                dtype = _literal(given[key].dtype)
-                cast = "" if dtype == _literal(given[like].dtype) else f", dtype={dtype}"
-                operands[key] = self._line(f"aten.full_like({operands[like]}, {each!r}{cast})")
-        texts = (f"{key}=" * isinstance(key, str) + _literal(each) for key, each in operands.items())
+            may_be_number = isinstance(operand, Handle) or (name in _WITH_NUMBER and is_last)
+            if isinstance(inputs[key], Tensor) and inputs[key].is_floating_point() and not has_fractions:
+                may_be_number = isinstance(operand, Handle)  # With a float, integers become PyTorch's default dtype.
+            if isinstance(inputs[key], Tensor) and not may_be_number:
+                dtype_text = _literal(inputs[key].dtype)
+                cast = "" if dtype_text == _literal(inputs[like].dtype) else f", dtype={dtype_text}"
+                operands[key] = self._line(f"aten.full_like({operands[like]}, {operand!r}{cast})")
+        texts = (f"{key}=" * isinstance(key, str) + _literal(operand) for key, operand in operands.items())
         return self._line(f"aten.{name}({', '.join(texts)})")
 
 
@@ -419,8 +419,8 @@ def _result_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     if name in ("dtype", "device"):
         return getattr(args[0], name)
     name = _PYTORCH_NAMES.get(name, name)
-    is_of_tensor = kwargs or len(args) != 2 or isinstance(args[0], Tensor)
-    for place in (F, torch, torch.special, Tensor) if is_of_tensor else (operator, torch):
+    is_tensor_operation = kwargs or len(args) != 2 or isinstance(args[0], Tensor)
+    for place in (F, torch, torch.special, Tensor) if is_tensor_operation else (operator, torch):
         function = getattr(place, name, None)
         if callable(function) and not isinstance(function, ModuleType | type):
             return function(*args, **kwargs)
@@ -437,7 +437,7 @@ def renumber_inputs(token_loss: TokenLoss) -> tuple[TokenLoss, list[int]]:
     """Renumbers the further tensors that a loss reads from 0 on; returns the text and their previous numbers."""
     read = sorted({int(name[1:]) for name in _NAME.findall(token_loss) if name[0] == "i" and name[1:].isdigit()})
     names = {input_name(number): input_name(at) for at, number in enumerate(read)}
-    return _NAME.sub(lambda found: names.get(found[0], found[0]), token_loss), read
+    return _NAME.sub(lambda match: names.get(match[0], match[0]), token_loss), read
 
 
 def check(token_loss: Any, inputs: int) -> None:
@@ -476,12 +476,12 @@ def value_and_derivatives(token_loss: TokenLoss, values: Mapping[str, Tensor]) -
 def _compiled(token_loss: TokenLoss) -> Callable[[Mapping[str, Tensor]], Any]:
     # The text is not differentiated, so `detach` is dropped. torch's own bindings choose an overload in less time.
     text = re.sub(r"aten\.detach\((\w+)\)", r"\1", token_loss)
-    called = re.findall(r"aten\.(\w+)", text)
+    operations = re.findall(r"aten\.(\w+)", text)
     aten = SimpleNamespace(
-        **{name: getattr(torch if hasattr(torch, name) else torch.ops.aten, name) for name in called}
+        **{name: getattr(torch if hasattr(torch, name) else torch.ops.aten, name) for name in operations}
     )
     statements = text.split("; ")
-    names = {each.partition(" = ")[0] for each in statements}
+    names = {statement.partition(" = ")[0] for statement in statements}
     read = sorted(set(_NAME.findall(text)) - names - {"row", "inf", "nan"})
     derivatives = (f"{name!r}: {f'd_{name}.to(row)' if f'd_{name}' in names else None}" for name in VARIABLES)
     body = [
