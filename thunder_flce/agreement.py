@@ -90,11 +90,11 @@ def agreement_on(parallel: VocabParallel, call: Call, options: Options) -> Calla
     """
     group, weight, input = parallel.process_group, call.tensors.get("linear_weight"), call.tensors.get("input")
     device = Device.of(weight.device) if is_tensor(weight) else None
-    words = _described(parallel, call, options)
+    description = _description(parallel, call, options)
     if os.environ.get(CHECK_EVERY_CALL, "") not in ("", "0"):
-        words |= _values(parallel, call.tensors)
-    told = _Contribution(
-        digest=_digest(sorted(words.items())),
+        description |= _value_descriptions(parallel, call.tensors)
+    contribution = _Contribution(
+        digest=_digest(sorted(description.items())),
         rows=_rows(weight),
         start=_NONE if parallel.start is None else parallel.start,
         tokens=prod(input.shape[:-1]) if parallel.data_parallel and is_tensor(input) else 0,
@@ -103,21 +103,21 @@ def agreement_on(parallel: VocabParallel, call: Call, options: Options) -> Calla
 
     def agree() -> Shard:
         if _is_capturing(group):
-            return _agreed_before(group, told)
-        given = _gathered_contributions(group, told, weight.device if is_tensor(weight) else None)
-        if any(each.digest != told.digest for each in given):
-            _raise_difference(_gathered_objects(group, words))
-        is_one = all(each.device == told.device for each in given)
-        devices = [device] if is_one else _gathered_objects(group, device)
-        of_input = getattr(input, "dtype", None)
-        if parallel.input_grad_dtype not in (None, torch.float32, of_input):
+            return _remembered_agreement(group, contribution)
+        contributions = _all_gather_contributions(group, contribution, weight.device if is_tensor(weight) else None)
+        if any(other.digest != contribution.digest for other in contributions):
+            _raise_difference(_all_gather_objects(group, description))
+        has_equal_devices = all(other.device == contribution.device for other in contributions)
+        devices = [device] if has_equal_devices else _all_gather_objects(group, device)
+        input_dtype = getattr(input, "dtype", None)
+        if parallel.input_grad_dtype not in (None, torch.float32, input_dtype):
             raise ValueError(
-                f"input_grad_dtype must be None, torch.float32 or input's dtype, {of_input}, but got "
+                f"input_grad_dtype must be None, torch.float32 or input's dtype, {input_dtype}, but got "
                 f"{parallel.input_grad_dtype}"
             )
-        least = None if device is None else min(filter(None, devices), key=lambda it: (it.memory or 0, repr(it)))
-        shard = replace(_shard(parallel, call.loss, given), device=least)
-        _remember(group, told, shard)
+        smallest = None if device is None else min(filter(None, devices), key=lambda d: (d.memory or 0, repr(d)))
+        shard = replace(_shard(parallel, call.loss, contributions), device=smallest)
+        _remember(group, contribution, shard)
         return shard
 
     return agree
@@ -127,11 +127,11 @@ def share_error(error: Exception, parallel: VocabParallel | None, weight: Any) -
     """Tells the other ranks, which wait for an agreement, of an error in this rank's arguments; they raise it, too."""
     group = None if parallel is None else parallel.process_group
     if group is None and is_dtensor(weight):
-        at = next((at for at, placement in enumerate(weight.placements) if placement.is_shard(0)), None)
-        group = None if at is None else weight.device_mesh.get_group(at)
+        dim = next((dim for dim, placement in enumerate(weight.placements) if placement.is_shard(0)), None)
+        group = None if dim is None else weight.device_mesh.get_group(dim)
     if group is not None and torch._guards.detect_fake_mode() is None and not _is_capturing(group):
-        _gathered_contributions(group, _Contribution(digest=_digest(str(error))))
-        _gathered_objects(group, str(error))
+        _all_gather_contributions(group, _Contribution(digest=_digest(str(error))))
+        _all_gather_objects(group, str(error))
 
 
 # Exchange among ranks.
@@ -152,59 +152,59 @@ def _is_capturing(group: "ProcessGroup") -> bool:
     return _exchange_device(group).type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _gathered(group: "ProcessGroup", mine: Tensor) -> Tensor:
+def _all_gather(group: "ProcessGroup", numbers: Tensor) -> Tensor:
     """Returns the numbers of all R ranks, (R, numbers)."""
-    found = mine.new_empty(dist.get_world_size(group) * mine.numel())
-    dist.all_gather_into_tensor(found, mine, group=group)
-    return found.view(-1, mine.numel())
+    gathered = numbers.new_empty(dist.get_world_size(group) * numbers.numel())
+    dist.all_gather_into_tensor(gathered, numbers, group=group)
+    return gathered.view(-1, numbers.numel())
 
 
-def _gathered_contributions(
-    group: "ProcessGroup", told: _Contribution, device: torch.device | None = None
+def _all_gather_contributions(
+    group: "ProcessGroup", contribution: _Contribution, device: torch.device | None = None
 ) -> list[_Contribution]:
-    where = _exchange_device(group)
+    default = _exchange_device(group)
     # The copy from pinned memory is asynchronous, so that the host waits only once, for the result.
-    mine = torch.tensor(told, device="cpu", pin_memory=where.type == "cuda")
-    mine = mine.to(device if device is not None and device.type == where.type else where, non_blocking=True)
-    return [_Contribution(*numbers) for numbers in _gathered(group, mine).tolist()]
+    tensor = torch.tensor(contribution, device="cpu", pin_memory=default.type == "cuda")
+    tensor = tensor.to(device if device is not None and device.type == default.type else default, non_blocking=True)
+    return [_Contribution(*numbers) for numbers in _all_gather(group, tensor).tolist()]
 
 
-def _agreed_before(group: "ProcessGroup", told: _Contribution) -> Shard:
+def _remembered_agreement(group: "ProcessGroup", contribution: _Contribution) -> Shard:
     """Returns an earlier agreement. Each replay takes part in the collective, which other ranks may run eagerly."""
-    shard = _agreements[group].get(told) if group in _agreements else None
+    shard = _agreements[group].get(contribution) if group in _agreements else None
     if shard is None:
         raise RuntimeError(
             "ranks cannot agree on a new call with vocab_parallel while a CUDA graph is captured: make the call once "
             "before the capture. If this rank has equally many rows of two weights, but other ranks have not, create "
             'the process group with a backend for the CPU, too, such as "cpu:gloo,cuda:nccl"'
         )
-    mine = torch.stack([torch.full((), number, dtype=torch.int64, device=_exchange_device(group)) for number in told])
-    is_same = (_gathered(group, mine)[:, 0] == told.digest).all()
+    numbers = torch.stack([torch.full((), n, dtype=torch.int64, device=_exchange_device(group)) for n in contribution])
+    is_same = (_all_gather(group, numbers)[:, 0] == contribution.digest).all()
     torch._assert_async(is_same, "all ranks of vocab_parallel must be given the same")
     return shard
 
 
-def _remember(group: "ProcessGroup", told: _Contribution, shard: Shard) -> None:
+def _remember(group: "ProcessGroup", contribution: _Contribution, shard: Shard) -> None:
     if _exchange_device(group).type == "cuda":
-        known = _agreements.setdefault(group, {})
-        known[told] = shard if known.pop(told, shard) == shard else None
-        if len(known) > _REMEMBERED:
-            known.pop(next(iter(known)))
+        agreements = _agreements.setdefault(group, {})
+        agreements[contribution] = shard if agreements.pop(contribution, shard) == shard else None
+        if len(agreements) > _REMEMBERED:
+            agreements.pop(next(iter(agreements)))
 
 
-def _gathered_objects(group: "ProcessGroup", words: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, words, group=group)
-    return found
+def _all_gather_objects(group: "ProcessGroup", value: Any) -> list[Any]:
+    objects: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(objects, value, group=group)
+    return objects
 
 
-def _raise_difference(words: list[Any]) -> NoReturn:
-    for rank, told in enumerate(words):
-        if isinstance(told, str):
-            raise ValueError(f"rank {rank} of vocab_parallel has refused its arguments: {told}")
-    for rank, call in enumerate(words):
-        for name in {**words[0], **call}:
-            first, other = (each.get(name, "None") for each in (words[0], call))
+def _raise_difference(descriptions: list[Any]) -> NoReturn:
+    for rank, description in enumerate(descriptions):
+        if isinstance(description, str):
+            raise ValueError(f"rank {rank} of vocab_parallel has refused its arguments: {description}")
+    for rank, call in enumerate(descriptions):
+        for name in {**descriptions[0], **call}:
+            first, other = (each.get(name, "None") for each in (descriptions[0], call))
             if first != other:
                 raise ValueError(
                     f"all ranks of vocab_parallel must be given the same, but {name} is {first} on rank 0 and {other} "
@@ -216,44 +216,44 @@ def _raise_difference(words: list[Any]) -> NoReturn:
 # Descriptions of calls.
 
 
-def _described(parallel: VocabParallel, call: Call, options: Options) -> dict[str, str]:
+def _description(parallel: VocabParallel, call: Call, options: Options) -> dict[str, str]:
     """Describes everything that must be equal on all ranks, in words, by the names of arguments."""
     for name, value in call.tensors.items():
         check_is_dense(name, value)
     input = call.tensors.get("input")
     tokens = input.shape[:-1] if parallel.data_parallel and is_tensor(input) else None
     rows, device = _rows(call.tensors.get("linear_weight")), getattr(input, "device", None)
-    words: dict[str, str] = {}
-    others: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
+    details: dict[str, str] = {}
     for name, value in call.tensors.items():
         if not is_tensor(value):
-            words[name] = type(value).__name__
+            descriptions[name] = type(value).__name__
             if isinstance(value, Real):
-                others[f"the value of {name}"] = str(value)
+                details[f"the value of {name}"] = str(value)
             continue
-        known, shape = argument(name), tuple[Any, ...](value.shape)
-        if known.role == COLUMN and (is_dtensor(value) or _rows(value) == rows):
+        properties, shape = argument(name), tuple[Any, ...](value.shape)
+        if properties.role == COLUMN and (is_dtensor(value) or _rows(value) == rows):
             shape = ("V", *shape[1:])
-        elif tokens is not None and known.role in TOKEN_ROLES and shape[: len(tokens)] == tokens:
+        elif tokens is not None and properties.role in TOKEN_ROLES and shape[: len(tokens)] == tokens:
             shape = ("T", *shape[len(tokens) :])
-        needs = value.requires_grad and (torch.is_grad_enabled() or not known.differentiable)
-        needs = needs or name in call.needs_grad
+        needs_grad = value.requires_grad and (torch.is_grad_enabled() or not properties.differentiable)
+        needs_grad = needs_grad or name in call.needs_grad
         kind, dtype = "a DTensor, " if is_dtensor(value) else "", str(value.dtype).removeprefix("torch.")
-        where = value.device.type if device == value.device else value.device
-        gradient = ", which requires a gradient" if needs else ""
-        words[name] = f"{kind}{dtype} ({', '.join(map(str, shape))}) on {where}{gradient}"
+        location = value.device.type if device == value.device else value.device
+        gradient = ", which requires a gradient" if needs_grad else ""
+        descriptions[name] = f"{kind}{dtype} ({', '.join(map(str, shape))}) on {location}{gradient}"
         if is_dtensor(value):
-            others[f"the placement of {name}"] = f"{value.placements} on {value.device_mesh}"
+            details[f"the placement of {name}"] = f"{value.placements} on {value.device_mesh}"
     # A compiled program agrees again in its backward; ranks that run eagerly would not take part.
-    others["whether a program computes gradients"] = str(bool(call.needs_grad))
+    details["whether a program computes gradients"] = str(bool(call.needs_grad))
     names = [field.name for field in fields(parallel) if field.name not in ("group", "start")]
     settings = {name: getattr(parallel, name) for name in names}
-    of_loss = {field.name: getattr(call.loss, field.name) for field in fields(call.loss)}
-    plain = {**of_loss, "options": options, **settings}
-    return {**words, **others, **{name: repr(value) for name, value in plain.items()}}
+    loss_fields = {field.name: getattr(call.loss, field.name) for field in fields(call.loss)}
+    plain_values = {**loss_fields, "options": options, **settings}
+    return {**descriptions, **details, **{name: repr(value) for name, value in plain_values.items()}}
 
 
-def _values(parallel: VocabParallel, tensors: Mapping[str, Any]) -> dict[str, str]:
+def _value_descriptions(parallel: VocabParallel, tensors: Mapping[str, Any]) -> dict[str, str]:
     """Describes the values of tensors that must be equal on all ranks. In words, since a NaN does not equal itself."""
     target, number = tensors.get("target"), tensors.get("num_items")
     values = {}
@@ -282,18 +282,18 @@ def _starts(all_rows: Sequence[int], starts: Sequence[int]) -> Sequence[int]:
     parts = sorted((start, start + rows) for start, rows in zip(starts, all_rows, strict=True) if rows)
     if _NONE not in starts and [start for start, _ in parts] == [0, *(stop for _, stop in parts)][: len(parts)]:
         return starts
-    given = ["None" if start == _NONE else str(start) for start in starts]
-    of_ranks = ", ".join(f"{start} with {rows} rows" for start, rows in zip(given, all_rows, strict=True))
+    texts = ["None" if start == _NONE else str(start) for start in starts]
+    parts_of_ranks = ", ".join(f"{start} with {rows} rows" for start, rows in zip(texts, all_rows, strict=True))
     raise ValueError(
         f"start must be None on all ranks, or the parts must cover the rows from 0 on without gap or overlap, but the "
-        f"ranks have {of_ranks}"
+        f"ranks have {parts_of_ranks}"
     )
 
 
-def _shard(parallel: VocabParallel, loss: Loss, given: Sequence[_Contribution]) -> Shard:
-    rank, size, all_rows = dist.get_rank(parallel.process_group), loss.vocab_size, [each.rows for each in given]
+def _shard(parallel: VocabParallel, loss: Loss, contributions: Sequence[_Contribution]) -> Shard:
+    rank, size, all_rows = dist.get_rank(parallel.process_group), loss.vocab_size, [each.rows for each in contributions]
     vocab = size if isinstance(size, int) else sum(all_rows)
-    starts = _starts(all_rows, [each.start for each in given])
+    starts = _starts(all_rows, [each.start for each in contributions])
     columns = [max(min(start + rows, vocab) - start, 0) for start, rows in zip(starts, all_rows, strict=True)]
     return Shard(
         group=parallel.process_group.group_name,
@@ -308,5 +308,5 @@ def _shard(parallel: VocabParallel, loss: Loss, given: Sequence[_Contribution]) 
         sequence_parallel=parallel.divides_tokens,
         input_grad_factor=len(all_rows) if parallel.data_parallel else 1,
         weight_rows=sum(all_rows),
-        most_tokens=max(each.tokens for each in given),
+        most_tokens=max(each.tokens for each in contributions),
     )

@@ -49,7 +49,7 @@ def differentiable_forward(settings: Settings, tensors: Sequence[Tensor], *, is_
 def _check_no_tangents(tensors: Sequence[Tensor]) -> None:
     """Raises an error for forward-mode derivatives, which code that runs below autograd would silently drop."""
     is_in_level = forward_ad._current_level >= 0
-    if is_in_level and any(forward_ad.unpack_dual(each).tangent is not None for each in tensors):
+    if is_in_level and any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
         raise RuntimeError(_NO_FORWARD_MODE)
 
 
@@ -65,11 +65,11 @@ def _save(ctx: Any, settings: Settings, tensors: Sequence[Tensor], results: Sequ
     # For compiled autograd, Dynamo traces the backward; it cannot fill a cached property.
     ctx.settings, ctx.grad_positions, upstream_names = settings, settings.grad_positions, settings.upstream_names
     ctx.set_materialize_grads(False)
-    found = dict(zip(settings.result_names, results, strict=True))
-    if constant := [found[name] for name in settings.result_names[:returned] if name not in upstream_names]:
+    named_results = dict(zip(settings.result_names, results, strict=True))
+    if constant := [named_results[name] for name in settings.result_names[:returned] if name not in upstream_names]:
         ctx.mark_non_differentiable(*constant)
     if settings.plan.strategy != "loss_only":
-        ctx.save_for_backward(*[found[name] for name in settings.saved_names], *tensors)
+        ctx.save_for_backward(*[named_results[name] for name in settings.saved_names], *tensors)
 
 
 def _no_second_derivative(ctx: Any, *grads: Any) -> Any:
@@ -89,12 +89,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         kept = tensors
         if settings.finishes_in_forward:
             # With finished gradients, the backward does not read the operands.
-            kept = _expected(settings, tensors)
+            kept = _expected_gradient(settings, tensors)
             if not is_direct and operators.is_traced(tensors[0]):
                 # AOTAutograd detects second derivatives by those of the program's inputs that the backward reads. Their
                 # node is an `Error`. They are alive anyway, so saving them takes no memory.
                 needed = [tensors[position] for position in settings.grad_positions]
-                kept += tuple([each for each in needed if type(each.grad_fn).__name__ in ("NoneType", "Error")])
+                kept += tuple([tensor for tensor in needed if type(tensor.grad_fn).__name__ in ("NoneType", "Error")])
         # The operator also returns the tensors that are saved.
         returned = 1 + len(settings.loss.outputs) if is_direct else len(results)
         _save(ctx, settings, kept, results, returned=returned)
@@ -119,7 +119,7 @@ class _TransformedLinearCrossEntropy(torch.autograd.Function):
         settings, *tensors = inputs
         # torch.func records each backward. Without the operands among its inputs, a second derivative would miss a part
         # instead of raising an error.
-        kept = (*_expected(settings, tensors), *tensors) if settings.finishes_in_forward else tensors
+        kept = (*_expected_gradient(settings, tensors), *tensors) if settings.finishes_in_forward else tensors
         # All results are returned, since saved tensors must be inputs or results.
         _save(ctx, settings, kept, results, returned=len(results))
 
@@ -134,7 +134,7 @@ class _TransformedLinearCrossEntropy(torch.autograd.Function):
     vmap = staticmethod(_no_vmap)
 
 
-def _expected(settings: Settings, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _expected_gradient(settings: Settings, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Returns the tensor expected_gradient in a tuple, which is empty if there is none."""
     names = settings.names
     return (tensors[names.index("expected_gradient")],) if "expected_gradient" in names else ()
@@ -146,9 +146,9 @@ def _gradients(ctx: Any, grads: Sequence[Tensor | None], run: Callable[..., Any]
     gradients: list[Tensor | None] = [None] * len(settings.names)
     if all([grad is None for grad in grads]):
         return gradients
-    of_results = dict(zip(settings.result_names, grads, strict=False))
-    found = run(settings, *[of_results[name] for name in settings.upstream_names], *ctx.saved_tensors)
-    for position, gradient in zip(ctx.grad_positions, found, strict=True):
+    upstream = dict(zip(settings.result_names, grads, strict=False))
+    needed = run(settings, *[upstream[name] for name in settings.upstream_names], *ctx.saved_tensors)
+    for position, gradient in zip(ctx.grad_positions, needed, strict=True):
         gradients[position] = gradient
     return gradients
 
@@ -156,26 +156,26 @@ def _gradients(ctx: Any, grads: Sequence[Tensor | None], run: Callable[..., Any]
 def _backward(settings: Settings, *tensors: Any) -> Any:
     """Returns the needed gradients from the upstream gradients of `Settings.upstream_names`, then the saved tensors."""
     count = len(settings.upstream_names)
-    upstream, known = tensors[:count], tensors[count:]
-    is_traced = torch.compiler.is_compiling() or type(known[0]) is not Tensor or known[0].is_meta
+    upstream, saved_tensors = tensors[:count], tensors[count:]
+    is_traced = torch.compiler.is_compiling() or type(saved_tensors[0]) is not Tensor or saved_tensors[0].is_meta
     # `make_fx` also traces with tensors that have values.
     is_traced = is_traced or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
     # With is_grads_batched=True, an upstream gradient is a batch of several.
     is_batch = torch._C._functorch.is_legacy_batchedtensor
-    if not is_traced and any([is_batch(each) for each in upstream if each is not None]):
+    if not is_traced and any([is_batch(grad) for grad in upstream if grad is not None]):
         raise RuntimeError("linear_cross_entropy has no vmap; call backward without is_grads_batched=True")
     may_overwrite = not is_traced and not graph_is_kept()
     if settings.finishes_in_forward:
         needed = 1 + len(settings.needs_grad)
-        valid_count, gradients = known[0], known[1:needed]
-        expected = known[needed] if "expected_gradient" in settings.names else None
+        valid_count, gradients = saved_tensors[0], saved_tensors[1:needed]
+        expected = saved_tensors[needed] if "expected_gradient" in settings.names else None
         if is_traced:
             factor = factor_of(upstream[0], None, expected)
-            return tuple(scale_gradient(each, factor, valid_count, known[needed:]) for each in gradients)
+            return tuple(scale_gradient(each, factor, valid_count, saved_tensors[needed:]) for each in gradients)
         return scaled_gradients(
             gradients, upstream[0], valid_count=valid_count, expected=expected, may_overwrite=may_overwrite
         )
-    saved, operands = known[: len(settings.saved_names)], known[len(settings.saved_names) :]
+    saved, operands = saved_tensors[: len(settings.saved_names)], saved_tensors[len(settings.saved_names) :]
     if is_traced:
         call = torch.ops.thunder_flce.linear_cross_entropy_backward
         return tuple(call(list(upstream), list(saved), list(operands), str(settings)))
@@ -198,20 +198,20 @@ class _Backward(torch.autograd.Function):
 def _autograd_kernel(tensors: list[Tensor], settings: str) -> list[Tensor]:
     """Implements autograd for calls of the operator itself, such as those in exported programs."""
     _check_no_tangents(tensors)
-    known, needed = Settings.parse(settings), []
+    parsed, needed = Settings.parse(settings), []
     if torch.is_grad_enabled():
-        operands = dict(zip(known.names, tensors, strict=True))
-        needed = [name for name, each in operands.items() if each.requires_grad and name != "teacher_weight"]
+        operands = dict(zip(parsed.names, tensors, strict=True))
+        needed = [name for name, tensor in operands.items() if tensor.requires_grad and name != "teacher_weight"]
     if not needed:
         with torch._C._AutoDispatchBelowAutograd():
             return torch.ops.thunder_flce.linear_cross_entropy(tensors, settings)
     for name in needed:
-        if name not in known.needs_grad:
+        if name not in parsed.needs_grad:
             raise RuntimeError(
                 f"{name} requires a gradient, but did not when this program was traced; trace or export the program "
                 "with one that does, or run and compile it under torch.no_grad()"
             )
-    return list(_LinearCrossEntropy.apply(known, False, *tensors))
+    return list(_LinearCrossEntropy.apply(parsed, False, *tensors))
 
 
 operators.library.impl("linear_cross_entropy", _autograd_kernel, "Autograd")

@@ -42,7 +42,7 @@ def run(
         ranks: the shard on which the ranks that divide the vocabulary have agreed; or, in a traced program, the ranks
             that will agree, from `as_literal`.
     """
-    tensors = with_tensors(arguments)
+    tensors = scalars_as_tensors(arguments)
     # Inside transforms of torch.func, `requires_grad` does not tell whether an outer transform needs the gradient.
     key = None if torch._C._are_functorch_transforms_active() else _cache_key(tensors)
     if key is not None:
@@ -72,7 +72,7 @@ def _cache_key(tensors: Mapping[str, Any]) -> tuple[Any, ...] | None:
         return None
     names, dimensions = tuple(tensors), input.ndim - 1
     tokens = input.shape[:dimensions]
-    found = [names, dimensions, planned_tokens(tokens.numel())]
+    key = [names, dimensions, planned_tokens(tokens.numel())]
     for value, has_tokens in zip(tensors.values(), have_token_dimensions(names), strict=True):
         if type(value) not in _PLAIN_TENSORS or value.is_nested or value.is_meta or value.is_neg():
             return None
@@ -81,27 +81,27 @@ def _cache_key(tensors: Mapping[str, Any]) -> tuple[Any, ...] | None:
             if shape[:dimensions] != tokens:
                 return None
             shape = shape[dimensions:]
-        found += (shape, value.dtype, value.device, value.layout, value.requires_grad)
-    return tuple(found)
+        key += (shape, value.dtype, value.device, value.layout, value.requires_grad)
+    return tuple(key)
 
 
 def _prepared(tensors: Mapping[str, Any], loss: Loss, options: Options, *, ranks: Shard | str | None) -> Settings:
     """Checks and plans a call; returns its settings."""
     if isinstance(ranks, str):  # The ranks agree, and check the call, when the operator runs.
-        call = Call(tensors=tensors, loss=loss, needs_grad=needed(tensors))
+        call = Call(tensors=tensors, loss=loss, needs_grad=names_needing_grad(tensors))
         return unplanned_settings(call, options, vocab_parallel=ranks)
     call = Call(tensors=tensors, loss=loss, shard=ranks)
     check_call(call)
-    call = replace(call, needs_grad=needed(tensors))
+    call = replace(call, needs_grad=names_needing_grad(tensors))
     if ranks is None and is_traced(call.tensors["input"]):
         return unplanned_settings(call, options)
     return settings_of_call(call, plan_for(call, options))
 
 
-def settings_of_call(call: Call, plan: Plan, **others: Any) -> Settings:
-    """Returns the operators' settings for a call and its plan; `others` are further fields."""
+def settings_of_call(call: Call, plan: Plan, **fields: Any) -> Settings:
+    """Returns the operators' settings for a call and its plan; `fields` are further ones."""
     return Settings(
-        names=tuple(call.tensors), loss=call.loss, needs_grad=call.needs_grad, plan=plan, shard=call.shard, **others
+        names=tuple(call.tensors), loss=call.loss, needs_grad=call.needs_grad, plan=plan, shard=call.shard, **fields
     )
 
 
@@ -123,20 +123,20 @@ def unplanned_settings(call: Call, options: Options, *, vocab_parallel: str | No
     return settings_of_call(call, plan, options=options, vocab_parallel=vocab_parallel)
 
 
-def needed(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
+def names_needing_grad(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
     """Returns the names of the tensors whose gradient is needed."""
     if not torch.is_grad_enabled():
         return ()
     return tuple(name for name in operand_names(tensors) if requires_grad(tensors[name]))
 
 
-def with_tensors(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+def scalars_as_tensors(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the arguments with num_items and expected_gradient as tensors.
 
     Raises:
         TypeError, ValueError: if such an argument is a number that it must not be.
     """
-    found = arguments
+    tensors = arguments
     for name in ("num_items", "expected_gradient"):
         if name not in arguments or isinstance(number := arguments[name], Tensor):
             continue
@@ -146,8 +146,8 @@ def with_tensors(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
             # `full` would specialise a symbol; multiplied, it stays one, and a program is compiled once for all values.
             is_symbol = isinstance(number, torch.SymInt | torch.SymFloat)
             tensor = torch.full((), 1 if is_symbol else plain(number), dtype=dtype, device=input.device)
-            found = {**found, name: tensor * number if is_symbol else tensor}
-    return found
+            tensors = {**tensors, name: tensor * number if is_symbol else tensor}
+    return tensors
 
 
 _loss = lru_cache(maxsize=_MOST_CACHED, typed=True)(Loss)

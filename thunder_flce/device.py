@@ -101,17 +101,17 @@ class Device:
     def of(cls, device: torch.device) -> "Device":
         """Returns the properties of a device. A CUDA device that is not there counts as an H200 of unknown memory."""
         if device.type != "cuda":
-            return _other(device.type, torch.get_num_threads())
+            return _other_device(device.type, torch.get_num_threads())
         if device.index is not None:
-            return _cuda(device.index)
-        return _cuda(torch.cuda.current_device()) if torch.cuda.is_available() else ABSENT_DEVICE
+            return _cuda_device(device.index)
+        return _cuda_device(torch.cuda.current_device()) if torch.cuda.is_available() else ABSENT_DEVICE
 
 
 ABSENT_DEVICE = Device("cuda", _H200_MULTIPROCESSORS, *KNOWN_RATES["H200"], capability=(HOPPER, 0))
 
 
 @cache
-def _other(kind: str, threads: int) -> Device:
+def _other_device(kind: str, threads: int) -> Device:
     if kind == "cpu":
         matmul, bandwidth = _THREAD_RATES
         return Device(kind, threads, threads * matmul, threads * bandwidth)
@@ -119,7 +119,7 @@ def _other(kind: str, threads: int) -> Device:
 
 
 @cache
-def _cuda(index: int) -> Device:
+def _cuda_device(index: int) -> Device:
     return from_properties(torch.cuda.get_device_properties(index)) if torch.cuda.is_available() else ABSENT_DEVICE
 
 
@@ -134,17 +134,17 @@ def from_properties(properties: Any) -> Device:
 
 def _rates(properties: Any) -> tuple[float, float]:
     """Returns the measured rates, or else those by clocks, by name, or by multiprocessors relative to an H200."""
-    known = next((name for name in KNOWN_RATES if name in properties.name), "")
-    by_name, of_h200, count = KNOWN_RATES.get(known), KNOWN_RATES["H200"], properties.multi_processor_count
-    if by_name is not None and known in _MEASURED:
-        return by_name
+    model = next((name for name in KNOWN_RATES if name in properties.name), "")
+    known_rates, h200_rates, count = KNOWN_RATES.get(model), KNOWN_RATES["H200"], properties.multi_processor_count
+    if known_rates is not None and model in _MEASURED:
+        return known_rates
     # In kHz and bits. Memory transfers twice per clock and sustains 0.9 of that; AMD's transfers more often.
     names = "clock_rate", "memory_clock_rate", "memory_bus_width"
     clock, memory_clock, width = (getattr(properties, name, 0) for name in names)
-    a_cycle: float = _OPERATIONS_A_CYCLE.get((properties.major, properties.minor), 0)
-    a_cycle *= _GEFORCE_PART if "GeForce" in properties.name else 1.0
-    rates = count * clock * 1e3 * a_cycle, 0.9 * 2 * memory_clock * 1e3 * width / 8
+    operations_a_cycle: float = _OPERATIONS_A_CYCLE.get((properties.major, properties.minor), 0)
+    operations_a_cycle *= _GEFORCE_PART if "GeForce" in properties.name else 1.0
+    rates = count * clock * 1e3 * operations_a_cycle, 0.9 * 2 * memory_clock * 1e3 * width / 8
     if all(rates) and not torch.version.hip:
         return rates
-    part = count / _H200_MULTIPROCESSORS
-    return by_name or (part * of_h200[0], part * of_h200[1])
+    share = count / _H200_MULTIPROCESSORS
+    return known_rates or (share * h200_rates[0], share * h200_rates[1])

@@ -74,69 +74,70 @@ def on_mesh(tensors: Mapping[str, Any], loss: Loss, options: Options) -> Callabl
         if argument(name).role in (HIDDEN, COLUMN):
             _check_operand(name, tensors)
     input, weight = tensors["input"], tensors["linear_weight"]
-    mesh, of_input, of_weight = input.device_mesh, input.placements, weight.placements
-    has_part = _divides("input", input, range(input.ndim - 1), expected="a Shard of a dimension of tokens")
-    has_columns = _divides(
+    mesh, placements, weight_placements = input.device_mesh, input.placements, weight.placements
+    divides_tokens = _divides("input", input, range(input.ndim - 1), expected="a Shard of a dimension of tokens")
+    divides_columns = _divides(
         "linear_weight", weight, range(1), expected="Shard(0), as ColwiseParallel has it", cure=f"; {_IN_FSDP}"
     )
-    if sum(has_columns) > 1:
+    if sum(divides_columns) > 1:
         raise ValueError(
-            f"linear_weight must be Shard(0) along one dimension of the mesh at most, but is {of_weight}; {_IN_FSDP}"
+            f"linear_weight must be Shard(0) along one dimension of the mesh at most, but is {weight_placements}; "
+            f"{_IN_FSDP}"
         )
     # Dimensions of the mesh whose ranks have different tokens and the whole weight: sums are reduced over them.
-    summed = [at for at in range(mesh.ndim) if has_part[at] and not has_columns[at] and mesh.size(at) > 1]
+    summed = [at for at in range(mesh.ndim) if divides_tokens[at] and not divides_columns[at] and mesh.size(at) > 1]
     _check_sums(input, summed, tensors, loss)
     agree = None
-    if any(has_columns):
-        at = has_columns.index(True)
+    if any(divides_columns):
+        at = divides_columns.index(True)
         _check_even(input, at)
-        parallel = VocabParallel(group=mesh.get_group(at), sequence_parallel=has_part[at])
+        parallel = VocabParallel(group=mesh.get_group(at), sequence_parallel=divides_tokens[at])
         agree = agreement_on(parallel, Call(tensors=tensors, loss=loss), options)
-    weight_grads = tuple(Partial() if at in summed else placement for at, placement in enumerate(of_weight))
-    of_sums = tuple(Partial() if at in summed else Replicate() for at in range(mesh.ndim))
+    weight_grads = tuple(Partial() if at in summed else placement for at, placement in enumerate(weight_placements))
+    sum_placements = tuple(Partial() if at in summed else Replicate() for at in range(mesh.ndim))
     shape = input.shape[:-1]
     strides = tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
 
-    def part(name: str, value: Any, own: Tensor) -> Any:
+    def local_part(name: str, value: Any, local_input: Tensor) -> Any:
         role = argument(name).role
         if role == HIDDEN:
-            return own if name == "input" else _local(value, of_input, of_input)
+            return local_input if name == "input" else _local(value, placements, placements)
         if role == COLUMN:
-            return _local(value, of_weight, weight_grads)
+            return _local(value, weight_placements, weight_grads)
         if role != TOKEN or not isinstance(value, Tensor):
             return value.full_tensor() if isinstance(value, DTensor) else value
         has_several = "target_weights" in tensors and name in ("target", "target_weights")
-        return _tokens_part(name, value, input, own.shape[:-1], value.shape[-1:] if has_several else ())
+        return _tokens_part(name, value, input, local_input.shape[:-1], value.shape[-1:] if has_several else ())
 
-    def result_of_all(result: Tensor) -> Tensor:
+    def global_result(result: Tensor) -> Tensor:
         """Turns this rank's result into that of all ranks: a DTensor for numbers per token, the sum for a scalar."""
-        if result.ndim and any(has_part):
+        if result.ndim and any(divides_tokens):
             # The backward may read the result, and autograd does not notice in-place changes of a DTensor's local part.
-            return DTensor.from_local(result.clone(), mesh, of_input, run_check=False, shape=shape, stride=strides)
-        return DTensor.from_local(result, mesh, of_sums, run_check=False).full_tensor() if summed else result
+            return DTensor.from_local(result.clone(), mesh, placements, run_check=False, shape=shape, stride=strides)
+        return DTensor.from_local(result, mesh, sum_placements, run_check=False).full_tensor() if summed else result
 
     def run_agreed() -> tuple[Tensor, ...]:
         # Agree first: redistributing runs collectives.
         shard = None if agree is None else agree()
-        own = _local(input, of_input, of_input)
-        parts = {name: part(name, value, own) for name, value in tensors.items()}
-        return tuple(map(result_of_all, run(parts, loss, options, ranks=shard)))
+        local_input = _local(input, placements, placements)
+        parts = {name: local_part(name, value, local_input) for name, value in tensors.items()}
+        return tuple(map(global_result, run(parts, loss, options, ranks=shard)))
 
     return run_agreed
 
 
-def _tokens_part(name: str, tensor: Tensor, input: DTensor, own: torch.Size, last: torch.Size | tuple[()]) -> Tensor:
+def _tokens_part(name: str, tensor: Tensor, input: DTensor, tokens: torch.Size, last: torch.Size | tuple[()]) -> Tensor:
     """Returns this rank's tokens of a DTensor, or of a plain tensor that has all tokens, or has only those of the rank.
 
-    `own` is the shape of this rank's tokens, and `last` that of a token's values.
+    `tokens` is the shape of this rank's tokens, and `last` that of a token's values.
     """
-    all_of_them, part = input.shape[:-1] + last, own + last
+    whole, part = input.shape[:-1] + last, tokens + last
     if not isinstance(tensor, DTensor) and tensor.shape == part:
         return tensor
-    if tensor.shape != all_of_them:
-        of_part = "" if part == all_of_them else f", or a plain tensor of this rank's tokens, {tuple(part)}"
+    if tensor.shape != whole:
+        alternative = "" if part == whole else f", or a plain tensor of this rank's tokens, {tuple(part)}"
         raise ValueError(
-            f"{name} must have input's shape without its last dimension, {tuple(all_of_them)}{of_part}, but got "
+            f"{name} must have input's shape without its last dimension, {tuple(whole)}{alternative}, but got "
             f"{tuple(tensor.shape)}"
         )
     mesh = input.device_mesh
@@ -163,9 +164,9 @@ def _check_operand(name: str, tensors: Mapping[str, Any]) -> None:
     """Raises an error if an operand of a linear is not a DTensor on input's mesh."""
     tensor = tensors.get(name)
     if not isinstance(tensor, DTensor):
-        others = {other.partition("[")[0] for other, value in tensors.items() if isinstance(value, DTensor)}
+        dtensors = {other.partition("[")[0] for other, value in tensors.items() if isinstance(value, DTensor)}
         raise TypeError(
-            f"{name} must be a DTensor because others are ({', '.join(sorted(others))}), but got "
+            f"{name} must be a DTensor because others are ({', '.join(sorted(dtensors))}), but got "
             f"{type(tensor).__name__}; pass DTensor.from_local({name}, mesh, placements), which says what the other "
             f"ranks have; {_IN_FSDP}"
         )

@@ -23,14 +23,14 @@ def when_imported(
 
 def without_dynamo(function: Callable[..., Any], reason: str | None = None) -> Callable[..., Any]:
     """Applies `torch.compiler.disable` to a function once Dynamo is imported: applied now, it would import Dynamo."""
-    called = function
+    wrapped = function
 
     def disable() -> None:
-        nonlocal called
-        called = torch.compiler.disable(function, reason=reason)
+        nonlocal wrapped
+        wrapped = torch.compiler.disable(function, reason=reason)
 
     when_imported("torch._dynamo", disable)
-    return lambda *args, **kwargs: called(*args, **kwargs)
+    return lambda *args, **kwargs: wrapped(*args, **kwargs)
 
 
 class _Finder(MetaPathFinder):

@@ -56,16 +56,16 @@ def _register_lowerings() -> None:
 
     @register_lowering(operator.default, type_promotion_kind=None)
     def lower_backward(upstream: Any, saved: Any, tensors: Any, settings: str) -> Any:
-        known, create = Settings.parse(settings), ir.FallbackKernel.create
-        at, count = known.logits_position, len(known.needs_grad)
+        parsed, create = Settings.parse(settings), ir.FallbackKernel.create
+        at, count = parsed.logits_position, len(parsed.needs_grad)
         nodes: Any = V.graph.current_node.args[1]
-        found: Any
+        outputs: Any
         if at is not None and count <= MOST_IN_PLACE and may_overwrite(saved[at], nodes[at]):
             others = [*saved[:at], *saved[at + 1 :]]
-            found = create(in_place.default, upstream, saved[at], others, tensors, settings)
+            outputs = create(in_place.default, upstream, saved[at], others, tensors, settings)
         else:
-            found = create(operator.default, upstream, saved, tensors, settings)
-        return [ir.TensorBox.create(each) for each in found[:count]]
+            outputs = create(operator.default, upstream, saved, tensors, settings)
+        return [ir.TensorBox.create(output) for output in outputs[:count]]
 
     @register_lowering(torch.ops.thunder_flce.scale_gradient.default, type_promotion_kind=None)
     def lower_scale(gradient: Any, factor: Any, valid_count: Any, operands: Any) -> Any:

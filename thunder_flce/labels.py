@@ -79,7 +79,7 @@ def shift_labels(labels: Tensor, ignore_index: int = -100) -> Tensor:
 
 def _check(name: str, tensor: Tensor, ignore_index: int) -> None:
     if not isinstance(tensor, Tensor) or "int" not in dtype_name(tensor):
-        found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise TypeError(f"{name} must be a tensor of integers, but got {found}")
+        kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise TypeError(f"{name} must be a tensor of integers, but got {kind}")
     if not isinstance(ignore_index, int) and not hasattr(ignore_index, "__index__"):
         raise TypeError(f"ignore_index must be an int, but got {type(ignore_index).__name__}")

@@ -170,11 +170,11 @@ class LinearCrossEntropyLoss(nn.Module):
         _check_linear(self.linear)
         # Read once, since a parametrised weight is computed at each access.
         weight = self._operand("weight", input)
-        shape, given = (self.num_classes, self.in_features), tuple(weight.shape)
-        if given != shape:
+        expected, shape = (self.num_classes, self.in_features), tuple(weight.shape)
+        if shape != expected:
             raise ValueError(
-                f"linear.weight must be (num_classes, in_features) = {shape}, but got {given}; create the module with "
-                "the sizes of the weight that it shares"
+                f"linear.weight must be (num_classes, in_features) = {expected}, but got {shape}; create the module "
+                "with the sizes of the weight that it shares"
             )
         return linear_cross_entropy(
             input,
@@ -205,16 +205,16 @@ class LinearCrossEntropyLoss(nn.Module):
             )
         return parameter if parameter.dtype == input.dtype else parameter.to(input.dtype)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # State dicts of a `torch.nn.Linear` name its weight (V, H) as this module names its class weights (V,). They
         # have no class weights, so the module keeps its own.
-        for name, own in (("weight", self.weight), ("bias", None)):
-            found = state_dict.get(prefix + name)
-            if found is not None and (name == "bias" or found.ndim == 2):
+        for name, kept in (("weight", self.weight), ("bias", None)):
+            value = state_dict.get(prefix + name)
+            if value is not None and (name == "bias" or value.ndim == 2):
                 state_dict[f"{prefix}linear.{name}"] = state_dict.pop(prefix + name)
-                if own is not None:
-                    state_dict[prefix + name] = own
-        super()._load_from_state_dict(state_dict, prefix, *others)
+                if kept is not None:
+                    state_dict[prefix + name] = kept
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
         """Lists the settings that differ from their defaults."""
@@ -312,10 +312,10 @@ def loss_only(model: nn.Module, *, labels: str = "labels", loss: str | int = "lo
             if len(args) <= cache_at:
                 kwargs.setdefault("use_cache", False)
             output = call(*args, **kwargs)
-            found = _loss_of(output, loss)
-            if found is None:
+            value = _loss_of(output, loss)
+            if value is None:
                 raise_no_loss(output)
-            return found
+            return value
 
         def __reduce__(self) -> tuple[Any, ...]:
             # Pickle cannot find this class by its name.
@@ -358,7 +358,7 @@ def _loss_of(output: Any, loss: str | int) -> Tensor | None:
         return output if output.ndim == 0 else None
     if isinstance(output, tuple) and not hasattr(output, str(loss)):
         # Without labels, the first item is the logits, so only a scalar counts.
-        at = loss if isinstance(loss, int) else 0
-        found = output[at] if -len(output) <= at < len(output) else None
-        return found if isinstance(found, Tensor) and found.ndim == 0 else None
+        index = loss if isinstance(loss, int) else 0
+        item = output[index] if -len(output) <= index < len(output) else None
+        return item if isinstance(item, Tensor) and item.ndim == 0 else None
     return output.get(loss) if isinstance(output, dict) else getattr(output, str(loss), None)

@@ -71,10 +71,10 @@ class Settings(PlainValues):
     @lru_cache(maxsize=1024)
     def parse(text: str) -> "Settings":
         """Returns the settings of a text from `settings_text`."""
-        kinds = {"loss": Loss, "divergence": Divergence, "plan": Plan, "options": Options, "shard": Shard}
+        classes = {"loss": Loss, "divergence": Divergence, "plan": Plan, "options": Options, "shard": Shard}
 
         def made(values: Mapping[str, Any]) -> dict[str, Any]:
-            return {name: kinds[name](**made(each)) if name in kinds else each for name, each in values.items()}
+            return {name: classes[name](**made(value)) if name in classes else value for name, value in values.items()}
 
         values = ast.literal_eval(text)
         if values.pop("schema") != _SCHEMA:
@@ -145,14 +145,14 @@ def _primitives(settings: Settings, tensors: Sequence[Tensor]) -> Primitives:
     tokens = 0 if settings.options is None else planned_tokens(tensors[0].shape[:-1].numel())
     key = tokens, tensors[1].shape
     region = settings.regions.get(key)
-    if region is not None and not has_ranks and (found := region.call_of(tensors)) is not None:
-        return Primitives(found, region)
+    if region is not None and not has_ranks and (flat_call := region.call_of(tensors)) is not None:
+        return Primitives(flat_call, region)
     call, plan = _planned(settings, tensors)
     call = call.flat()
     if region is not None and (region.plan, region.call.shard) == (plan, call.shard):
-        found = region.call_of([*call.tensors.values()])
-        if found is not None:
-            return Primitives(found, region)
+        flat_call = region.call_of([*call.tensors.values()])
+        if flat_call is not None:
+            return Primitives(flat_call, region)
     if len(settings.regions) >= _MOST_REGIONS:
         settings.regions.clear()
     region = settings.regions[key] = Region(call.specs(), plan)
@@ -172,15 +172,15 @@ def backward(
         tensors: tensors of the forward.
         may_overwrite: whether saved tensors may be overwritten.
     """
-    known = dict(zip(settings.saved_names, saved, strict=True))
+    results = dict(zip(settings.saved_names, saved, strict=True))
     ops = _primitives(settings, tensors)
     if ops.plan.finishes_in_forward:
-        known["dX"] = known["dX"].reshape(ops.call.tensors["input"].shape)
-    elif "logits" in known and not may_overwrite and known["logits"].dtype == ops.call.dtype:
-        known["logits"] = known["logits"].clone()
-    found = engine.backward(ops, known, dict(zip(settings.upstream_names, upstream, strict=True)))
+        results["dX"] = results["dX"].reshape(ops.call.tensors["input"].shape)
+    elif "logits" in results and not may_overwrite and results["logits"].dtype == ops.call.dtype:
+        results["logits"] = results["logits"].clone()
+    gradients = engine.backward(ops, results, dict(zip(settings.upstream_names, upstream, strict=True)))
     return [
-        found[name].view(tensors[at].shape)
+        gradients[name].view(tensors[at].shape)
         for name, at in zip(settings.needs_grad, settings.grad_positions, strict=True)
     ]
 
@@ -220,8 +220,8 @@ _plan = lru_cache(maxsize=4096)(choose)
 
 def run_forward(tensors: list[Tensor], settings: str) -> list[Tensor]:
     """Implements `torch.ops.thunder_flce.linear_cross_entropy` for tensors with values."""
-    known = Settings.parse(settings)
-    results = dict(zip(known.result_names, forward(known, tensors), strict=True))
+    parsed = Settings.parse(settings)
+    results = dict(zip(parsed.result_names, forward(parsed, tensors), strict=True))
     if "computed_rows" in results:
         # Programs expect all results on one device. Copying the number there would wait, which a CUDA graph prohibits.
         count = int(results["computed_rows"])
@@ -234,14 +234,14 @@ def run_forward(tensors: list[Tensor], settings: str) -> list[Tensor]:
 
 
 def _forward_fake(tensors: list[Tensor], settings: str) -> list[Tensor]:
-    known = Settings.parse(settings)
-    call = known.call(tensors)
-    if known.vocab_parallel is not None:
-        parallel = VocabParallel.of(known.vocab_parallel)
+    parsed = Settings.parse(settings)
+    call = parsed.call(tensors)
+    if parsed.vocab_parallel is not None:
+        parallel = VocabParallel.of(parsed.vocab_parallel)
         if parallel.sequence_parallel:
             call = call.with_tensors(call.tensors, tokens=call.own_tokens * parallel.process_group.size())
     like = call.tensors["target"]
-    return [like.new_empty(spec.shape, dtype=spec.dtype) for spec in result_specs(call, known.plan).values()]
+    return [like.new_empty(spec.shape, dtype=spec.dtype) for spec in result_specs(call, parsed.plan).values()]
 
 
 def _backward(upstream: list[Tensor | None], saved: list[Tensor], tensors: list[Tensor], settings: str) -> list[Tensor]:
@@ -252,9 +252,9 @@ def _backward_in_place(
     upstream: list[Tensor | None], logits: Tensor, saved: list[Tensor], tensors: list[Tensor], settings: str
 ) -> tuple[Tensor, ...]:
     """Runs the backward, overwriting the saved logits, which are an argument of their own."""
-    known = Settings.parse(settings)
-    at = known.logits_position
-    return _padded(backward(known, upstream, [*saved[:at], logits, *saved[at:]], tensors, may_overwrite=True))
+    parsed = Settings.parse(settings)
+    at = parsed.logits_position
+    return _padded(backward(parsed, upstream, [*saved[:at], logits, *saved[at:]], tensors, may_overwrite=True))
 
 
 MOST_IN_PLACE = 3
@@ -269,9 +269,9 @@ def _padded(gradients: list[Tensor]) -> tuple[Tensor, ...]:
 def _backward_fake(
     upstream: list[Tensor | None], saved: list[Tensor], tensors: list[Tensor], settings: str
 ) -> list[Tensor]:
-    known = Settings.parse(settings)
-    operands = dict(zip(known.names, tensors, strict=True))
-    return [operands[name].new_empty(operands[name].shape) for name in known.needs_grad]
+    parsed = Settings.parse(settings)
+    operands = dict(zip(parsed.names, tensors, strict=True))
+    return [operands[name].new_empty(operands[name].shape) for name in parsed.needs_grad]
 
 
 library = torch.library.Library("thunder_flce", "FRAGMENT")
@@ -300,10 +300,10 @@ define(
 )
 
 
-def _flops(*given: Any, is_forward: bool, **_: Any) -> int:
+def _flops(*arguments: Any, is_forward: bool, **_: Any) -> int:
     """Returns the operations for FlopCounterMode: two per product, for ignored tokens, too."""
-    tensors, known = given[-2], Settings.parse(given[-1])
-    call, plan = known.call(tensors), known.plan
+    tensors, parsed = arguments[-2], Settings.parse(arguments[-1])
+    call, plan = parsed.call(tensors), parsed.plan
     logits = is_forward or plan.strategy == RECOMPUTE_LOGITS
     gradients = plan.finishes_in_forward == is_forward
     linears = [*call.linears, *([("teacher_input", "teacher_weight")] if call.loss.divergence is not None else [])]

@@ -46,10 +46,10 @@ class PlainValues:
 
     def non_defaults(self) -> dict[str, Any]:
         """Returns the fields that a trace shows, by name: those that differ from their default and have a `repr`."""
-        found = {f.name: (getattr(self, f.name), f.default) for f in fields(cast(Any, self)) if f.repr}
+        values = {f.name: (getattr(self, f.name), f.default) for f in fields(cast(Any, self)) if f.repr}
         return {
             name: value.non_defaults() if isinstance(value, PlainValues) else value
-            for name, (value, default) in found.items()
+            for name, (value, default) in values.items()
             if value != default or name in self.written_always
         }
 

@@ -30,26 +30,26 @@ def on_ranks(
         from thunder_flce.dtensor import on_mesh
 
         return on_mesh(tensors, loss, options)
-    if is_traced(tensors.get("input")) and all(is_traced(it) for it in tensors.values() if isinstance(it, Tensor)):
+    if is_traced(tensors.get("input")) and all(is_traced(t) for t in tensors.values() if isinstance(t, Tensor)):
         if has_dtensor([*tensors.values()]):
             raise NotImplementedError(ONLY_EAGER)
         # The ranks agree, and the arguments are checked, when the operator runs.
         return partial(run, tensors, loss, options, ranks=as_literal(parallel))
-    own = dict(tensors)
+    local_tensors = dict(tensors)
     for name, value in tensors.items():
         if is_dtensor(value):
             from thunder_flce.dtensor import local_weight
 
-            own[name] = local_weight(name, value, parallel)
-    agree = agreement_on(parallel, Call(tensors=own, loss=loss), options)
+            local_tensors[name] = local_weight(name, value, parallel)
+    agree = agreement_on(parallel, Call(tensors=local_tensors, loss=loss), options)
 
     def run_agreed() -> Sequence[Tensor]:
         shard = agree()
-        if is_dtensor(weight := own.get("weight")):
-            own["weight"] = weight.full_tensor()
+        if is_dtensor(weight := local_tensors.get("weight")):
+            local_tensors["weight"] = weight.full_tensor()
         if parallel.data_parallel:
-            return _run_averaged(Call(tensors=own, loss=loss, shard=shard), options)
-        return run(own, loss, options, ranks=shard)
+            return _run_averaged(Call(tensors=local_tensors, loss=loss, shard=shard), options)
+        return run(local_tensors, loss, options, ranks=shard)
 
     return run_agreed
 
@@ -73,8 +73,8 @@ def _run_averaged(call: Call, options: Options) -> tuple[Tensor, ...]:
         if argument(name).role not in TOKEN_ROLES:
             return tensor
         # A narrow dtype might not hold ignore_index.
-        given, fill = (tensor.long(), loss.ignore_index) if name == "target" else (tensor, 0)
-        flat = given.reshape(count, *given.shape[len(shape) :])
+        values, fill = (tensor.long(), loss.ignore_index) if name == "target" else (tensor, 0)
+        flat = values.reshape(count, *values.shape[len(shape) :])
         return torch.cat([flat, flat.new_full((most - count, *flat.shape[1:]), fill)]) if count < most else flat
 
     changed = {name: padded(name, tensor) for name, tensor in call.tensors.items()}
@@ -84,15 +84,15 @@ def _run_averaged(call: Call, options: Options) -> tuple[Tensor, ...]:
     elif (number := changed.get("num_items")) is not None:
         changed["num_items"] = (number.double() if isinstance(number, Tensor) else number) * ranks
 
-    def own(result: Tensor) -> Tensor:
+    def unpadded(result: Tensor) -> Tensor:
         """Drops the padding of a result with one number per token."""
         if not result.ndim:
             return result
         # The user may change the result in place, so it must not be a view.
-        mine = result[:count].reshape(shape).clone()
+        rank_result = result[:count].reshape(shape).clone()
         # A hook on `result` would be called even without a gradient of it, if another result has one.
-        if mine.requires_grad:
-            mine.register_hook(lambda grad: grad / ranks)
-        return mine
+        if rank_result.requires_grad:
+            rank_result.register_hook(lambda grad: grad / ranks)
+        return rank_result
 
-    return tuple(map(own, run(changed, loss, options, ranks=shard)))
+    return tuple(map(unpadded, run(changed, loss, options, ranks=shard)))

@@ -33,8 +33,8 @@ def _register() -> None:
         import thunder_flce.graph.plugin  # noqa: F401
     except Exception as error:
         # This must fail neither the import of thunder, which is intact, nor that of this package.
-        this = getattr(sys.modules["thunder"], "__version__", "this one")
-        problem = f"{this} fails with {type(error).__name__}: {error}"
+        version = getattr(sys.modules["thunder"], "__version__", "this one")
+        problem = f"{version} fails with {type(error).__name__}: {error}"
         message = f"thunder_flce works with lightning-thunder {THUNDER_VERSIONS}; {problem}"
         warnings.warn(message, stacklevel=2)
 

@@ -39,15 +39,15 @@ def token_loss_of(token_loss: Any, inputs: Sequence[Any]) -> TokenLoss:
         return token_loss
     checked_token_inputs(inputs)
     if not torch.compiler.is_dynamo_compiling():
-        return pointwise.text_of(token_loss, [getattr(each, "dtype", torch.float32) for each in inputs])
-    by_name = pointwise.keyword_variables(token_loss, len(inputs))
-    names = [*VARIABLES[:2], *by_name, *map(input_name, range(len(inputs)))]
+        return pointwise.text_of(token_loss, [getattr(tensor, "dtype", torch.float32) for tensor in inputs])
+    keywords = pointwise.keyword_variables(token_loss, len(inputs))
+    names = [*VARIABLES[:2], *keywords, *map(input_name, range(len(inputs)))]
     steps: list[tuple[Any, ...]] = []
     try:
-        result = pointwise.call_function(token_loss, {name: _StandIn(steps, name) for name in names}, by_name)
+        result = pointwise.call_function(token_loss, {name: _StandIn(steps, name) for name in names}, keywords)
         if not isinstance(result, _StandIn):
             raise NotPointwise(f"{type(result).__name__} as its result")
-        text, problem = _recorded(tuple(steps), result._name, tuple([each.dtype for each in inputs]))
+        text, problem = _recorded(tuple(steps), result._name, tuple([tensor.dtype for tensor in inputs]))
         if problem:
             raise NotPointwise(problem)
         return text
@@ -66,8 +66,8 @@ def _recorded(steps: tuple[Any, ...], result: str, dtypes: tuple[torch.dtype, ..
     recorder = Recorder(dtypes)
     try:
         for number, (name, args, kwargs, has_gradient) in enumerate(steps):
-            by_name = {key: value(each) for key, each in kwargs}
-            handles[str(number)] = recorder.write(name, [*map(value, args)], by_name, has_gradient=has_gradient)
+            keywords = {key: value(argument) for key, argument in kwargs}
+            handles[str(number)] = recorder.write(name, [*map(value, args)], keywords, has_gradient=has_gradient)
         return recorder.finish(value(("", result))), ""
     except NotPointwise as problem:
         return "", str(problem)
@@ -84,17 +84,17 @@ class _StandIn:
 
     def _record(self, name: str, *args: Any, **kwargs: Any) -> "_StandIn":
         """Records a call that has this stand-in among its arguments; returns a stand-in for the result."""
-        by_name = tuple([(key, _encoded(value)) for key, value in kwargs.items()])
-        self._steps.append((name, tuple(map(_encoded, args)), by_name, torch.is_grad_enabled()))
+        keywords = tuple([(key, _encoded(value)) for key, value in kwargs.items()])
+        self._steps.append((name, tuple(map(_encoded, args)), keywords, torch.is_grad_enabled()))
         return _StandIn(self._steps, str(len(self._steps) - 1))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> "_StandIn":
         kwargs = kwargs or {}
-        found = [each for each in (*args, *kwargs.values()) if isinstance(each, _StandIn)]
-        if not found:
+        stand_ins = [argument for argument in (*args, *kwargs.values()) if isinstance(argument, _StandIn)]
+        if not stand_ins:
             raise NotPointwise(f"{func.__name__} of several tensors")
-        return found[0]._record(func.__name__, *args, **kwargs)
+        return stand_ins[0]._record(func.__name__, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("dtype", "device"):
@@ -128,13 +128,13 @@ def _operator(name: str, *, is_reflected: bool = False) -> Callable[..., _StandI
     return lambda self, *others: self._record(name, self, *others)
 
 
-for _called in ("add", "sub", "mul", "truediv", "pow", "floordiv", "mod", "and", "or", "xor"):
-    _name = f"bitwise_{_called}" if _called in ("and", "or", "xor") else _called
-    setattr(_StandIn, f"__{_called}__", _operator(_name))
-    setattr(_StandIn, f"__r{_called}__", _operator(_name, is_reflected=True))
-    setattr(_StandIn, f"__i{_called}__", _operator(f"{_name}_"))
-for _called in ("lt", "le", "gt", "ge", "eq", "ne", "neg", "abs", "invert"):
-    setattr(_StandIn, f"__{_called}__", _operator(_called))
+for _method in ("add", "sub", "mul", "truediv", "pow", "floordiv", "mod", "and", "or", "xor"):
+    _name = f"bitwise_{_method}" if _method in ("and", "or", "xor") else _method
+    setattr(_StandIn, f"__{_method}__", _operator(_name))
+    setattr(_StandIn, f"__r{_method}__", _operator(_name, is_reflected=True))
+    setattr(_StandIn, f"__i{_method}__", _operator(f"{_name}_"))
+for _method in ("lt", "le", "gt", "ge", "eq", "ne", "neg", "abs", "invert"):
+    setattr(_StandIn, f"__{_method}__", _operator(_method))
 
 
 def _encoded(argument: Any) -> Any:

@@ -108,7 +108,7 @@ def has_dtensor(values: Sequence[Any]) -> bool:
     """Whether there is a DTensor among some values, or in lists and tuples, such as terms, among them."""
     if sys.modules.get("torch.distributed.tensor") is None:
         return False
-    return any([has_dtensor(each) if isinstance(each, (list, tuple)) else is_dtensor(each) for each in values])
+    return any([has_dtensor(value) if isinstance(value, (list, tuple)) else is_dtensor(value) for value in values])
 
 
 # `VocabParallel` as a literal in a graph.
@@ -123,10 +123,10 @@ def as_literal(vocab_parallel: Any) -> str:
     """
     if not isinstance(vocab_parallel, VocabParallel):
         return _as_literal(group=vocab_parallel)
-    given = {name: getattr(vocab_parallel, name) for name in _FIELDS}
-    if given["start"] is not None:
-        given["start"] = operator.index(given["start"])  # In Dynamo it may be a symbol.
-    return _as_literal(**given)
+    values = {name: getattr(vocab_parallel, name) for name in _FIELDS}
+    if values["start"] is not None:
+        values["start"] = operator.index(values["start"])  # In Dynamo it may be a symbol.
+    return _as_literal(**values)
 
 
 def _as_literal(**fields: Any) -> str:

@@ -72,7 +72,7 @@ def _forward_impl(tensors: Sequence[Any], **settings: Any) -> tuple[Tensor, ...]
 
 def _with_tensors(names: Sequence[str], given: Sequence[Any]) -> list[Tensor]:
     """Returns the given values in order, numbers converted to tensors; `names` are the arguments' names."""
-    return list(calls.with_tensors(dict(zip(names, given, strict=True))).values())
+    return list(calls.scalars_as_tensors(dict(zip(names, given, strict=True))).values())
 
 
 def _backward_meta(

@@ -166,7 +166,7 @@ def _names(code: CodeType) -> tuple[str, ...]:
 
 _NAME = re.compile(r"(?<![\w.'\"])[a-z_]\w*\b(?![\w.('\"=])")
 _COPIES = ("_to_copy", "clone", "detach", "alias", "lift_fresh", "lift_fresh_copy")
-_FREE = ("masked_fill", "where", "rsub", "floor_divide", "_local_scalar_dense")
+_UNTAGGED = ("masked_fill", "where", "rsub", "floor_divide", "_local_scalar_dense")
 """Pointwise operations that lack PyTorch's tag `pointwise`"""
 _FACTORY = re.compile(r"(new_)?(full|zeros|ones)(_like)?|scalar_tensor|fill|zero")
 """Operations that return the same number for all tokens"""
@@ -320,7 +320,7 @@ class Recorder(TorchDispatchMode):
         # The derivatives of some operations compute 1 - tensor by empty_like, fill_ and sub_.
         is_factory = _FACTORY.fullmatch(name) or (name == "empty_like" and self._is_backward)
         is_pointwise = torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
-        if func.namespace != "aten" or not (is_pointwise or name in (*_COPIES, *_FREE) or is_factory):
+        if func.namespace != "aten" or not (is_pointwise or name in (*_COPIES, *_UNTAGGED) or is_factory):
             return self._decomposed(func, args, kwargs or {})
         if "dtype" in inputs and inputs["dtype"].is_floating_point:
             inputs["dtype"] = torch.float64
@@ -390,7 +390,7 @@ def _literal(value: Any) -> str:
 
 # PyTorch has one flag for all threads that says whether a dispatch mode is active. If two threads have a mode at once,
 # the flag may stay set, and nothing is compiled any more.
-_one_thread = threading.RLock()
+_lock = threading.RLock()
 
 
 @contextmanager
@@ -400,7 +400,7 @@ def _isolated() -> Iterator[None]:
     without_hooks = torch._C._autograd._saved_tensors_hooks_set_tracing
     # Function modes: of a default device, and torch.export's, which records calls that enable or disable gradients.
     without_functions = torch._C.DisableTorchFunction()
-    with _one_thread, without_functions, without_modes, torch.inference_mode(False), torch.enable_grad(), autocast:
+    with _lock, without_functions, without_modes, torch.inference_mode(False), torch.enable_grad(), autocast:
         before = without_hooks(True)
         try:
             yield
@@ -450,7 +450,7 @@ def check(token_loss: Any, inputs: int) -> None:
             raise TypeError(f"token_loss reads token_inputs[{number}], but token_inputs has {inputs} tensors")
 
 
-def _value(token_loss: TokenLoss) -> TokenLoss:
+def _value_text(token_loss: TokenLoss) -> TokenLoss:
     """Returns the part of the text that computes the value."""
     before, loss, after = token_loss.partition("loss = ")
     return before + loss + after.partition(";")[0]
@@ -459,12 +459,12 @@ def _value(token_loss: TokenLoss) -> TokenLoss:
 @lru_cache(1024)
 def uses(token_loss: TokenLoss, variable: str) -> bool:
     """Whether a loss depends on one of `VARIABLES`."""
-    return variable in _NAME.findall(_value(token_loss))
+    return variable in _NAME.findall(_value_text(token_loss))
 
 
 def evaluate(token_loss: TokenLoss, values: Mapping[str, Tensor]) -> Tensor:
     """Returns the loss of each token, (...), from the values of all names that the text reads."""
-    return _compiled(_value(token_loss))(values)[0]
+    return _compiled(_value_text(token_loss))(values)[0]
 
 
 def value_and_derivatives(token_loss: TokenLoss, values: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Any]]:
