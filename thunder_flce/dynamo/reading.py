@@ -74,7 +74,7 @@ class _Reader:
     def read(self, gm: GraphModule, arguments: Mapping[Node, Any], inside: Node | None) -> Any:
         """Reads all nodes of a graph; returns the graph's output."""
         self._values.update(arguments)
-        _name_anew(gm)
+        _redirect_reads(gm)
         for node in gm.graph.nodes:
             if node.target is torch._C._set_grad_enabled:
                 self._grad_mode = bool(node.args[0])
@@ -251,7 +251,7 @@ def _has_grad_fn(out: torch.Tensor) -> bool:
         return False
 
 
-def _name_anew(gm: GraphModule) -> None:
+def _redirect_reads(gm: GraphModule) -> None:
     """Has nodes that read a tensor after an in-place change read the result of the change, which is the same tensor."""
     latest: dict[Node, Node] = {}
     for node in gm.graph.nodes:

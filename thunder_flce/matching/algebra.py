@@ -49,8 +49,8 @@ def added(*summands: tuple[Any, Poly]) -> Poly:
     """Returns the linear combination of sums, each given with its factor."""
     total: dict[Atom, Fraction] = {}
     for factor, summand in summands:
-        for atom, each in summand:
-            total[atom] = total.get(atom, Fraction(0)) + factor * each
+        for atom, coefficient in summand:
+            total[atom] = total.get(atom, Fraction(0)) + factor * coefficient
     return tuple(sorted((atom, factor) for atom, factor in total.items() if factor))
 
 
@@ -82,7 +82,7 @@ def with_u_as(name: str, sum_: Poly) -> Poly:
     return added((1, tuple((atom._replace(name=name) if atom.name == "u" else atom, each) for atom, each in sum_)))
 
 
-def _is(known: Poly, sum_: Poly) -> bool:
+def _equals(known: Poly, sum_: Poly) -> bool:
     """Whether a sum equals a known one, with all of its gradient or without any."""
     return sum_ in (known, without_grad(known))
 
@@ -143,12 +143,12 @@ class RowStep:
     key that is equal for equal tensors; or, for "cat", its dimension and the steps that give each of its operands"""
     shape: tuple[Any, ...] = field(default=(), compare=False)
     """Shape of the rows after this step"""
-    given: tuple[Any, ...] = field(default=(), compare=False)
+    operands: tuple[Any, ...] = field(default=(), compare=False)
     """For "take", the index with its tensors; for "mul" and "div", the factor"""
     factor_shape: tuple[Any, ...] = field(default=(), compare=False)
     """Shape in which the factor is broadcast to the rows of an input, with a dimension of size 1 in place of H"""
     read_at: int = field(default=0, compare=False)
-    """Position of the operation that reads `given`"""
+    """Position of the operation that reads `operands`"""
 
 
 @dataclass(frozen=True)
@@ -185,9 +185,9 @@ class Logits:
         return tensors if self.bias is None else [*tensors, self.bias]
 
     @property
-    def given(self) -> dict[Tensor, int]:
+    def row_operands(self) -> dict[Tensor, int]:
         """Tensors that scale or select rows, each with the position of the operation that reads it."""
-        return _given(self.rows)
+        return _row_operands(self.rows)
 
     @property
     def linears(self) -> set[Tensor]:
@@ -242,13 +242,13 @@ class Logits:
         return self.terms[0].dtype
 
 
-def _given(steps: Sequence[RowStep]) -> dict[Tensor, int]:
-    found: dict[Tensor, int] = {}
+def _row_operands(steps: Sequence[RowStep]) -> dict[Tensor, int]:
+    positions: dict[Tensor, int] = {}
     for step in steps:
-        found |= dict.fromkeys(tensors_in(step.given), step.read_at)
+        positions |= dict.fromkeys(tensors_in(step.operands), step.read_at)
         for part in step.argument[1:] if step.kind == "cat" else ():
-            found |= _given(part)
-    return found
+            positions |= _row_operands(part)
+    return positions
 
 
 @dataclass(frozen=True)
@@ -307,7 +307,7 @@ class Class:
     def is_logits(self) -> bool:
         """Whether it is u itself."""
         # Not by its value alone: logits that are made from these would lose a factor that only the gradient has.
-        return self.form == "" and _is(poly(u=1), self.sum)
+        return self.form == "" and _equals(poly(u=1), self.sum)
 
     @property
     def is_shifted_logits(self) -> bool:
@@ -317,7 +317,7 @@ class Class:
     @property
     def is_probability(self) -> bool:
         """Whether it is softmax(u)."""
-        return self.form == "exp" and self.factor == 1 and _is(LOG_PROBABILITY, self.sum)
+        return self.form == "exp" and self.factor == 1 and _equals(LOG_PROBABILITY, self.sum)
 
     def row(self, name: str, shape: tuple[Any, ...], labels: "Labels | None" = None) -> "Row":
         """Returns the number of each row with the atom `name`, such as "y" for u_y, in place of u."""
@@ -399,11 +399,11 @@ class Row:
 
         u_y = log_prob + L and E = L - entropy.
         """
-        found: dict[str, list[Fraction]] = {}
+        factors: dict[str, list[Fraction]] = {}
         for atom, factor in self.sum:
-            for name, sign in _PARTS.get(atom.name, {}).items():
-                found.setdefault(name, [Fraction(0), Fraction(0)])[not atom.has_grad] += sign * factor
-        return {name: (a, b) for name, (a, b) in found.items() if a or b}
+            for name, sign in _VARIABLES.get(atom.name, {}).items():
+                factors.setdefault(name, [Fraction(0), Fraction(0)])[not atom.has_grad] += sign * factor
+        return {name: (a, b) for name, (a, b) in factors.items() if a or b}
 
     @property
     def constant(self) -> float:
@@ -411,13 +411,13 @@ class Row:
         constant = float(value(self.sum).get("1", 0))
         return float(self.factor) * math.exp(constant) if self.form else constant
 
-    def made_of(self, known: Mapping[str, Any], call: Callable[..., Any]) -> Any:
+    def evaluate(self, values: Mapping[str, Any], call: Callable[..., Any]) -> Any:
         """Returns its value, computed through `call` from the values of its `variables`; there must be some."""
         total = None
-        for name, (factor, cut) in self.variables.items():
-            for each, is_cut in ((factor, False), (cut, True)):
-                if each:
-                    part = scaled(call(torch.detach, known[name]) if is_cut else known[name], each, call)
+        for name, (factor, detached_factor) in self.variables.items():
+            for coefficient, is_detached in ((factor, False), (detached_factor, True)):
+                if coefficient:
+                    part = scaled(call(torch.detach, values[name]) if is_detached else values[name], coefficient, call)
                     total = part if total is None else call(torch.add, total, part)
         if constant := value(self.sum).get("1"):
             total = call(torch.add, total, float(constant))
@@ -444,7 +444,7 @@ def scaled(number: Any, factor: Fraction | float, call: Callable[..., Any]) -> A
     return call(torch.neg, number) if factor == -1 else call(torch.mul, number, float(factor))
 
 
-_PARTS = {
+_VARIABLES = {
     "y": {"log_prob": 1, "log_sum_exp": 1},
     "E": {"entropy": -1, "log_sum_exp": 1},
     "L": {"log_sum_exp": 1},

@@ -105,10 +105,10 @@ class Interpreter:
         """Decisions about losses, and about normalisations that may lead to one, whose logits cannot be described"""
         self.broadcast: dict[Tensor, Tensor] = {}
         """Maps tensors that `broadcast_tensors` gave the shape of logits to its operands"""
-        self._lost: dict[Tensor, Escape] = {}
+        self._escape_of: dict[Tensor, Escape] = {}
         """Maps tensors of classes that are computed from logits, but not described, to the use without a rule"""
         self._products: set[Tensor] = set()
-        """Tensors of `_lost` that are computed from products of such tensors, as of queries and keys"""
+        """Tensors of `_escape_of` that are computed from products of such tensors, as of queries and keys"""
         self._first: dict[Any, Tensor] = {}
         self.followed: list[Op] = []
         """The in-place changes that are described"""
@@ -122,46 +122,46 @@ class Interpreter:
         return self.values.get(tensor) if isinstance(tensor, Tensor) else None
 
     def _interpret(self, op: Op) -> None:
-        described = [each for each in op.operands if each in self.values]
+        described = [operand for operand in op.operands if operand in self.values]
         is_start = op.name in LINEARS or op.name in LOSSES
         if not described and not is_start:
-            self._ask_for_operands(op)
+            self._demand_operands(op)
             return
         detail = ""
-        found: Any = None
+        results: Any = None
         try:
-            found = self._by_rule(op)
+            results = self._by_rule(op)
         except Unknown as problem:
             detail = f" {problem}" if str(problem) else ""
         except NotFused as problem:
             kind = "cross-entropy" if op.name in LOSSES else "log-probability"
             self.refusals.append(problem.at(op.source, kind))
-            for each in described:
-                self._escape(each, op)
+            for operand in described:
+                self._escape(operand, op)
             return
-        if found is None:
-            self._ask_for_operands(op, detail)
+        if results is None:
+            self._demand_operands(op, detail)
             return
-        for out, each in zip(op.outs, found if isinstance(found, tuple) else (found,), strict=True):
-            if each is not None:
-                self.values[out] = each if out.needs_grad else each.detached()
+        for out, result in zip(op.outs, results if isinstance(results, tuple) else (results,), strict=True):
+            if result is not None:
+                self.values[out] = result if out.needs_grad else result.detached()
         row = self.get(op.output)
         if isinstance(row, Row) and (op.name in LOSSES or row.reduction != "none"):
-            self._give(row, op)
+            self._add_result(row, op)
         if self.starts_logits(op.output):  # New logits, such as of the mean embedding under a softmax.
-            for each in described:
-                self._escape(each, op)
+            for operand in described:
+                self._escape(operand, op)
         if op.writes:
-            self._write(op)
+            self._update_views(op)
 
     def _by_rule(self, op: Op) -> Any:
         """Returns the description of the result, or of each result; None if no rule describes it."""
         rule = None if op.writes and not self._is_written_out_of_place(op) else RULES.get(op.name)
-        given = None if rule is None else self._arguments(rule, op)
-        if rule is None or given is None:
+        arguments = None if rule is None else self._arguments(rule, op)
+        if rule is None or arguments is None:
             return None
-        found = rule(*given.args, **given.kwargs)
-        return None if isinstance(found, Row | Argmax) and self._is_view_of_written(op) else found
+        result = rule(*arguments.args, **arguments.kwargs)
+        return None if isinstance(result, Row | Argmax) and self._is_view_of_written(op) else result
 
     def _arguments(self, rule: Any, op: Op) -> inspect.BoundArguments | None:
         """Returns the arguments for a rule; None if it does not take these: PyTorch's function has more."""
@@ -171,8 +171,8 @@ class Interpreter:
         except TypeError:
             return None
         for name, kind in kinds.items():
-            found = bound.arguments[name] = self.get(bound.arguments[name])
-            if not isinstance(found, kind):
+            value = bound.arguments[name] = self.get(bound.arguments[name])
+            if not isinstance(value, kind):
                 return None
         return bound
 
@@ -183,29 +183,29 @@ class Interpreter:
         written = op.operands[0]
         if op.name not in ("mul", "div", "neg", "add", "sub") or len(op.writes) != 1 or op.writes[0] is not written:
             return False
-        others = [self.get(each) for each in (*op.args[1:], *op.kwargs.values()) if isinstance(each, Tensor)]
-        is_given = op.name in ("mul", "div", "add") and not any(others)  # A factor, or a bias.
-        is_known = isinstance(self.get(written), Class) and (is_given or all(isinstance(of, Row) for of in others))
+        values = [self.get(each) for each in (*op.args[1:], *op.kwargs.values()) if isinstance(each, Tensor)]
+        is_plain = op.name in ("mul", "div", "add") and not any(values)  # A factor, or a bias.
+        is_known = isinstance(self.get(written), Class) and (is_plain or all(isinstance(each, Row) for each in values))
         if not is_known or op.leaves_gradient or written.storage is None:
             return False
         # If only one of two aliases is detached, they do not have the same gradient after the change.
-        return all(each.needs_grad == written.needs_grad for each in self.values if each.shares_memory(written))
+        return all(tensor.needs_grad == written.needs_grad for tensor in self.values if tensor.shares_memory(written))
 
-    def _write(self, op: Op) -> None:
+    def _update_views(self, op: Op) -> None:
         """Changes the descriptions of all views of the written tensor alike; views of a part of it escape."""
         written = op.operands[0]
         old, new = self.values[written], self.values[op.output]
         self.followed.append(op)
-        for tensor, known in list(self.values.items()):
-            if tensor is op.output or not isinstance(known, Class) or not tensor.shares_memory(written):
+        for tensor, value in list(self.values.items()):
+            if tensor is op.output or not isinstance(value, Class) or not tensor.shares_memory(written):
                 continue
             if not same(tensor.numel, written.numel) or not isinstance(new, Class):
                 self._escape(tensor, op)
             elif new.logits.rows == old.logits.rows:
-                self.values[tensor] = replace(known, logits=replace(new.logits, rows=known.logits.rows), sum=new.sum)
-            elif known.logits.rows == old.logits.rows:
+                self.values[tensor] = replace(value, logits=replace(new.logits, rows=value.logits.rows), sum=new.sum)
+            elif value.logits.rows == old.logits.rows:
                 # A factor of each row, for a view whose rows are in the same order.
-                self.values[tensor] = replace(known, logits=new.logits, sum=new.sum)
+                self.values[tensor] = replace(value, logits=new.logits, sum=new.sum)
             else:
                 self._escape(tensor, op)
 
@@ -213,69 +213,69 @@ class Interpreter:
         """Whether the result shares memory with an operand, and may be changed in place."""
         return any(each.shares_memory(op.output) for each in op.operands) and self.program.may_have_changed(op.output)
 
-    def _forget(self, op: Op) -> None:
+    def _drop_written_rows(self, op: Op) -> None:
         """Drops the descriptions of numbers of each row that an in-place change without a description writes to."""
         for written in op.writes:
-            of_rows = [each for each, known in self.values.items() if isinstance(known, Row | Argmax)]
-            for tensor in filter(written.shares_memory, of_rows):
+            row_tensors = [tensor for tensor, value in self.values.items() if isinstance(value, Row | Argmax)]
+            for tensor in filter(written.shares_memory, row_tensors):
                 del self.values[tensor]
 
     # Results and escapes.
 
-    def _give(self, row: Row, op: Op) -> None:
+    def _add_result(self, row: Row, op: Op) -> None:
         """Makes a cross-entropy, or a sum over tokens, a result; `sums`, and no rule, follows its further use."""
         del self.values[op.output]
         self.results[op.output] = Result(op.output, row)
-        for each in (*(row.labels.tensors if row.labels else ()), row.class_weight):
-            self._demand(each, op)
+        for tensor in (*(row.labels.tensors if row.labels else ()), row.class_weight):
+            self._demand(tensor, op)
 
     def _demand(self, tensor: Tensor | None, user: Op | None, detail: str = "") -> None:
-        found = self.get(tensor)
-        if tensor is None or found is None:
+        value = self.get(tensor)
+        if tensor is None or value is None:
             return
-        if isinstance(found, Class) or (isinstance(found, Row) and not found.is_whole):
+        if isinstance(value, Class) or (isinstance(value, Row) and not value.is_whole):
             self._escape(tensor, user, detail)
         else:
-            self.results.setdefault(tensor, Result(tensor, found))
+            self.results.setdefault(tensor, Result(tensor, value))
 
     def _escape(self, tensor: Tensor, user: Op | None, detail: str = "") -> None:
-        found = self.values.get(tensor)
-        if isinstance(found, Class | Row):
-            self.escapes.append(Escape(tensor, found, user, detail))
+        value = self.values.get(tensor)
+        if isinstance(value, Class | Row):
+            self.escapes.append(Escape(tensor, value, user, detail))
 
-    def _ask_for_operands(self, op: Op, detail: str = "") -> None:
+    def _demand_operands(self, op: Op, detail: str = "") -> None:
         """Demands the operands of an operation without a description; notes if its result is computed from logits."""
         operands = op.operands
         for operand in dict.fromkeys(operands):
             self._demand(operand, op, detail)
-        self._forget(op)
-        found = ((each, self.get(each)) for each in operands)
-        own = (
-            Escape(each, of, op, detail, of.columns) if isinstance(of, Class) else self._lost.get(each)
-            for each, of in found
+        self._drop_written_rows(op)
+        described = ((each, self.get(each)) for each in operands)
+        escapes = (
+            Escape(each, value, op, detail, value.columns) if isinstance(value, Class) else self._escape_of.get(each)
+            for each, value in described
         )
-        lost = next(filter(None, own), None)
-        if lost is not None:
-            of_first = op.outs[0].shape if op.name in _SELECTIONS and op.outs else ()
-            if of_first and not any(same(size, lost.columns) for size in of_first):
-                lost = replace(lost, columns=of_first[-1])
+        escape = next(filter(None, escapes), None)
+        if escape is not None:
+            shape = op.outs[0].shape if op.name in _SELECTIONS and op.outs else ()
+            if shape and not any(same(size, escape.columns) for size in shape):
+                escape = replace(escape, columns=shape[-1])
             for out in op.outs:
-                if out not in self.values and any(same(size, lost.columns) for size in out.shape):
-                    self._lost.setdefault(out, lost)
+                if out not in self.values and any(same(size, escape.columns) for size in out.shape):
+                    self._escape_of.setdefault(out, escape)
             if op.name in LINEARS or not self._products.isdisjoint(operands):
                 self._products.update(op.outs)
         # Another softmax may be a gate's, or attention's, whose scores may be of as many tokens as a query has columns.
-        is_of_classes = lost is not None and operands[0] not in self._products
+        is_of_classes = escape is not None and operands[0] not in self._products
         is_normalised = op.name in NORMALISERS or (op.name == "softmax" and is_of_classes)
         if is_normalised and operands and op.outs[0].needs_grad:
-            problem = lost.change if lost else self.why_unknown(operands[0], is_loss=False)
-            if problem.reason is not Reason.NO_LINEAR and (lost is None or lost.value.logits.is_head):
+            problem = escape.change if escape else self.why_unknown(operands[0], is_loss=False)
+            if problem.reason is not Reason.NO_LINEAR and (escape is None or escape.value.logits.is_head):
                 self.refusals.append(problem.at(op.source, "log-probability"))
 
     def why_unknown(self, logits: Tensor, *, is_loss: bool = True) -> NotFused:
         """Returns the reason why logits have no description: those of a loss, or of a softmax that may be no loss."""
-        if logits in self._lost:
-            return self._lost[logits].change
+        if logits in self._escape_of:
+            return self._escape_of[logits].change
         origin = logits
         while (op := origin.op) is not None and op.operands:
             if not (keeps_elements(op) or op.name in (*PERMUTATIONS, "getitem", "div", "mul")):
@@ -291,10 +291,10 @@ class Interpreter:
 
     # Called by rules.
 
-    def is_row_of(self, row: Row, of: Class) -> bool:
+    def is_row_of(self, row: Row, classes: Class) -> bool:
         """Whether a number of each row belongs to the same rows, and its shape is broadcast along the classes."""
-        shape = of.kept_shape
-        return row.logits == of.logits and len(row.shape) == len(shape) and all(map(same, row.shape, shape))
+        shape = classes.kept_shape
+        return row.logits == classes.logits and len(row.shape) == len(shape) and all(map(same, row.shape, shape))
 
     def labels_of(self, index: Tensor) -> Tensor:
         """Returns labels as they were before `broadcast_tensors`, if an index reads the first column of its result."""
@@ -314,47 +314,47 @@ class Interpreter:
 
     def starts_logits(self, tensor: Tensor) -> bool:
         """Whether a tensor is the output of a linear, with which logits begin."""
-        found = self.get(tensor)
-        return isinstance(found, Class) and tensor in found.logits.linears
+        value = self.get(tensor)
+        return isinstance(value, Class) and tensor in value.logits.linears
 
     def depends_on(self, tensor: Tensor, *logits: Logits) -> bool:
         """Whether a tensor is computed from any of these logits."""
-        linears = {linear for each in logits for linear in each.linears}
+        linears = {linear for rows in logits for linear in rows.linears}
         first = min(out.op.position for out in linears if out.op is not None)
-        waiting, seen = [tensor], set()
-        while waiting:
-            each = waiting.pop()
+        pending, seen = [tensor], set()
+        while pending:
+            each = pending.pop()
             if each in linears:
                 return True
             if each not in seen and each.op is not None and each.op.position > first:
                 seen.add(each)
-                waiting += [self.broadcast[each]] if each in self.broadcast else each.op.operands
+                pending += [self.broadcast[each]] if each in self.broadcast else each.op.operands
         return False
 
-    def is_every_index(self, part: Any, dim: int, shape: tuple[Any, ...]) -> bool:
+    def is_every_index(self, index: Any, dim: int, shape: tuple[Any, ...]) -> bool:
         """Whether an index is 0, 1, … along one dimension of a shape, and constant along the others."""
         count = shape[dim]
-        if isinstance(part, list | range):
-            return len(shape) == 1 and list(part) == list(range(count))
-        if not isinstance(part, Tensor):
+        if isinstance(index, list | range):
+            return len(shape) == 1 and list(index) == list(range(count))
+        if not isinstance(index, Tensor):
             return False
-        sizes = [1] * (len(shape) - part.ndim) + list(part.shape)
-        if not all(at == dim or same(size, 1) for at, size in enumerate(sizes)):
+        sizes = [1] * (len(shape) - index.ndim) + list(index.shape)
+        if not all(position == dim or same(size, 1) for position, size in enumerate(sizes)):
             return False
-        op = self.program.origin(part)
+        op = self.program.origin(index)
         if op is None or op.name != "arange":
             return False
-        given = dict(zip(("start", "end", "step"), op.args, strict=False)) | op.kwargs
-        start, end = given.get("start", 0), given.get("end")
+        arguments = dict(zip(("start", "end", "step"), op.args, strict=False)) | op.kwargs
+        start, end = arguments.get("start", 0), arguments.get("end")
         start, end = (0, start) if end is None else (start, end)
-        return same(start, 0) and same(given.get("step", 1), 1) and agree(end, count)
+        return same(start, 0) and same(arguments.get("step", 1), 1) and agree(end, count)
 
 
 def _may_be_head(product: Op) -> bool:
     """Whether a product without a description may be a head: a weight's largest dimension is one of the result."""
-    operands, shape = [stored(each) for each in product.operands], product.outs[0].shape
+    operands, shape = [stored(operand) for operand in product.operands], product.outs[0].shape
     weights = [each for each in operands if each.op is None and each.ndim > 1 and operands.count(each) == 1]
-    return any(any(same(size, max(each.shape, key=hint)) for size in shape) for each in weights)
+    return any(any(same(size, max(weight.shape, key=hint)) for size in shape) for weight in weights)
 
 
 _DESCRIPTIONS = {Class, Row, Argmax}
@@ -364,5 +364,5 @@ _DESCRIPTIONS = {Class, Row, Argmax}
 def _signature(rule: Any) -> tuple[inspect.Signature, dict[str, Any]]:
     """Returns the signature of a rule, and its parameters that are descriptions, with the types that these may have."""
     signature = inspect.signature(rule)
-    kinds = {name: each.annotation for name, each in signature.parameters.items()}
+    kinds = {name: parameter.annotation for name, parameter in signature.parameters.items()}
     return signature, {name: kind for name, kind in kinds.items() if {*(get_args(kind) or (kind,))} <= _DESCRIPTIONS}

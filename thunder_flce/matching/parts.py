@@ -19,14 +19,14 @@ class TokenInput:
     """A tensor that a token loss reads."""
 
     tensor: Tensor | None
-    """None for a mask of the tokens that `picks` select"""
+    """None for a mask of the tokens that `selections` select"""
     shape: tuple[Any, ...]
     """The shape to which it is expanded, with one element for each token"""
     read_at: int
     """Position of the operation that reads it"""
     ignored: int | None = None
     """If given, the tensor has labels, and the loss reads whether they differ from this one"""
-    picks: tuple[Tensor, ...] = ()
+    selections: tuple[Tensor, ...] = ()
     """Set if it belongs to selected tokens, or to all in another order: see `sums.Summand`"""
 
     @property
@@ -74,13 +74,13 @@ class Part:
     @property
     def ignore_index(self) -> int:
         """The label of the rows that a cross-entropy leaves out; `NOTHING_IGNORED` if there is none."""
-        found = None if self.labels is None else self.labels.ignore_index
-        return NOTHING_IGNORED if found is None else found
+        index = None if self.labels is None else self.labels.ignore_index
+        return NOTHING_IGNORED if index is None else index
 
     @property
     def is_mean_of_logits(self) -> bool:
         """Whether all its results are means of logits, which a program may also take of a layer that is no head."""
-        return all(set(value(each.row.sum)) - {"1"} == {"U"} for each in self.rows)
+        return all(set(value(result.row.sum)) - {"1"} == {"U"} for result in self.rows)
 
     @property
     def has_grad(self) -> bool:
@@ -103,14 +103,14 @@ def parts_of(interpreter: Interpreter) -> list[Part]:
         if row.class_weight is None and labels and labels.ignore_index is not None and labels.ignore_index < 0:
             # Another result gathers these rows at the same labels: none may be negative, so none is ignored.
             plain = replace(labels, ignore_index=None)
-            if any(each.row.labels == plain and each.row.logits == row.logits for each in rows):
+            if any(other.row.labels == plain and other.row.logits == row.logits for other in rows):
                 result.value = replace(row, labels=plain)
     # An entropy has no labels, and joins a part that has: so cross-entropies come first, then others with labels.
     for result in sorted(
         rows, key=lambda each: (each.row.labels is None, each.row.ignore_index is None, each.op.position)
     ):
         row = result.row
-        part = next((each for each in parts if _takes(each, row)), None)
+        part = next((other for other in parts if _takes(other, row)), None)
         if part is None:
             part = Part(row.logits, row.labels, row.class_weight)
             parts.append(part)

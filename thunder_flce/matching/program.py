@@ -115,12 +115,12 @@ class Op:
     @property
     def leaves_gradient(self) -> bool:
         """Whether it changes a tensor that needs a gradient unknown to autograd: the tensor keeps its old gradient."""
-        return not self.grad_mode and any(each.needs_grad for each in self.writes)
+        return not self.grad_mode and any(tensor.needs_grad for tensor in self.writes)
 
-    def may_pass_gradient(self, logged: Container[Tensor]) -> bool:
-        """Whether a gradient may flow back through it: not through `detach` or a comparison, nor from `logged`."""
+    def may_pass_gradient(self, unreached: Container[Tensor]) -> bool:
+        """Whether a gradient may flow back through it: not through `detach` or a comparison, nor from `unreached`."""
         has_none = not self.grad_mode or self.name == "detach"
-        outs = (out for out in self.outs if out not in logged)
+        outs = (out for out in self.outs if out not in unreached)
         may_have = any(out.needs_grad or (out.dtype.is_floating_point and not has_none) for out in outs)
         return may_have or ((not self.outs or bool(self.writes)) and (self.grad_mode or self.leaves_gradient))
 
@@ -163,13 +163,13 @@ class Program:
         self._changed: set[Tensor] = set()
         for op in self.ops:
             self._number(op)
-        needed, logged = {*self.results}, set[Tensor]()
+        needed, unreached = {*self.results}, set[Tensor]()
         for out in (out for op in reversed(self.ops) if not op.writes for out in op.outs):
-            is_needed = out in needed or any(user.may_pass_gradient(logged) for user in out.users)
+            is_needed = out in needed or any(user.may_pass_gradient(unreached) for user in out.users)
             if out.needs_grad and not is_needed and not self.may_have_changed(out):
                 # No gradient flows back to it, as under `torch.no_grad`: regions need not compute one.
                 out.needs_grad = False
-                logged.add(out)
+                unreached.add(out)
 
     def writers(self, first: int, last: int) -> Iterator[Op]:
         """Returns the operations from position `first` to `last` that change a tensor in place."""
@@ -178,7 +178,7 @@ class Program:
     def changes_before(self, reader: Op, *tensors: Tensor) -> int:
         """Returns how many in-place changes tensors may have had before an operation reads them."""
         writers = self.writers(0, reader.position)
-        return sum(any(may_share(a, b) for a in op.writes for b in tensors) for op in writers)
+        return sum(any(may_share(written, tensor) for written in op.writes for tensor in tensors) for op in writers)
 
     def value_number(self, tensor: Tensor) -> int:
         """Returns a number that is equal for tensors known to have equal values, and for labels in any shape."""
@@ -209,10 +209,10 @@ class Program:
     def _number(self, op: Op) -> None:
         """Numbers the results of an operation, and renumbers the tensors that it changes in place, with their views."""
         for tensor in op.writes:
-            for known in self._number_of:
-                if may_share(tensor, known):
-                    self._number_of[known] = next(self._count)
-                    self._changed.add(known)
+            for other in self._number_of:
+                if may_share(tensor, other):
+                    self._number_of[other] = next(self._count)
+                    self._changed.add(other)
         outs = op.outs
         has_floats = any(out.dtype.is_floating_point for out in outs)
         if op.is_random or op.writes or (has_floats and op.name not in _DETERMINISTIC):
@@ -224,31 +224,31 @@ class Program:
             self._number_of[outs[0]] = self.value_number(op.operands[0])
             return
         # With shapes and dtypes: equal labels of another shape expand differently, and a mask indexes unlike integers.
-        given = tree_map_only(Tensor, lambda x: (self.value_number(x), x.shape, x.dtype), (op.args, op.kwargs))
-        key = op.name, repr(given)
-        for at, out in enumerate(outs):
+        operands = tree_map_only(Tensor, lambda x: (self.value_number(x), x.shape, x.dtype), (op.args, op.kwargs))
+        key = op.name, repr(operands)
+        for position, out in enumerate(outs):
             # A result of a detached operand has equal values, but not the same gradient.
-            of_out = (*key, at, str(out.dtype), out.needs_grad)
-            if of_out not in self._numbers:
-                self._numbers[of_out] = next(self._count)
-            self._number_of[out] = self._numbers[of_out]
+            out_key = (*key, position, str(out.dtype), out.needs_grad)
+            if out_key not in self._numbers:
+                self._numbers[out_key] = next(self._count)
+            self._number_of[out] = self._numbers[out_key]
 
 
 def live(
-    ops: Sequence[Op], needed: set[Tensor], *, given: Container[Tensor] = (), dropped: Container[Op] = ()
+    ops: Sequence[Op], needed: set[Tensor], *, computed: Container[Tensor] = (), dropped: Container[Op] = ()
 ) -> list[Op]:
     """Returns the operations without dead code.
 
     Args:
         ops: in order.
         needed: the tensors that are needed; the operands of live operations are added to it.
-        given: tensors that are computed elsewhere.
+        computed: tensors that are computed elsewhere.
         dropped: in-place changes that are made elsewhere.
     """
     kept = []
     for op in reversed(ops):
         changes = (op.writes or not op.outs) and op not in dropped
-        if changes or any(out in needed and out not in given for out in op.outs):
+        if changes or any(out in needed and out not in computed for out in op.outs):
             needed.update(op.operands)
             kept.append(op)
     return kept[::-1]
@@ -278,14 +278,14 @@ def agree(a: Any, b: Any) -> bool:
     """
     if same(a, b):
         return True
-    symbolic = [each for each in (a, b) if isinstance(each, torch.SymInt)]
-    if any(map(depends_on_values, symbolic)) or hint(a) != hint(b):
+    symbols = [size for size in (a, b) if isinstance(size, torch.SymInt)]
+    if any(map(depends_on_values, symbols)) or hint(a) != hint(b):
         return False
-    if len(symbolic) == 1:
+    if len(symbols) == 1:
         # A guard must not fix a length that the caller has declared as dynamic.
-        return all(each.warn_only for each in _declared(symbolic[0])) and bool(a == b)
-    bounds = [each.node.shape_env.bound_sympy(each.node.expr) for each in symbolic]
-    is_range = any(hasattr(each, "vr") for size in symbolic for each in _declared(size))
+        return all(constraint.warn_only for constraint in _declared(symbols[0])) and bool(a == b)
+    bounds = [size.node.shape_env.bound_sympy(size.node.expr) for size in symbols]
+    is_range = any(hasattr(constraint, "vr") for size in symbols for constraint in _declared(size))
     return (not is_range or bounds[0] == bounds[1]) and bool(a == b)
 
 
@@ -315,12 +315,12 @@ def depends_on_values(size: Any) -> bool:
 
 def gives_a_size(op: Op) -> bool:
     """Whether a result has a size that depends on values and does not follow from the operands' sizes."""
-    sizes, known = ([size for each in of for size in each.shape] for of in (op.outs, op.operands))
+    sizes, operand_sizes = ([size for tensor in tensors for size in tensor.shape] for tensors in (op.outs, op.operands))
     if not any(map(depends_on_values, sizes)):
         return False
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-    return not free_unbacked_symbols(sizes) <= free_unbacked_symbols(known)
+    return not free_unbacked_symbols(sizes) <= free_unbacked_symbols(operand_sizes)
 
 
 def holds(condition: Any) -> bool:
@@ -370,17 +370,17 @@ def is_plain(key: tuple[Any, ...]) -> bool:
     """Whether an index has no tensors, only numbers, slices, None and an ellipsis, and so selects nothing twice."""
     sizes = (int, torch.SymInt, type(None))
     return all(
-        all(isinstance(each, sizes) for each in (part.start, part.stop, part.step))
+        all(isinstance(bound, sizes) for bound in (part.start, part.stop, part.step))
         if isinstance(part, slice)
         else part is None or part is Ellipsis or type(part) is int
         for part in key
     )
 
 
-def is_pick(op: Op) -> bool:
+def is_selection(op: Op) -> bool:
     """Whether each result has some of its operand's elements, in any order, and none twice."""
-    is_of_one = not op.writes and len(op.operands) == 1
-    return is_of_one and (op.name in (*PERMUTATIONS, "select", "flip", "roll") or indices_of(op) is not None)
+    has_one_operand = not op.writes and len(op.operands) == 1
+    return has_one_operand and (op.name in (*PERMUTATIONS, "select", "flip", "roll") or indices_of(op) is not None)
 
 
 def stored(weight: Tensor) -> Tensor:
@@ -393,22 +393,22 @@ def stored(weight: Tensor) -> Tensor:
 
 def without_tensors(op: Op) -> tuple[list[Any], dict[str, Any]]:
     """Returns the arguments that are not tensors, to call a method: only a function may get its tensor by name."""
-    given = [each for each in op.args if not isinstance(each, Tensor)]
-    return given, {name: each for name, each in op.kwargs.items() if not isinstance(each, Tensor)}
+    arguments = [each for each in op.args if not isinstance(each, Tensor)]
+    return arguments, {name: each for name, each in op.kwargs.items() if not isinstance(each, Tensor)}
 
 
 def order_of(op: Op) -> tuple[int, ...]:
     """Returns the order of the dimensions after an operation of `PERMUTATIONS`."""
     # The size of each dimension is its number, so that the new shape is the order.
-    like = torch.empty(tuple(range(op.operands[0].ndim)), device="meta")
-    given, named = without_tensors(op)
+    example = torch.empty(tuple(range(op.operands[0].ndim)), device="meta")
+    arguments, options = without_tensors(op)
     # thunder's primitive "transpose" takes the order as its only argument.
-    name = "permute" if op.name == "transpose" and len(given) + len(named) == 1 else op.name
-    permuted = getattr(like, name)
-    return tuple((permuted(*given, **named) if callable(permuted) else permuted).shape)
+    name = "permute" if op.name == "transpose" and len(arguments) + len(options) == 1 else op.name
+    permuted = getattr(example, name)
+    return tuple((permuted(*arguments, **options) if callable(permuted) else permuted).shape)
 
 
-_PICKS = {
+_SELECTIONS = {
     "getitem": ("key",), "select": ("dim", "index"), "narrow": ("dim", "start", "length"), "unbind": ("dim",),
     "split": ("size", "dim"), "chunk": ("count", "dim"), "tensor_split": ("at", "dim"),
 }  # fmt: skip
@@ -420,21 +420,21 @@ def indices_of(op: Op) -> list[tuple[Any, ...]] | None:
 
     The index has a None for a new dimension. Returns None if the operation is no such index, or may be another one.
     """
-    if op.name not in _PICKS or len(op.operands) != 1:
+    if op.name not in _SELECTIONS or len(op.operands) != 1:
         return None
-    operand, (given, named) = op.operands[0], without_tensors(op)
-    known: dict[str, Any] = dict(zip(_PICKS[op.name], given, strict=False)) | named
+    operand, (arguments, options) = op.operands[0], without_tensors(op)
+    values: dict[str, Any] = dict(zip(_SELECTIONS[op.name], arguments, strict=False)) | options
     if op.name == "getitem":
-        key = known["key"] if isinstance(known["key"], tuple) else (known["key"],)
+        key = values["key"] if isinstance(values["key"], tuple) else (values["key"],)
         return [full_index(key, operand.ndim)] if is_plain(key) else None
-    dim, parts, end = known.get("dim", 0) % operand.ndim, list[Any](), 0
+    dim, parts, end = values.get("dim", 0) % operand.ndim, list[Any](), 0
     if op.name == "select":
-        parts = [known["index"]]
+        parts = [values["index"]]
     elif op.name == "narrow":
-        start = known["start"]
+        start = values["start"]
         if type(start) is not int and not holds(start >= 0):
             start = start % operand.shape[dim]  # From the end: a slice that stops at 0 would be empty.
-        end = start + known["length"]
+        end = start + values["length"]
         parts = [slice(start, None if type(start) is int and start < 0 and end == 0 else end)]
     elif op.name == "unbind":
         parts = [*range(len(op.outs))]
@@ -444,16 +444,16 @@ def indices_of(op: Op) -> list[tuple[Any, ...]] | None:
             end = parts[-1].stop
         if op.name == "tensor_split" and not same(end, operand.shape[dim]):
             return None  # Its indices are not in order.
-    found = [(*[slice(None)] * dim, part, *[slice(None)] * (operand.ndim - dim - 1)) for part in parts]
-    return found if all(map(is_plain, found)) else None
+    indices = [(*[slice(None)] * dim, part, *[slice(None)] * (operand.ndim - dim - 1)) for part in parts]
+    return indices if all(map(is_plain, indices)) else None
 
 
 def full_index(key: tuple[Any, ...], ndim: int) -> tuple[Any, ...]:
     """Returns an index with a part for each dimension, without an ellipsis."""
-    dots = next((at for at, part in enumerate(key) if part is Ellipsis), len(key))
-    head, tail = key[:dots], key[dots + 1 :]
-    given = sum(part is not None for part in (*head, *tail))
-    return (*head, *(slice(None),) * (ndim - given), *tail)
+    ellipsis = next((position for position, part in enumerate(key) if part is Ellipsis), len(key))
+    head, tail = key[:ellipsis], key[ellipsis + 1 :]
+    count = sum(part is not None for part in (*head, *tail))
+    return (*head, *(slice(None),) * (ndim - count), *tail)
 
 
 def keeps_elements(op: Op) -> bool:

@@ -73,53 +73,53 @@ class Region:
         return self.parts[0].first
 
     @property
-    def gives(self) -> list[Tensor]:
+    def returned(self) -> list[Tensor]:
         """The tensors of the program that it returns."""
         results = [result.tensor for part in self.parts for result in part.results]
         if self.total is None:
             return results
         rows = {result.tensor for part in self.parts for result in part.rows}
-        kept = [each for each in results if each not in rows or each in self.total.kept]
-        return [self.total.place, *(each for each in kept if each is not self.total.place)]
+        kept = [tensor for tensor in results if tensor not in rows or tensor in self.total.kept]
+        return [self.total.place, *(tensor for tensor in kept if tensor is not self.total.place)]
 
     @property
     def read_at(self) -> dict[Tensor, int]:
         """The tensors that it reads, each with the position of the operation that reads it in the program."""
-        found: dict[Tensor, int] = {}
+        positions: dict[Tensor, int] = {}
 
         def add(position: int, *tensors: Tensor | None) -> None:
             for tensor in filter(None, tensors):
-                found.setdefault(tensor, position)
+                positions.setdefault(tensor, position)
 
         for part in self.parts:
             logits, labels = part.logits, part.labels
             for term in logits.terms:
                 add(term.outputs[0].op.position, term.input, term.weight)  # type: ignore[union-attr]
             add(logits.terms[0].outputs[0].op.position, logits.bias)  # type: ignore[union-attr]
-            for each, position in logits.given.items():
-                add(position, each)
+            for tensor, position in logits.row_operands.items():
+                add(position, tensor)
             if labels is not None:
                 add(labels.read_at, *labels.tensors, part.class_weight)
         if self.total is not None:
             made = {out for op in self.total.ops for out in op.outs} | {each.tensor for each in self.total.summands}
             for op in self.total.ops:
-                add(op.position, *(each for each in op.operands if each not in made))
-            for given in (each for summand in self.total.summands for each in summand.inputs):
-                add(given.read_at, given.tensor)
-        return found
+                add(op.position, *(operand for operand in op.operands if operand not in made))
+            for input in (input for summand in self.total.summands for input in summand.inputs):
+                add(input.read_at, input.tensor)
+        return positions
 
 
 def match(program: Program, options: Options) -> tuple[Interpreter, list[Region], list[Decision]]:
     """Returns the interpreted program, its regions in order, and decisions about losses that are not fused."""
     interpreter = Interpreter(program)
-    found = _regions_of(interpreter, options)
+    joined = _regions_of(interpreter, options)
     if interpreter.has_joined:
         # Regions may be better without joins, such as for an argmax of one of the joined parts, or for a loss of each.
         apart = Interpreter(program, joins=False)
-        others = _regions_of(apart, options)
-        if others[0] and _cost(*others) < _cost(*found):
-            return apart, *others
-    return interpreter, *found
+        separate = _regions_of(apart, options)
+        if separate[0] and _cost(*separate) < _cost(*joined):
+            return apart, *separate
+    return interpreter, *joined
 
 
 def _cost(regions: Sequence[Region], refused: Sequence[Decision]) -> tuple[int, int, int]:
@@ -139,18 +139,18 @@ def _regions_of(interpreter: Interpreter, options: Options) -> tuple[list[Region
     parts = parts_of(interpreter)
     for part in parts:
         part.problem = _problem(part, interpreter)
-    _give_argmaxes(parts, interpreter)
+    _assign_argmaxes(parts, interpreter)
     _refuse_means(parts)
     _refuse_together(parts)
-    regions = _joined([part for part in parts if part.problem is None], interpreter, options)
+    regions = _join_parts([part for part in parts if part.problem is None], interpreter, options)
     while (stuck := _stuck(regions, interpreter)) is not None:
         _split_or_refuse(*stuck, regions, options=options)
         _refuse_together(parts)
-        regions = [each for each in regions if all(part.problem is None for part in each.parts)]
+        regions = [region for region in regions if all(part.problem is None for part in region.parts)]
     refused = [
         part.problem.at(part.line, part.kind) for part in parts if part.problem is not None and _is_reported(part)
     ]
-    return regions, list(dict.fromkeys([*refused, *interpreter.refusals, *_escaped(interpreter, parts)]))
+    return regions, list(dict.fromkeys([*refused, *interpreter.refusals, *_decisions_on_escapes(interpreter, parts)]))
 
 
 def _is_reported(part: Part) -> bool:
@@ -168,24 +168,24 @@ def _is_reported(part: Part) -> bool:
 def _problem(part: Part, interpreter: Interpreter) -> NotFused | None:
     """Returns why a part cannot be fused, whatever the other parts are; None if it can."""
     logits = part.logits
-    escapes = [each for each in interpreter.escapes if not logits.linears.isdisjoint(each.value.logits.linears)]
+    escapes = [escape for escape in interpreter.escapes if not logits.linears.isdisjoint(escape.value.logits.linears)]
     if escapes:
         return min(escapes, key=lambda each: each.user is not None).problem
-    if all(atoms(each.row.sum) - {"1"} == {"y"} for each in part.rows):
+    if all(atoms(result.row.sum) - {"1"} == {"y"} for result in part.rows):
         return NotFused(Reason.NOT_A_LOG_PROBABILITY, "by gather without log_softmax")
-    if part.has_grad and not any(each.row.variables for each in part.rows):
+    if part.has_grad and not any(result.row.variables for result in part.rows):
         # Their gradient is 0, and a region would give them none.
         return NotFused(Reason.NOT_FOLLOWED, "a number that does not depend on the logits")
-    if part.class_weight is not None and any(each.as_loss is None for each in part.rows):
+    if part.class_weight is not None and any(result.as_loss is None for result in part.rows):
         # A region with class weights returns weighted losses, and no log-probabilities from which to compute others.
         return NotFused(Reason.CLASS_WEIGHTS, "of a loss without the gradient of a cross-entropy")
     if not logits.has_float_factors:
         return NotFused(Reason.TRANSFORMED_LOGITS, "by factors whose product overflows or underflows")
-    tensors = [*logits.operands, *logits.given, *(part.labels.tensors if part.labels else ())]
-    if not all(each.is_plain for each in tensors):
+    tensors = [*logits.operands, *logits.row_operands, *(part.labels.tensors if part.labels else ())]
+    if not all(tensor.is_plain for tensor in tensors):
         return NotFused(Reason.DISTRIBUTED)
-    results = [each.tensor for each in part.rows]
-    writers = [user for each in (*tensors, *results) for user in each.users if user.writes]
+    results = [result.tensor for result in part.rows]
+    writers = [user for tensor in (*tensors, *results) for user in tensor.users if user.writes]
     for name in (user.name for user in writers if user.name in {"detach", *RESHAPES, *PERMUTATIONS}):
         # Dynamo describes such a tensor as it is after the change: without a gradient, or in another shape.
         return NotFused(Reason.OPERAND_MODIFIED, f"by {name}_")
@@ -197,7 +197,7 @@ def _problem(part: Part, interpreter: Interpreter) -> NotFused | None:
     return None
 
 
-def _give_argmaxes(parts: Sequence[Part], interpreter: Interpreter) -> None:
+def _assign_argmaxes(parts: Sequence[Part], interpreter: Interpreter) -> None:
     """Gives each argmax to a part that computes the same rows; if there is none, its logits are not fused."""
     for result in interpreter.results.values():
         argmax = result.value
@@ -229,21 +229,23 @@ def _refuse_together(parts: Sequence[Part]) -> None:
             refused |= part.logits.linears
 
 
-def _escaped(interpreter: Interpreter, parts: Sequence[Part]) -> list[Decision]:
+def _decisions_on_escapes(interpreter: Interpreter, parts: Sequence[Part]) -> list[Decision]:
     """Returns decisions about a head's log-probabilities that become no known loss, for logits that no part has."""
-    told = {tensor for part in parts for tensor in part.logits.linears}
-    found = []
+    reported = {tensor for part in parts for tensor in part.logits.linears}
+    decisions = []
     for escape in interpreter.escapes:
-        of, linears = escape.value, escape.value.logits.linears
-        if escape.user is None or not told.isdisjoint(linears) or not of.logits.is_head:
+        value, linears = escape.value, escape.value.logits.linears
+        if escape.user is None or not reported.isdisjoint(linears) or not value.logits.is_head:
             continue
         if interpreter.starts_logits(escape.user.output):
             continue
-        form = of.form if isinstance(of, Class) else ""
-        is_normalised = "L" in atoms(of.sum) and (isinstance(of, Row) or not form or form == "p" or of.factor_of_u == 1)
+        form = value.form if isinstance(value, Class) else ""
+        is_normalised = "L" in atoms(value.sum) and (
+            isinstance(value, Row) or not form or form == "p" or value.factor_of_u == 1
+        )
         if not is_normalised or not escape.tensor.needs_grad:
             continue
-        told |= linears
+        reported |= linears
         name, detail = escape.user.name, escape.detail.strip()
         reason, text = Reason.NOT_FOLLOWED, f"by {name} {detail}".strip()
         if form:
@@ -255,8 +257,8 @@ def _escaped(interpreter: Interpreter, parts: Sequence[Part]) -> list[Decision]:
         elif name in ("gather", "take_along_dim", "index_select", "take", "getitem", "view", "reshape", "flatten"):
             reason, text = Reason.NOT_A_LOG_PROBABILITY, detail or text
         kind = {"": "log-probability", "exp": "probability", "p": "entropy"}[form]
-        found.append(Decision(escape.user.source, reason=reason, detail=text, kind=kind))
-    return found
+        decisions.append(Decision(escape.user.source, reason=reason, detail=text, kind=kind))
+    return decisions
 
 
 # Regions.
@@ -267,26 +269,26 @@ _IN_FLOAT16 = (
 )
 
 
-def _joined(parts: Sequence[Part], interpreter: Interpreter, options: Options) -> list[Region]:
+def _join_parts(parts: Sequence[Part], interpreter: Interpreter, options: Options) -> list[Region]:
     """Returns one region for all parts of a head if they become one sum, and otherwise one for each part."""
-    of_heads: dict[Any, list[Part]] = {}
+    by_head: dict[Any, list[Part]] = {}
     for part in parts:
-        of_heads.setdefault(_head(part), []).append(part)
+        by_head.setdefault(_head_key(part), []).append(part)
     regions: list[Region] = []
-    for together in of_heads.values():
-        joined = _with_sum(together, interpreter, options)
-        if joined.total is not None or len(together) == 1 or _has_large_gradients(together, options):
+    for head_parts in by_head.values():
+        joined = _with_sum(head_parts, interpreter, options)
+        if joined.total is not None or len(head_parts) == 1 or _has_large_gradients(head_parts, options):
             regions.append(joined)
             continue
-        alone = [_with_sum([part], interpreter, options) for part in together]
+        separate = [_with_sum([part], interpreter, options) for part in head_parts]
         # Parts whose gradients wait share a region even without a sum, so that the head has one gradient.
-        waiting = [region for region in alone if region.total is None and _is_of_rows(region.parts[0])]
-        is_one = len(waiting) > 1 and together[0].has_grad
-        if is_one:
+        waiting = [region for region in separate if region.total is None and _has_only_rows(region.parts[0])]
+        shares_region = len(waiting) > 1 and head_parts[0].has_grad
+        if shares_region:
             parts = [part for region in waiting for part in region.parts]
             # The note of one part alone would call the other parts' numbers factors that need a gradient.
-            regions.append(Region(parts, note=(joined if len(waiting) == len(alone) else waiting[0]).note))
-        regions += [region for region in alone if not is_one or region not in waiting]
+            regions.append(Region(parts, note=(joined if len(waiting) == len(separate) else waiting[0]).note))
+        regions += [region for region in separate if not shares_region or region not in waiting]
     taken: set[Op] = set()
     for region in list(regions):
         ops = set() if region.total is None else {*region.total.ops}
@@ -313,21 +315,21 @@ def _has_large_gradients(parts: Sequence[Part], options: Options) -> bool:
     return may_wait and is_trained and (len(parts) - 1) * hint(term.features) > rows
 
 
-def _is_of_rows(part: Part) -> bool:
+def _has_only_rows(part: Part) -> bool:
     """Whether a part only has numbers of each row: no reduction, no class weights and no argmax."""
     is_reduced = any(result.row.reduction != "none" for result in part.rows)
     return not is_reduced and part.class_weight is None and not part.argmaxes
 
 
-def _head(part: Part) -> Any:
+def _head_key(part: Part) -> Any:
     """Returns a key that is equal for parts whose rows can be computed in one call."""
     logits = part.logits
     terms = tuple(
         (term.weight, term.weight_dims, term.factor, term.has_grad, term.input.needs_grad) for term in logits.terms
     )
     bias = (logits.bias, logits.bias_has_grad, logits.shift)
-    of_logits = (logits.scale, logits.softcap, logits.vocab_size, str(logits.group))
-    return terms, bias, of_logits, part.class_weight, part.ignore_index, part.has_grad, logits.dtype
+    logits_key = (logits.scale, logits.softcap, logits.vocab_size, str(logits.group))
+    return terms, bias, logits_key, part.class_weight, part.ignore_index, part.has_grad, logits.dtype
 
 
 def _with_sum(parts: list[Part], interpreter: Interpreter, options: Options) -> Region:
@@ -336,9 +338,9 @@ def _with_sum(parts: list[Part], interpreter: Interpreter, options: Options) -> 
     if not plain.has_grad:
         return plain
     has_no_scale = parts[0].logits.dtype is torch.float16 and options.expected_gradient is None
-    of_float16 = f"{_WAITS} {_IN_FLOAT16}" if has_no_scale and options.strategy is None else ""
+    float16_note = f"{_WAITS} {_IN_FLOAT16}" if has_no_scale and options.strategy is None else ""
     if plain.loss is not None and plain.loss.row.reduction != "none":
-        return replace(plain, note=of_float16)
+        return replace(plain, note=float16_note)
     try:
         if options.strategy not in (None, GRADIENTS_IN_FORWARD):
             raise NotASum(f"the options choose the strategy {options.strategy!r}")
@@ -346,7 +348,7 @@ def _with_sum(parts: list[Part], interpreter: Interpreter, options: Options) -> 
         _check_sum(parts, total, options)
     except NotASum as problem:
         return replace(plain, note=f"{_WAITS} {problem}")
-    return Region(parts, total, note=of_float16)
+    return Region(parts, total, note=float16_note)
 
 
 def _check_sum(parts: Sequence[Part], total: TokenSum, options: Options) -> None:
@@ -357,12 +359,12 @@ def _check_sum(parts: Sequence[Part], total: TokenSum, options: Options) -> None
         if not is_plain or Region([*parts]).loss is None:
             raise NotASum(_IN_FLOAT16)
     if parts[0].class_weight is not None:
-        is_mean = any(each.row.reduction == "mean" for part in parts for each in part.rows)
+        is_mean = any(result.row.reduction == "mean" for part in parts for result in part.rows)
         if not is_plain or is_mean:
             raise NotASum("the losses have class weights")
     if len(parts) > 1 and not is_plain:
-        first, *others = map(total.loss_of, parts)
-        if any(each != first for each in others):
+        first_loss, *other_losses = map(total.loss_of, parts)
+        if any(loss != first_loss for loss in other_losses):
             raise NotASum("the same head has losses of different kinds")
 
 
@@ -375,9 +377,11 @@ def ordered(regions: Sequence[Region], interpreter: Interpreter) -> list[Op | Re
     A region returns all its results at once, at the place of the first; operations that use one earlier move behind it.
     Dead code is left out, and so are operations and regions that depend on their own results.
     """
-    missing = {tensor for region in regions for tensor in region.gives}
+    missing = {tensor for region in regions for tensor in region.returned}
     needed = {*interpreter.program.results, *(tensor for region in regions for tensor in region.read_at)}
-    ops = live(interpreter.program.ops, needed, given=frozenset(missing), dropped=dropped_writes(regions, interpreter))
+    ops = live(
+        interpreter.program.ops, needed, computed=frozenset(missing), dropped=dropped_writes(regions, interpreter)
+    )
     items: list[Op | Region] = [*regions, *ops]
     items.sort(key=lambda item: (item if isinstance(item, Op) else item.place).position)
     # If a region's parts are far from each other, operations that it reads may be behind its place.
@@ -386,35 +390,35 @@ def ordered(regions: Sequence[Region], interpreter: Interpreter) -> list[Op | Re
     ready: list[int] = []
     waiting: dict[Tensor, list[int]] = {}
 
-    def add(number: int) -> None:
+    def enqueue(number: int) -> None:
         item = items[number]
         reads = item.read_at if isinstance(item, Region) else item.operands
-        if (first := next((each for each in reads if each in missing), None)) is None:
+        if (first := next((tensor for tensor in reads if tensor in missing), None)) is None:
             heappush(ready, number)
         else:
             waiting.setdefault(first, []).append(number)
 
     for number in range(len(items)):
-        add(number)
+        enqueue(number)
         while ready:
             item = items[heappop(ready)]
             order.append(item)
-            given = item.gives if isinstance(item, Region) else item.outs
-            missing.difference_update(given)
-            for freed in (waiting.pop(each, ()) for each in given):
-                for each in freed:
-                    add(each)
+            outs = item.returned if isinstance(item, Region) else item.outs
+            missing.difference_update(outs)
+            for readers in (waiting.pop(tensor, ()) for tensor in outs):
+                for reader in readers:
+                    enqueue(reader)
     return order
 
 
 def dropped_writes(regions: Sequence[Region], interpreter: Interpreter) -> set[Op]:
     """Returns the in-place changes that regions replace."""
-    found: set[Op] = set()
+    writes: set[Op] = set()
     for region in regions:
-        found |= region.total.writes if region.total else set()
+        writes |= region.total.writes if region.total else set()
         storages = {tensor.storage for part in region.parts for tensor in part.logits.linears}
-        found.update(op for op in interpreter.followed if op.writes[0].storage in storages)
-    return found
+        writes.update(op for op in interpreter.followed if op.writes[0].storage in storages)
+    return writes
 
 
 def _stuck(regions: Sequence[Region], interpreter: Interpreter) -> tuple[Region, NotFused] | None:
@@ -439,13 +443,13 @@ def _stuck(regions: Sequence[Region], interpreter: Interpreter) -> tuple[Region,
 
 def _moved_across_a_write(order: Sequence[Op | Region], interpreter: Interpreter) -> tuple[Region, Op] | None:
     """Returns a region for which a read would move across an in-place change of the memory, and that change."""
-    program, at = interpreter.program, {item: place for place, item in enumerate(order)}
-    reads = {item: _read_by(item, program) for item in order}
-    for writer in (op for op in program.writers(0, len(program.ops)) if op in at):
+    program, places = interpreter.program, {item: place for place, item in enumerate(order)}
+    reads = {item: _reads_of(item, program) for item in order}
+    for writer in (op for op in program.writers(0, len(program.ops)) if op in places):
         # Autograd takes a view for a leaf if its base gets its gradient from a later in-place change.
-        gives_gradient = writer.grad_mode and any(each.needs_grad for each in writer.operands)
+        gives_gradient = writer.grad_mode and any(operand.needs_grad for operand in writer.operands)
         for item in (each for each in order if each is not writer):
-            is_before, region = at[item] < at[writer], item if isinstance(item, Region) else None
+            is_before, region = places[item] < places[writer], item if isinstance(item, Region) else None
             if isinstance(item, Op) and is_before and not gives_gradient and _is_view(item):
                 continue
             again = region.read_at if region is not None and region.reads_again else ()
@@ -454,12 +458,12 @@ def _moved_across_a_write(order: Sequence[Op | Region], interpreter: Interpreter
                 is_changed = was_before != is_before or (was_before and tensor in again)
                 if is_changed and any(may_share(written, tensor) for written in writer.writes):
                     # Operations only move because they wait for a region.
-                    regions = [each for each in order[: max(at[item], at[writer])] if isinstance(each, Region)]
+                    regions = [each for each in order[: max(places[item], places[writer])] if isinstance(each, Region)]
                     return region or regions[-1], writer
     return None
 
 
-def _read_by(item: Op | Region, program: Program) -> dict[Tensor, int]:
+def _reads_of(item: Op | Region, program: Program) -> dict[Tensor, int]:
     """Returns the tensors that an operation or a region reads, with positions.
 
     For a region, these include the tensors between its rows and its sum.
@@ -497,10 +501,10 @@ def _split_or_refuse(region: Region, problem: NotFused, regions: list[Region], *
 
 def _leave_sum_to_program(region: Region, why: str, regions: list[Region], *, options: Options) -> None:
     """Leaves a region's sum to the program; a region without a sum becomes one region for each part."""
-    is_of_rows = region.has_grad and all(map(_is_of_rows, region.parts))
-    is_one = region.total is not None and (is_of_rows or _has_large_gradients(region.parts, options))
-    at, groups = regions.index(region), [region.parts] if is_one else [[part] for part in region.parts]
-    regions[at : at + 1] = [Region(parts, note=f"{_WAITS} {why}") for parts in groups]
+    has_only_rows = region.has_grad and all(map(_has_only_rows, region.parts))
+    shares_region = region.total is not None and (has_only_rows or _has_large_gradients(region.parts, options))
+    position, groups = regions.index(region), [region.parts] if shares_region else [[part] for part in region.parts]
+    regions[position : position + 1] = [Region(parts, note=f"{_WAITS} {why}") for parts in groups]
 
 
 def is_compared_with_labels(indices: Tensor, part: Part, program: Program) -> bool:
@@ -509,7 +513,7 @@ def is_compared_with_labels(indices: Tensor, part: Part, program: Program) -> bo
     def compares(user: Op) -> bool:
         if user.operands[0] is indices and keeps_elements(user):
             return is_compared_with_labels(user.output, part, program)
-        others = [each for each in user.operands if each is not indices]
+        others = [operand for operand in user.operands if operand is not indices]
         if user.name not in ("eq", "ne") or len(others) != 1 or not same_shape(others[0].shape, indices.shape):
             return False
         return (program.number_at(others[0], user),) == (part.labels.numbers if part.labels else None)

@@ -36,7 +36,7 @@ from thunder_flce.matching.program import (
     holds,
     indices_of,
     is_number,
-    is_pick,
+    is_selection,
     keeps_elements,
     live,
     same,
@@ -83,7 +83,7 @@ class Summand:
     """The token loss that computes it"""
     inputs: list[TokenInput]
     """The tensors that the token loss reads"""
-    picks: tuple[Tensor, ...] = ()
+    selections: tuple[Tensor, ...] = ()
     """Results of the operations that selected its tokens, in order; empty if it has all tokens in their order"""
 
 
@@ -101,7 +101,7 @@ class TokenSum:
     """The sources that the program needs elsewhere, too, without a gradient"""
     writes: set[Op]
     """The in-place changes that it replaces"""
-    others: list[Tensor]
+    other_losses: list[Tensor]
     """Other losses that are added between its terms"""
 
     @property
@@ -109,9 +109,9 @@ class TokenSum:
         """Factor of each part, and label smoothing of all, if every summand has a `Result.as_loss`; else None."""
         factors, smoothings = list[Fraction](), set[Fraction]()
         for part in self.parts:
-            of_sources = {part.handles[each.tensor]: each.as_loss for each in part.rows if each.tensor.needs_grad}
-            losses = {of_sources.get(each.handle) for each in self.summands if each.part is part}
-            if len(losses) != 1 or (loss := losses.pop()) is None:
+            losses = {part.handles[result.tensor]: result.as_loss for result in part.rows if result.tensor.needs_grad}
+            part_losses = {losses.get(summand.handle) for summand in self.summands if summand.part is part}
+            if len(part_losses) != 1 or (loss := part_losses.pop()) is None:
                 return None
             factors.append(loss[0])
             smoothings.add(loss[1])
@@ -119,24 +119,24 @@ class TokenSum:
 
     def groups_of(self, part: Part) -> list[list[Summand]]:
         """Returns the summands of a part in groups: each group is one loss of different tokens, computed once."""
-        found: list[list[Summand]] = []
+        groups: list[list[Summand]] = []
         partners: dict[tuple[TokenInput, int], TokenInput] = {}
         for summand in self.summands:
             if summand.part is not part:
                 continue
-            for group in found:
+            for group in groups:
                 first, number = group[0], len(group)
                 pairs = [*zip(first.inputs, summand.inputs, strict=False)]
-                is_same = first.text == summand.text and all(one.dtype == other.dtype for one, other in pairs)
+                is_same = first.text == summand.text and all(a.dtype == b.dtype for a, b in pairs)
                 # An input that several losses share must have one partner.
-                is_same = is_same and all(partners.get((one, number), other) is other for one, other in pairs)
-                if is_same and _stands_behind(summand.picks, group[-1].picks):
-                    partners |= {(one, number): other for one, other in pairs}
+                is_same = is_same and all(partners.get((a, number), b) is b for a, b in pairs)
+                if is_same and _come_after(summand.selections, group[-1].selections):
+                    partners |= {(a, number): b for a, b in pairs}
                     group.append(summand)
                     break
             else:
-                found.append([summand])
-        return found
+                groups.append([summand])
+        return groups
 
     def loss_of(self, part: Part) -> tuple[Any, ...]:
         """Returns a key that is equal for parts with the same token loss, tensors and weights apart."""
@@ -146,8 +146,8 @@ class TokenSum:
         # One text for all groups, each with its own weights: groups, and their operations, may be in another order.
         weighted = [recorder.write("mul", (each.handle, recorder.add_input(torch.float32)), {}) for each, *_ in groups]
         text, read = renumber_inputs(recorder.finish(reduce(lambda a, b: recorder.write("add", (a, b), {}), weighted)))
-        given = [(inputs[number].dtype, inputs[number].ignored) for number in read if number < len(inputs)]
-        return text, given, [bool(each.picks) for each, *_ in groups]
+        read_inputs = [(inputs[number].dtype, inputs[number].ignored) for number in read if number < len(inputs)]
+        return text, read_inputs, [bool(summand.selections) for summand, *_ in groups]
 
     def counts_ignored(self, part: Part) -> bool:
         """Whether a row with an ignored label, whose loss is 0, may add a number other than 0 to the sum."""
@@ -155,12 +155,12 @@ class TokenSum:
             return False
         # While a program is compiled, new tensors may be fake.
         with unset_fake_temporarily():
-            nothing = {"log_prob": torch.zeros(1, device="cpu")}
+            zeros = {"log_prob": torch.zeros(1, device="cpu")}
             valid = torch.ones(1, dtype=torch.bool, device="cpu")
             return any(
-                any(each.ignored is None for each in summand.inputs)
+                any(input.ignored is None for input in summand.inputs)
                 or any(uses(summand.text, name) for name in VARIABLES[1:])
-                or evaluate(summand.text, nothing | {input_name(at): valid for at in range(len(summand.inputs))}).any()
+                or evaluate(summand.text, zeros | {input_name(at): valid for at in range(len(summand.inputs))}).any()
                 for summand, *_ in self.groups_of(part)
             )
 
@@ -173,20 +173,20 @@ def find_sum(parts: Sequence[Part], interpreter: Interpreter) -> TokenSum:
     """
     if any(same(part.count, 0) for part in parts):
         raise NotASum("there are no tokens")  # Their mean is NaN.
-    search, found = _Search(parts, interpreter), None
+    search, result = _Search(parts, interpreter), None
     for place in search.scalars():
         try:
             total = search.sum_at(place)
         except NotASum:
-            if found is None:
+            if result is None:
                 return search.sum_at(place, others={})
             break
-        if found is not None and found.kept != total.kept:
+        if result is not None and result.kept != total.kept:
             break  # A source is needed without the factor, too.
-        found = total
-    if found is None:
+        result = total
+    if result is None:
         raise NotASum(search.problem or "the program does not reduce its results to one scalar")
-    return found
+    return result
 
 
 class _Search:
@@ -194,17 +194,17 @@ class _Search:
 
     def __init__(self, parts: Sequence[Part], interpreter: Interpreter):
         self._interpreter, self._program, self._parts = interpreter, interpreter.program, parts
-        self._sources = {each.tensor: part for part in parts for each in part.rows}
+        self._sources = {result.tensor: part for part in parts for result in part.rows}
         self._tokens: dict[Tensor, tuple[Part, Handle]] = {}
         """For each tensor that is computed token by token: its part, and its handle in the part's recorder"""
-        self._picks: dict[Tensor, tuple[Tensor, ...]] = {}
-        """`Summand.picks` of these tensors"""
-        self._whole: dict[tuple[Part, Handle], Handle] = {}
+        self._selections: dict[Tensor, tuple[Tensor, ...]] = {}
+        """`Summand.selections` of these tensors"""
+        self._unselected: dict[tuple[Part, Handle], Handle] = {}
         """For a handle of selected tokens: the handle of all tokens that they were selected from"""
         self._problems: dict[Tensor, NotASum] = {}
         """Why other tensors are not computed token by token"""
         self._dependent = set(self._sources)
-        self._with_grad = {each for each in self._sources if each.needs_grad}
+        self._with_grad = {tensor for tensor in self._sources if tensor.needs_grad}
         """Tensors from which gradients flow back to the sources"""
         self._writes: set[Op] = set()
         self._is_read: dict[tuple[Tensor, Op], bool] = {}
@@ -219,7 +219,7 @@ class _Search:
         self._last_read, self.problem = self._follow_gradients()
 
     def _operands(self, op: Op) -> list[Tensor]:
-        return [each for each in dict.fromkeys(op.operands) if each in self._dependent]
+        return [operand for operand in dict.fromkeys(op.operands) if operand in self._dependent]
 
     def _follow(self, op: Op) -> None:
         """Records the result of an operation if it is computed token by token; else notes why not."""
@@ -230,22 +230,22 @@ class _Search:
         ):
             return
         self._dependent.update(outs)
-        if any(each in self._with_grad for each in operands):
+        if any(operand in self._with_grad for operand in operands):
             self._with_grad.update(out for out in outs if out.needs_grad)
         if not outs or not self._sources.keys().isdisjoint(outs):
             return
-        if not all(each in self._tokens for each in operands):
+        if not all(operand in self._tokens for operand in operands):
             self._pass_on_problems(operands, outs[0])
             return
-        part, *others = {self._tokens[each][0] for each in operands}
-        of_picks = {_key(picks): picks for picks in (self._picks.get(each, ()) for each in operands)}
-        picks, *other_picks = of_picks.values()
-        if others or other_picks:
+        part, *others = {self._tokens[operand][0] for operand in operands}
+        by_key = {_key(group): group for group in (self._selections.get(each, ()) for each in operands)}
+        selections, *other_selections = by_key.values()
+        if others or other_selections:
             self._problems[outs[0]] = NotASum(f"{op} combines different tokens")
             return
-        if is_pick(op) and not keeps_elements(op) and all(map(has_elements, outs)):
+        if is_selection(op) and not keeps_elements(op) and all(map(has_elements, outs)):
             for out in outs:
-                self._picks[out] = (*picks, out)
+                self._selections[out] = (*selections, out)
                 self._tokens[out] = part, self._record_selection(out, part)
             return
         if len(outs) != 1 or op.name in ("sum", "mean"):
@@ -253,7 +253,7 @@ class _Search:
         # PyTorch may not know that a reshape keeps the product of symbolic sizes.
         if not (keeps_elements(op) or same(outs[0].numel, operands[0].numel)):
             return
-        self._picks[outs[0]] = picks
+        self._selections[outs[0]] = selections
         try:
             # Any gradient counts, not only the sources': that of another head must not be lost.
             self._tokens[outs[0]] = part, self._record_operation(op, part, outs[0].needs_grad)
@@ -264,56 +264,60 @@ class _Search:
 
     def _pass_on_problems(self, operands: Sequence[Tensor], out: Tensor) -> None:
         """Passes on to a result why its operands are not computed token by token, unless a sum allows it."""
-        for each in operands:
-            before, problem = each.op, self._problems.get(each)
-            if problem is not None and before is not None:
-                is_of_all = isinstance(problem, FactorNeedsGradient)
-                if is_of_all or not _is_linear(before, self._operands(before), self._is_zero):
+        for operand in operands:
+            op, problem = operand.op, self._problems.get(operand)
+            if problem is not None and op is not None:
+                is_unconditional = isinstance(problem, FactorNeedsGradient)
+                if is_unconditional or not _is_linear(op, self._operands(op), self._is_zero):
                     self._problems[out] = problem
 
     def _record_selection(self, out: Tensor, part: Part) -> Handle:
         """Records selected tokens: all others become 0, and so do their gradients, whatever is computed from them."""
-        op, picks, recorder = out.op, self._picks[out], part.recorder
+        op, selections, recorder = out.op, self._selections[out], part.recorder
         assert op is not None
         handle = self._tokens[op.operands[0]][1]
-        known = (each for each, of in part.inputs.items() if of.tensor is None and _key(of.picks) == _key(picks))
-        if (mask := next(known, None)) is None:
+        masks = (
+            each
+            for each, input in part.inputs.items()
+            if input.tensor is None and _key(input.selections) == _key(selections)
+        )
+        if (mask := next(masks, None)) is None:
             mask = recorder.add_input(torch.bool)
-            part.inputs[mask] = TokenInput(None, out.shape, op.position, picks=picks)
+            part.inputs[mask] = TokenInput(None, out.shape, op.position, selections=selections)
         handle = handle if out.needs_grad else recorder.detached(handle)
-        picked = recorder.write("where", (mask, handle, 0.0 if out.dtype.is_floating_point else False), {})
-        self._whole[part, picked] = self._whole.get((part, handle), handle)
-        return picked
+        selected = recorder.write("where", (mask, handle, 0.0 if out.dtype.is_floating_point else False), {})
+        self._unselected[part, selected] = self._unselected.get((part, handle), handle)
+        return selected
 
     def scalars(self) -> Iterator[Tensor]:
         """Yields the scalars through which all gradients of the sources flow, in order."""
-        sources = [each for each in self._sources if each in self._last_read]
-        of_sources = max((self._last_read[each] for each in sources), default=0)
-        of_others: float = 0
+        sources = [source for source in self._sources if source in self._last_read]
+        last_source_read = max((self._last_read[source] for source in sources), default=0)
+        last_other_read: float = 0
         for op in (op for op in self._program.ops if not self._last_read.keys().isdisjoint(op.outs)):
             out = op.outs[0]
-            is_of_all = out in self._tokens and not self._picks.get(out)
-            if len(op.outs) == 1 and out.ndim == 0 and out in self._with_grad and not is_of_all:
+            has_all_tokens = out in self._tokens and not self._selections.get(out)
+            if len(op.outs) == 1 and out.ndim == 0 and out in self._with_grad and not has_all_tokens:
                 if out in self._sources:
-                    of_sources = max((self._last_read[each] for each in sources if each is not out), default=0)
-                if max(of_sources, of_others) <= op.position:
+                    last_source_read = max((self._last_read[each] for each in sources if each is not out), default=0)
+                if max(last_source_read, last_other_read) <= op.position:
                     yield out
-            of_others = max(of_others, *(self._last_read.get(each, 0) for each in op.outs))
+            last_other_read = max(last_other_read, *(self._last_read.get(each, 0) for each in op.outs))
 
     def _follow_gradients(self) -> tuple[dict[Tensor, float], str]:
         """Returns, for each tensor that gradients pass on their way to the sources, the position of its last reader.
 
         The position is infinite if gradients also come from elsewhere, as to a result; the text then says from where.
         """
-        reached = {each for each in self._sources if each.needs_grad}
+        reached = {source for source in self._sources if source.needs_grad}
         last_read: dict[Tensor, float] = {}
         readers: list[tuple[Op, list[Tensor]]] = []
         problem = ""
         for op in self._program.ops:
-            read = [each for each in op.operands if each in reached]
+            read = [operand for operand in op.operands if operand in reached]
             outs = [out for out in op.outs if out.needs_grad]
             # A change through a view reaches all later readers of its base.
-            is_seen = bool(read and outs) and any(self._is_read_after(each, op) for each in op.writes)
+            is_seen = bool(read and outs) and any(self._is_read_after(written, op) for written in op.writes)
             has_gradient = op.grad_mode or op.leaves_gradient
             if is_seen or (read and op.writes and not op.outs and has_gradient):
                 problem = problem or f"{op} changes a tensor in place"
@@ -322,14 +326,14 @@ class _Search:
                 readers.append((op, read))
                 reached.update(outs)
         if returned := reached.intersection(self._program.results):
-            told = "its result, or a tensor computed from it, is returned or used after a graph break, and not detached"
-            problem = problem or told
+            text = "its result, or a tensor computed from it, is returned or used after a graph break, and not detached"
+            problem = problem or text
             last_read |= dict.fromkeys(returned, math.inf)
         for op, read in reversed(readers):
             # No gradient comes back from some readers, such as a write to a buffer under `torch.no_grad`.
             if any(out in last_read for out in op.outs if out.needs_grad):
-                for each in read:
-                    last_read.setdefault(each, op.position)
+                for operand in read:
+                    last_read.setdefault(operand, op.position)
         return last_read, problem
 
     def sum_at(self, place: Tensor, others: dict[Tensor, None] | None = None) -> TokenSum:
@@ -350,14 +354,14 @@ class _Search:
                 linear[op] = None
                 waiting += self._operands(op)
         order = sorted(linear, key=lambda op: op.position)
-        if any(each in op.operands for op in order if op.name not in ("add", "sub") for each in others or ()):
+        if any(tensor in op.operands for op in order if op.name not in ("add", "sub") for tensor in others or ()):
             raise NotASum("another loss is both added to it and multiplied with it")
-        if any(each.is_number_read for op in order for each in op.operands):
+        if any(tensor.is_number_read for op in order for tensor in op.operands):
             raise NotASum("the program reads one of its terms as a number, such as by item()")
-        in_order = [each for op in order for each in op.operands if each in starts] or [place]
-        summands = [self._summand(each) for each in dict.fromkeys(in_order)]
+        in_order = [tensor for op in order for tensor in op.operands if tensor in starts] or [place]
+        summands = [self._summand(tensor) for tensor in dict.fromkeys(in_order)]
         needed = set(self._program.results)
-        live(self._program.ops, needed, given={place, *self._sources}, dropped=self._writes)
+        live(self._program.ops, needed, computed={place, *self._sources}, dropped=self._writes)
         kept = needed.intersection(self._sources) - {place}
         total = TokenSum(place, summands, order, self._parts, kept, self._writes, list(others or ()))
         # A region runs the same token loss for all its parts: the operations of one part count.
@@ -369,13 +373,13 @@ class _Search:
 
     def _summand(self, tensor: Tensor) -> Summand:
         part, handle = self._tokens.get(tensor) or (self._sources[tensor], self._sources[tensor].handles[tensor])
-        handle = self._whole.get((part, handle), handle)
+        handle = self._unselected.get((part, handle), handle)
         try:
             text, read = renumber_inputs(part.recorder.copy().finish(handle))
         except NotPointwise:
             raise NotASum(f"{_name(tensor)} does not depend on the logits") from None
         inputs = [*part.inputs.values()]
-        return Summand(part, handle, tensor, text, [inputs[number] for number in read], self._picks.get(tensor, ()))
+        return Summand(part, handle, tensor, text, [inputs[at] for at in read], self._selections.get(tensor, ()))
 
     def _is_linear_step(self, tensor: Tensor, op: Op, others: dict[Tensor, None] | None) -> bool:
         """Whether a tensor counts as a linear combination of its operands, and not as a summand.
@@ -388,17 +392,17 @@ class _Search:
         if tensor in self._tokens:
             is_product = is_linear and len(operands) == 1 and operands[0] in self._with_grad and not op.writes
             return is_product and tensor in self._with_grad and tensor.dtype == operands[0].dtype
-        added = [each for each in op.operands if each not in self._dependent]
+        added = [operand for operand in op.operands if operand not in self._dependent]
         if others is not None and op.name in ("add", "sub") and len(operands) == len(added) == 1 and tensor.ndim == 0:
             # The factor of the other loss is the derivative with respect to it.
             is_linear = len(op.args) == 2 and added[0].dtype.is_floating_point
             others.update(dict.fromkeys(added))
         if not is_linear:
-            if any(each not in self._tokens and each not in self._with_grad for each in operands):
+            if any(operand not in self._tokens and operand not in self._with_grad for operand in operands):
                 raise NotASum(f"{op} mixes tokens{self._after(op)}")
             if op.name in ("add", "sub") and len(operands) == 1 and tensor.ndim == 0:
                 raise NotASum(f"{op} adds another loss before the last term of this one: add the other loss last")
-            if op.name == "mean" and any(depends_on_values(each.numel) for each in operands):
+            if op.name == "mean" and any(depends_on_values(operand.numel) for operand in operands):
                 raise NotASum(f"the number of tokens in {op} depends on the values of a tensor")
             problem = f"{op} is neither linear nor an operation on single tokens in their order{self._after(op)}"
             raise self._problems.get(tensor) or NotASum(problem)
@@ -418,9 +422,9 @@ class _Search:
         """Returns ", after …" with the operation that has mixed the tokens which `op` reads; empty if it is `op`."""
         first: Op | None = op
         while first is not None:
-            others = (each for each in self._operands(first) if each not in self._tokens and each not in self._sources)
-            found, first = first, next((each.op for each in others), None)
-        return "" if found is op else f", after {found}"
+            mixed = (each for each in self._operands(first) if each not in self._tokens and each not in self._sources)
+            last, first = first, next((each.op for each in mixed), None)
+        return "" if last is op else f", after {last}"
 
     def _record_operation(self, op: Op, part: Part, has_grad: bool) -> Handle:
         """Records an operation on single tokens; returns the handle of its result."""
@@ -429,10 +433,10 @@ class _Search:
             # The recorder's tokens have one dimension, and no permutation of several.
             raise NotPointwise(op.name)
 
-        def argument(given: Any) -> Any:
-            if not isinstance(given, Tensor):
-                return [argument(each) for each in given] if isinstance(given, list | tuple) else given
-            return self._tokens[given][1] if given in self._tokens else self._input(given, op, part, has_grad)
+        def argument(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return [argument(item) for item in value] if isinstance(value, list | tuple) else value
+            return self._tokens[value][1] if value in self._tokens else self._input(value, op, part, has_grad)
 
         first = op.operands[0]
         if first in self._tokens and (op.name in RESHAPES | CASTS or keeps_elements(op)):
@@ -443,8 +447,8 @@ class _Search:
         else:
             self._check_writes(op)
             handle = recorder.write(
-                op.name, [argument(each) for each in op.args],
-                {name: argument(each) for name, each in op.kwargs.items() if name != "inplace"},
+                op.name, [argument(value) for value in op.args],
+                {name: argument(value) for name, value in op.kwargs.items() if name != "inplace"},
             )  # fmt: skip
         return handle if has_grad else recorder.detached(handle)
 
@@ -452,26 +456,26 @@ class _Search:
         """Returns the recorder's handle of a tensor that does not depend on the sources."""
         if has_grad:
             _check_factor(tensor, op)
-        shape, picks = op.output.shape, self._picks[op.output]
-        for handle, known in part.inputs.items():
-            if known.tensor is None or known.ignored is not None:
+        shape, selections = op.output.shape, self._selections[op.output]
+        for handle, input in part.inputs.items():
+            if input.tensor is None or input.ignored is not None:
                 continue
             # A mask and its cast to floats have the same number.
-            is_same = self._program.value_number(known.tensor) == self._program.value_number(tensor)
-            is_same = is_same and known.tensor.dtype == tensor.dtype
-            is_same = is_same and same_shape(known.tensor.shape, tensor.shape) and same_shape(known.shape, shape)
-            if is_same and _key(known.picks) == _key(picks):
+            is_equal = self._program.value_number(input.tensor) == self._program.value_number(tensor)
+            is_equal = is_equal and input.tensor.dtype == tensor.dtype
+            is_equal = is_equal and same_shape(input.tensor.shape, tensor.shape) and same_shape(input.shape, shape)
+            if is_equal and _key(input.selections) == _key(selections):
                 return handle
         handle = part.recorder.add_input(tensor.dtype)
-        part.inputs[handle] = TokenInput(tensor, shape, op.position, picks=picks)
+        part.inputs[handle] = TokenInput(tensor, shape, op.position, selections=selections)
         return handle
 
     def _check_writes(self, op: Op) -> None:
         """Raises for an in-place change that another reader sees, so that a new tensor cannot stand for it."""
         for written in op.writes:
-            is_own = written in self._dependent or (self._is_zero(written, op) and len(written.users) == 1)
-            is_followed = is_own and not op.leaves_gradient and op.name not in PERMUTATIONS
-            if not is_followed or self._is_read_after(written, op):
+            holds_terms = written in self._dependent or (self._is_zero(written, op) and len(written.users) == 1)
+            is_replaceable = holds_terms and not op.leaves_gradient and op.name not in PERMUTATIONS
+            if not is_replaceable or self._is_read_after(written, op):
                 raise NotASum(f"{op} changes a tensor in place")
             self._writes.add(op)
 
@@ -479,10 +483,10 @@ class _Search:
         """Whether a tensor from before an in-place change, which shares the changed memory, is read after it."""
         # Cached, since a loop that adds losses in place asks for each of its scalars.
         if (written, op) not in self._is_read:
-            needed = [each for later in self._program.ops[op.position + 1 :] for each in later.operands]
+            later_operands = [operand for later in self._program.ops[op.position + 1 :] for operand in later.operands]
             self._is_read[written, op] = any(
-                each.shares_memory(written) and (each.op is None or each.op.position < op.position)
-                for each in (*needed, *self._program.results)
+                tensor.shares_memory(written) and (tensor.op is None or tensor.op.position < op.position)
+                for tensor in (*later_operands, *self._program.results)
             )
         return self._is_read[written, op]
 
@@ -490,39 +494,39 @@ class _Search:
         """Whether a value is 0, or a tensor that was created as zeros and not changed before `reader` reads it."""
         if not isinstance(tensor, Tensor):
             return is_number(tensor) and tensor == 0
-        written = [each for op in self._program.writers(0, reader.position - 1) for each in op.writes]
+        changed = [tensor for op in self._program.writers(0, reader.position - 1) for tensor in op.writes]
         views = [tensor]
         while (op := views[-1].op) is not None and op.name in CASTS | RESHAPES | {"requires_grad_", "detach"}:
             views.append(op.operands[0])
-        if op is None or any(view.shares_memory(each) for view in views for each in written):
+        if op is None or any(view.shares_memory(tensor) for view in views for tensor in changed):
             return False
         is_full = op.name in ("full", "new_full", "full_like", "new_tensor", "tensor", "as_tensor", "scalar_tensor")
-        numbers = [each for each in (*op.args[1:], *op.kwargs.values()) if is_number(each)] if is_full else []
+        numbers = [value for value in (*op.args[1:], *op.kwargs.values()) if is_number(value)] if is_full else []
         return op.name in ("zeros", "zeros_like", "new_zeros") or (bool(numbers) and not any(numbers))
 
 
-def _stands_behind(picks: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Whether `picks` select tokens that follow those of `others` along one of the dimensions."""
-    differing: Any = ((one, other) for one, other in zip(picks, others, strict=False) if one is not other)
-    for one, other in differing:
-        pairs = zip(_ends_of(one), _ends_of(other), strict=False)
-        found = [(0, *before, start) for (start, _), before in pairs if None not in (*before, start)]
-        is_of_one = one.op.operands[0] is other.op.operands[0]
-        return is_of_one and any(all(holds(x <= y) for x, y in pairwise(numbers)) for numbers in found)
+def _come_after(selections: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether `selections` are of tokens that follow those of `others` along one of the dimensions."""
+    differing: Any = ((a, b) for a, b in zip(selections, others, strict=False) if a is not b)
+    for a, b in differing:
+        pairs = zip(_bounds(a), _bounds(b), strict=False)
+        bounds = [(0, *before, start) for (start, _), before in pairs if None not in (*before, start)]
+        have_one_source = a.op.operands[0] is b.op.operands[0]
+        return have_one_source and any(all(holds(x <= y) for x, y in pairwise(numbers)) for numbers in bounds)
     return False
 
 
-def _ends_of(picked: Any) -> list[tuple[Any, Any]]:
+def _bounds(selected: Any) -> list[tuple[Any, Any]]:
     """Returns where a selection begins and ends along each dimension, as far as its index says it."""
-    indices = indices_of(picked.op)
-    index = [part for part in indices[picked.op.outs.index(picked)] if part is not None] if indices else []
+    indices = indices_of(selected.op)
+    index = [part for part in indices[selected.op.outs.index(selected)] if part is not None] if indices else []
     return [(part.start or 0, part.stop) if isinstance(part, slice) else (part, part + 1) for part in index]
 
 
-def _key(picks: Sequence[Tensor]) -> str:
+def _key(selections: Sequence[Tensor]) -> str:
     """Returns a key that is equal if the same tokens are selected."""
-    ops = [(each.op, each.op.outs.index(each)) for each in picks if each.op]
-    return repr([(op.operands[0].shape, op.name, without_tensors(op), at) for op, at in ops])
+    ops = [(tensor.op, tensor.op.outs.index(tensor)) for tensor in selections if tensor.op]
+    return repr([(op.operands[0].shape, op.name, without_tensors(op), position) for op, position in ops])
 
 
 def _record_source(result: Result, part: Part) -> Handle:
@@ -533,7 +537,7 @@ def _record_source(result: Result, part: Part) -> Handle:
         return recorder.write(function.__name__, args, {})
 
     if row.variables:
-        number = row.made_of({name: Handle(name) for name in VARIABLES}, call)
+        number = row.evaluate({name: Handle(name) for name in VARIABLES}, call)
     else:  # All atoms cancel, as in the ratio of a probability to itself.
         number = call(torch.full_like, Handle(VARIABLES[0]), row.constant)
     if row.labels is not None and row.ignore_index is not None and row.reduction == "none":
@@ -560,13 +564,13 @@ def _is_linear(op: Op, operands: Sequence[Tensor], is_zero: Callable[[Any, Op], 
     if name in PRODUCTS:
         # With equal factors it is a square, and with a bias not linear.
         has_bias = name == "linear" and len(op.operands) > 2
-        return len(operands) == 1 and sum(each is operands[0] for each in op.operands) == 1 and not has_bias
+        return len(operands) == 1 and sum(operand is operands[0] for operand in op.operands) == 1 and not has_bias
     if name in _LINEAR_IN_FIRST:
         is_first = len(operands) == 1 and op.operands[0] is operands[0]
-        is_of_floats = all(out.dtype.is_floating_point for out in op.outs)
+        has_float_results = all(out.dtype.is_floating_point for out in op.outs)
         # The sum over no tokens, divided by their number, is NaN.
-        has_none = any(not depends_on_values(out.numel) and not has_elements(out) for out in op.outs)
-        return is_first and is_of_floats and not has_none and (name != "mean" or has_elements(operands[0]))
+        has_empty_result = any(not depends_on_values(out.numel) and not has_elements(out) for out in op.outs)
+        return is_first and has_float_results and not has_empty_result and (name != "mean" or has_elements(operands[0]))
     if tensors_in(op.kwargs):
         return False  # The checks below know arguments by their position.
 
@@ -593,10 +597,10 @@ def _is_linear(op: Op, operands: Sequence[Tensor], is_zero: Callable[[Any, Op], 
     return False
 
 
-def _check_factor(tensor: Tensor, op: Op) -> None:
+def _check_factor(factor: Tensor, op: Op) -> None:
     """Raises for a factor that needs a gradient itself."""
-    if tensor.needs_grad:
-        raise FactorNeedsGradient(f"{_name(tensor)}, an operand of {op}, needs a gradient, too")
+    if factor.needs_grad:
+        raise FactorNeedsGradient(f"{_name(factor)}, an operand of {op}, needs a gradient, too")
 
 
 def _name(tensor: Tensor) -> str:

@@ -83,7 +83,7 @@ class _Writing:
         self._is_joined = bool(others) and not self._has_several
         self._constants: list[Tensor] = []
         """Numbers to add to the sum: 0, or NaN if no token counts and the sum is divided by their number"""
-        self._others: list[tuple[Tensor, Tensor]] = []
+        self._other_losses: list[tuple[Tensor, Tensor]] = []
         """Other losses that the program adds between the terms of the sum, with their factors"""
 
     def write(self) -> tuple[dict[Tensor, Tensor], Decision]:
@@ -116,21 +116,21 @@ class _Writing:
             tensors = named_tensors({**arguments, "expected_gradient": self._expected_gradient()})
         call = Call(tensors=tensors, loss=loss, needs_grad=needs_grad)
         results, planned = self._writer.region(call, logits.group)
-        found = dict(zip(("loss", *outputs), results, strict=True))
+        outputs_by_name = dict(zip(("loss", *outputs), results, strict=True))
         waits = planned.plan.strategy in (SAVE_LOGITS, RECOMPUTE_LOGITS)
         part = region.parts[0]
         note = region.note if waits else ""
         is_example = not all(isinstance(size, int) for size in tensors["input"].shape)
         decision = Decision(part.line, planned, kind=part.kind, note=note, is_example=is_example)
-        return self._results(found), decision
+        return self._results(outputs_by_name), decision
 
     def _call(self, function: Callable, *args: Any, **kwargs: Any) -> Tensor:
         """Adds a call as `Writer.call` does, unless it would change nothing."""
-        tensor, *others = args
+        tensor, *options = args
         is_same = (
             (function is torch.detach and not tensor.needs_grad)
-            or (function is torch.reshape and same_shape(tensor.shape, *others))
-            or (function is torch.Tensor.to and [tensor.dtype] == others)
+            or (function is torch.reshape and same_shape(tensor.shape, *options))
+            or (function is torch.Tensor.to and [tensor.dtype] == options)
         )
         return tensor if is_same else self._writer.call(function, *args, **kwargs)
 
@@ -138,15 +138,15 @@ class _Writing:
 
     def _inputs_and_labels(self) -> tuple[list[Tensor], Tensor]:
         """Returns each term's input, (..., H), and the labels: (...) of all parts, or (T, K) if they share rows."""
-        of_parts = [self._operands_of(part) for part in self._region.parts]
-        if len(of_parts) == 1:
-            return of_parts[0]
+        part_operands = [self._operands_of(part) for part in self._region.parts]
+        if len(part_operands) == 1:
+            return part_operands[0]
         if self._has_several:
-            inputs = [self._flat(each, 2) for each in of_parts[0][0]]
-            return inputs, self._call(torch.stack, [self._flat(each) for _, each in of_parts], -1)
-        columns = zip(*(inputs for inputs, _ in of_parts), strict=True)
+            inputs = [self._flat(input, 2) for input in part_operands[0][0]]
+            return inputs, self._call(torch.stack, [self._flat(each) for _, each in part_operands], -1)
+        columns = zip(*(inputs for inputs, _ in part_operands), strict=True)
         inputs = [self._call(torch.cat, [self._flat(each, 2) for each in column]) for column in columns]
-        return inputs, self._call(torch.cat, [self._flat(each) for _, each in of_parts])
+        return inputs, self._call(torch.cat, [self._flat(each) for _, each in part_operands])
 
     def _operands_of(self, part: Part) -> tuple[list[Tensor], Tensor]:
         inputs = [self._input(term, part) for term in part.logits.terms]
@@ -176,7 +176,7 @@ class _Writing:
             return False
         if total is None:
             return self._loss is None
-        return any(each.row.ignore_index is None for each in part.rows) or total.counts_ignored(part)
+        return any(result.row.ignore_index is None for result in part.rows) or total.counts_ignored(part)
 
     def _flat(self, tensor: Tensor, ndim: int = 1) -> Tensor:
         """Returns a tensor in `ndim` dimensions, 1 or 2: its first dimensions are flattened."""
@@ -192,21 +192,21 @@ class _Writing:
             input = self._call(torch.detach, input)
         if (dim := term.hidden_dim) != input.ndim - 1:
             input = self._call(torch.permute, input, (*range(dim), *range(dim + 1, input.ndim), dim))
-        input = reduce(self._step, part.logits.rows, input)
+        input = reduce(self._apply_step, part.logits.rows, input)
         return input if term.factor == 1 else self._call(torch.mul, input, float(term.factor))
 
-    def _step(self, hidden: Tensor, step: RowStep) -> Tensor:
+    def _apply_step(self, hidden: Tensor, step: RowStep) -> Tensor:
         if step.kind == "cat":
             dim, *parts = step.argument
-            return self._call(torch.cat, [reduce(self._step, part, hidden) for part in parts], dim)
+            return self._call(torch.cat, [reduce(self._apply_step, part, hidden) for part in parts], dim)
         if step.kind == "reshape":
             return self._call(torch.reshape, hidden, (*step.argument, hidden.shape[-1]))
         if step.kind == "permute":
             return self._call(torch.permute, hidden, (*step.argument, len(step.argument)))
         if step.kind == "take":
-            return self._call(operator.getitem, hidden, step.given)
-        if step.given:
-            (factor,) = step.given
+            return self._call(operator.getitem, hidden, step.operands)
+        if step.operands:
+            (factor,) = step.operands
             if isinstance(factor, Tensor):
                 factor = self._call(torch.reshape, factor, step.factor_shape)
             product = self._call(getattr(torch, step.kind), hidden, factor)
@@ -248,16 +248,16 @@ class _Writing:
         """Returns the settings of the loss for a sum over tokens; adds its weights and inputs to the arguments."""
         region, total = self._region, self._region.total
         assert total is not None
-        starts = [*(each.tensor for each in total.summands), *total.others]
-        of_none: list[Tensor | None] = [*map(self._mean_of_ignored, total.summands), *[None] * len(total.others)]
+        starts = [*(summand.tensor for summand in total.summands), *total.other_losses]
+        ignored: list[Tensor | None] = [*map(self._mean_of_ignored, total.summands), *[None] * len(total.other_losses)]
         is_divided = self._leaves_out_tokens and any(op.name in ("div", *PRODUCTS) for op in total.ops)
-        is_followed = total.ops and (is_divided or any(each is not None for each in of_none))
-        found = [self._number(1.0)]
+        is_followed = total.ops and (is_divided or any(each is not None for each in ignored))
+        gradients = [self._number(1.0)]
         if total.ops:
-            found = self._writer.weights(total.ops, starts, total.place, values=of_none if is_followed else None)
-        self._constants = [found.pop()] if is_followed else [each for each in of_none if each is not None]
-        derivatives = dict(zip(starts, found, strict=True))
-        self._others = [(other, derivatives[other]) for other in total.others]
+            gradients = self._writer.weights(total.ops, starts, total.place, values=ignored if is_followed else None)
+        self._constants = [gradients.pop()] if is_followed else [each for each in ignored if each is not None]
+        derivatives = dict(zip(starts, gradients, strict=True))
+        self._other_losses = [(other, derivatives[other]) for other in total.other_losses]
         weights = [
             [
                 (group, self._token_weights(group, [derivatives[each.tensor] for each in group]))
@@ -270,16 +270,16 @@ class _Writing:
         if self._losses is not None:
             factors, smoothing = self._losses
             settings["label_smoothing"] = float(smoothing)
-            of_parts = []
-            for part, factor, own in zip(region.parts, factors, weights, strict=True):
+            part_weights = []
+            for part, factor, group_weights in zip(region.parts, factors, weights, strict=True):
                 # Each weight has the shape that the program gave its tokens.
-                in_rows = (self._in_rows(weight) if weight.ndim else weight for _, weight in own)
+                in_rows = (self._in_rows(weight) if weight.ndim else weight for _, weight in group_weights)
                 weight = reduce(partial(self._call, torch.add), in_rows)
-                of_parts.append(self._full(scaled(weight, factor, self._call), part))
+                part_weights.append(self._per_token(scaled(weight, factor, self._call), part))
             if self._has_several:
-                arguments["target_weights"] = self._call(torch.stack, of_parts, -1)
+                arguments["target_weights"] = self._call(torch.stack, part_weights, -1)
             else:
-                arguments["token_weights"] = self._joined(of_parts)
+                arguments["token_weights"] = self._joined(part_weights)
             return settings
         token_losses = map(self._token_loss, region.parts, weights)
         texts, inputs, token_weights = zip(*token_losses, strict=True)
@@ -300,7 +300,7 @@ class _Writing:
     def _mean_of_ignored(self, summand: Summand) -> Tensor | None:
         """Returns what ignored rows add to a mean: 0, or NaN if all rows are ignored; None for other summands."""
         result = self._interpreter.results.get(summand.tensor)
-        if result is None or result.row.reduction != "mean" or result.row.ignore_index is None or summand.picks:
+        if result is None or result.row.reduction != "mean" or result.row.ignore_index is None or summand.selections:
             return None
         return self._call(torch.mul, self._part_of_mean(summand.part), 0.0)
 
@@ -328,18 +328,18 @@ class _Writing:
     ) -> tuple[str, tuple[Tensor, ...], Tensor | None]:
         """Returns the token loss of one part, the tensors that it reads, and the weights of the tokens."""
         recorder = part.recorder.copy()
-        inputs: list[Any] = [(each,) for each in part.inputs.values()]
-        numbers = {each: number for number, each in enumerate(part.inputs.values())}
-        own = [(group, self._full(weight, part)) for group, weight in weights]
+        inputs: list[Any] = [(input,) for input in part.inputs.values()]
+        numbers = {input: number for number, input in enumerate(part.inputs.values())}
+        factors = [(group, self._per_token(weight, part)) for group, weight in weights]
         token_weights: Tensor | None = None
         if self._is_alone:
-            token_weights, *others = (factor for _, factor in own)
+            token_weights, *others = (factor for _, factor in factors)
             if others:
-                counts = (self._call(torch.ne, factor, 0.0) for _, factor in own)
+                counts = (self._call(torch.ne, factor, 0.0) for _, factor in factors)
                 either = reduce(partial(self._call, torch.logical_or), counts)
                 token_weights = self._call(torch.Tensor.to, either, self._rows_dtype)
         result: Handle | None = None
-        for group, factor in own:
+        for group, factor in factors:
             summand, handle = group[0], group[0].handle
             # If several losses read one input, the largest group has it for all their tokens.
             for several in zip(*(each.inputs for each in group), strict=True):
@@ -347,68 +347,68 @@ class _Writing:
             if factor is not token_weights:
                 inputs.append(factor)
                 factor_handle: Any = recorder.add_input(torch.float32)
-                if summand.picks:
+                if summand.selections:
                     # The loss of all other tokens may be infinite.
                     handle = recorder.write("where", (recorder.write("ne", (factor_handle, 0.0), {}), handle, 0.0), {})
                 handle = recorder.write("mul", (handle, factor_handle), {})
             result = handle if result is None else recorder.write("add", (result, handle), {})
         text, read = renumber_inputs(recorder.finish(result))
-        given = tuple(self._token_input(inputs[each]) for each in read)
-        return text, given, token_weights
+        read_inputs = tuple(self._token_input(inputs[each]) for each in read)
+        return text, read_inputs, token_weights
 
-    def _token_input(self, given: "Tensor | tuple[TokenInput, ...]") -> Tensor:
+    def _token_input(self, inputs: "Tensor | tuple[TokenInput, ...]") -> Tensor:
         """Returns a tensor that a token loss reads: a weight, or an input, which may differ for selected tokens."""
-        if isinstance(given, Tensor):
-            return given
-        return self._in_rows(self._scattered([*map(self._expanded, given)], [each.picks for each in given]))
+        if isinstance(inputs, Tensor):
+            return inputs
+        return self._in_rows(self._scattered([*map(self._expanded, inputs)], [each.selections for each in inputs]))
 
-    def _expanded(self, given: TokenInput) -> Tensor:
-        if given.tensor is None:
+    def _expanded(self, input: TokenInput) -> Tensor:
+        if input.tensor is None:
             device = self._logits.terms[0].input.device
-            return self._call(torch.full, given.shape, True, dtype=torch.bool, device=device)
-        if given.ignored is not None:
-            tensor = self._call(torch.ne, given.tensor, given.ignored)
+            return self._call(torch.full, input.shape, True, dtype=torch.bool, device=device)
+        if input.ignored is not None:
+            tensor = self._call(torch.ne, input.tensor, input.ignored)
         else:
-            tensor = self._call(torch.detach, given.tensor)
-        if not same_shape(tensor.shape, given.shape):
-            tensor = self._call(torch.Tensor.expand, tensor, given.shape)
+            tensor = self._call(torch.detach, input.tensor)
+        if not same_shape(tensor.shape, input.shape):
+            tensor = self._call(torch.Tensor.expand, tensor, input.shape)
         return tensor
 
-    def _scattered(self, tensors: Sequence[Tensor], picks: Sequence[Sequence[Tensor]]) -> Tensor:
+    def _scattered(self, tensors: Sequence[Tensor], selections: Sequence[Sequence[Tensor]]) -> Tensor:
         """Returns a number for each token in order, from tensors of selected tokens; tokens that none selects get 0."""
         value, *others = tensors
-        if not picks[0]:
+        if not selections[0]:
             return value
-        first: Any = picks[0][0].op
+        first: Any = selections[0][0].op
         count = first.operands[0].numel
-        of_all = self._call(torch.arange, count, device=value.device)
-        numbers = [self._picked(of_all, of) for of in picks]
+        token_numbers = self._call(torch.arange, count, device=value.device)
+        numbers = [self._select(token_numbers, selection) for selection in selections]
         number, value = numbers[0], self._call(torch.flatten, value)
         if others:
             number = self._call(torch.cat, numbers)
             value = self._call(torch.cat, [value, *(self._call(torch.flatten, each) for each in others)])
-        found = self._call(torch.zeros, (count,), dtype=value.dtype, device=value.device)
-        return self._call(torch.scatter, found, 0, number, value)
+        zeros = self._call(torch.zeros, (count,), dtype=value.dtype, device=value.device)
+        return self._call(torch.scatter, zeros, 0, number, value)
 
-    def _picked(self, numbers: Tensor, picks: Sequence[Tensor]) -> Tensor:
+    def _select(self, numbers: Tensor, selections: Sequence[Tensor]) -> Tensor:
         """Returns the numbers of the selected tokens, from those of all tokens."""
-        for picked in picks:
-            op: Any = picked.op
+        for selected in selections:
+            op: Any = selected.op
             numbers = self._call(torch.reshape, numbers, op.operands[0].shape)
             if op.name in PERMUTATIONS:
                 numbers = self._call(torch.permute, numbers, order_of(op))
             elif indices := indices_of(op):
-                numbers = self._call(operator.getitem, numbers, indices[op.outs.index(picked)])
+                numbers = self._call(operator.getitem, numbers, indices[op.outs.index(selected)])
             else:
-                given, named = without_tensors(op)
-                numbers = self._call(getattr(torch.Tensor, op.name), numbers, *given, **named)
+                arguments, options = without_tensors(op)
+                numbers = self._call(getattr(torch.Tensor, op.name), numbers, *arguments, **options)
         return self._call(torch.flatten, numbers)
 
     def _token_weights(self, group: Sequence[Summand], weights: Sequence[Tensor]) -> Tensor:
         """Returns the weights of the tokens, from the weights of a group's summands."""
         (summand, *_), (weight, *_) = group, weights
-        if summand.picks:
-            return self._scattered(weights, [each.picks for each in group])
+        if summand.selections:
+            return self._scattered(weights, [each.selections for each in group])
         part, result = summand.part, self._interpreter.results.get(summand.tensor)
         if result is None or result.row.reduction == "none":
             return weight
@@ -428,7 +428,7 @@ class _Writing:
         device = self._logits.terms[0].input.device
         return self._call(torch.full, tuple(shape), value, dtype=self._rows_dtype, device=device)
 
-    def _full(self, weight: Tensor, part: Part) -> Tensor:
+    def _per_token(self, weight: Tensor, part: Part) -> Tensor:
         """Returns a weight for each token, from one that may be a number for all."""
         if weight.ndim == 0:
             weight = self._call(torch.Tensor.expand, weight, part.logits.rows_shape)
@@ -442,17 +442,17 @@ class _Writing:
 
     def _outputs(self) -> dict[str, bool]:
         """Returns the outputs that the region needs beside the loss, and whether a gradient flows back to them."""
-        found: dict[str, bool] = {}
+        flows: dict[str, bool] = {}
         total = self._region.total
         for part in self._region.parts:
             for result in part.rows if total is None else [each for each in part.rows if each.tensor in total.kept]:
                 for name, (factor, _) in result.row.variables.items():
                     if total is None and (name == "log_prob" or self._loss is not None):
                         continue  # It follows from the loss.
-                    found[name] = found.get(name, False) or (factor != 0 and result.tensor.needs_grad and total is None)
+                    flows[name] = flows.get(name, False) or (factor != 0 and result.tensor.needs_grad and total is None)
             if part.argmaxes:
-                found[self._argmax_output(part)] = False
-        return found
+                flows[self._argmax_output(part)] = False
+        return flows
 
     def _argmax_output(self, part: Part) -> str:
         """Returns the name of an argmax's output; valid_argmax is -1 in ignored rows, so -1 must not be their label."""
@@ -460,82 +460,82 @@ class _Writing:
         compared = (is_compared_with_labels(each.tensor, part, self._interpreter.program) for each in part.argmaxes)
         return "valid_argmax" if is_free and all(compared) else "argmax"
 
-    def _results(self, found: dict[str, Tensor]) -> dict[Tensor, Tensor]:
+    def _results(self, outputs: dict[str, Tensor]) -> dict[Tensor, Tensor]:
         region, total = self._region, self._region.total
         results: dict[Tensor, Tensor] = {}
         if total is not None:
-            loss = found["loss"]
-            for each in self._constants:
-                loss = self._call(torch.add, loss, each)
-            for other, factor in self._others:
+            loss = outputs["loss"]
+            for constant in self._constants:
+                loss = self._call(torch.add, loss, constant)
+            for other, factor in self._other_losses:
                 loss = self._call(torch.add, loss, self._call(torch.mul, other, factor))
             results[total.place] = self._like(total.place, loss)
         start: Any = 0
         for part in region.parts:
-            of_part, start = self._outputs_of(found, part, start)
+            part_outputs, start = self._outputs_of(outputs, part, start)
             for result in part.argmaxes:
-                results[result.tensor] = self._like(result.tensor, of_part[self._argmax_output(part)])
+                results[result.tensor] = self._like(result.tensor, part_outputs[self._argmax_output(part)])
             for result in part.rows:
                 if total is None or result.tensor in total.kept:
-                    results[result.tensor] = self._like(result.tensor, self._result(result, of_part, part))
-        return {tensor: results[tensor] for tensor in region.gives}
+                    results[result.tensor] = self._like(result.tensor, self._result(result, part_outputs, part))
+        return {tensor: results[tensor] for tensor in region.returned}
 
-    def _outputs_of(self, found: dict[str, Tensor], part: Part, start: Any) -> tuple[dict[str, Tensor], Any]:
+    def _outputs_of(self, outputs: dict[str, Tensor], part: Part, start: Any) -> tuple[dict[str, Tensor], Any]:
         """Returns the outputs of one part's rows, which begin at row `start`, and the first row of the next part."""
         if not self._is_joined:
-            return found, start
-        own = slice(start, start + part.count)
-        of_part = {name: self._call(operator.getitem, each, (own,)) for name, each in found.items() if each.ndim}
-        return of_part, own.stop
+            return outputs, start
+        rows = slice(start, start + part.count)
+        values = {name: self._call(operator.getitem, each, (rows,)) for name, each in outputs.items() if each.ndim}
+        return values, rows.stop
 
-    def _result(self, result: Result, found: dict[str, Tensor], part: Part) -> Tensor:
+    def _result(self, result: Result, outputs: dict[str, Tensor], part: Part) -> Tensor:
         """Returns a result of the program, from what the region returns."""
         if result is self._loss:
-            return found["loss"]
-        of_rows, reduction = self._row(result, found), result.row.reduction
+            return outputs["loss"]
+        row_values, reduction = self._row_values(result, outputs), result.row.reduction
         if result.row.ignore_index is None:
-            return of_rows if reduction == "none" else self._call(getattr(torch, reduction), of_rows)
+            return row_values if reduction == "none" else self._call(getattr(torch, reduction), row_values)
         is_valid = self._is_valid(part)
-        of_rows = self._call(torch.where, is_valid, self._call(torch.reshape, of_rows, is_valid.shape), 0.0)
+        row_values = self._call(torch.where, is_valid, self._call(torch.reshape, row_values, is_valid.shape), 0.0)
         if reduction == "none":
-            return of_rows
-        total = self._call(torch.sum, of_rows)
+            return row_values
+        total = self._call(torch.sum, row_values)
         return total if reduction == "sum" else self._call(torch.div, total, self._call(torch.sum, is_valid))
 
-    def _row(self, result: Result, found: dict[str, Tensor]) -> Tensor:
+    def _row_values(self, result: Result, outputs: dict[str, Tensor]) -> Tensor:
         """Returns a number of each row, before a reduction, from what the region returns."""
         row = result.row
         if not row.variables:  # All atoms cancel, as in the sum of a softmax.
             return self._number(row.constant, row.shape)
         if self._region.total is None and "log_prob" in row.variables:
-            found = {"log_prob": self._call(torch.neg, found["loss"]), **found}
-        return row.made_of(found, self._call)
+            outputs = {"log_prob": self._call(torch.neg, outputs["loss"]), **outputs}
+        return row.evaluate(outputs, self._call)
 
-    def _like(self, program: Tensor, found: Tensor) -> Tensor:
+    def _like(self, original: Tensor, tensor: Tensor) -> Tensor:
         """Returns a tensor in the shape and dtype of the program's, and detached if that needs no gradient."""
-        if not program.needs_grad:
-            found = self._call(torch.detach, found)
-        found = self._call(torch.Tensor.to, self._call(torch.reshape, found, program.shape), program.dtype)
+        if not original.needs_grad:
+            tensor = self._call(torch.detach, tensor)
+        tensor = self._call(torch.Tensor.to, self._call(torch.reshape, tensor, original.shape), original.dtype)
         # Other results may share the tensor, and the operator's backward may read it: it must not change in place.
-        return self._call(torch.clone, found) if self._interpreter.program.may_have_changed(program) else found
+        return self._call(torch.clone, tensor) if self._interpreter.program.may_have_changed(original) else tensor
 
     # The upstream gradient.
 
     def _expected_gradient(self) -> Tensor | float | None:
         """Returns the upstream gradient to expect, from the program and the options; None for 1."""
-        total, dtype, given = self._region.total, self._logits.dtype, self._options.expected_gradient
+        total, dtype, expected = self._region.total, self._logits.dtype, self._options.expected_gradient
         # The program's tensor that is the region's loss; None if that is computed from numbers of each row.
         result = total.place if total is not None else None if self._loss is None else self._loss.tensor
         # float16 needs a loss scale, and the factors that follow the loss do not give one.
-        if dtype is torch.float16 and given is None:
+        if dtype is torch.float16 and expected is None:
             return None
-        number: float = given or 1.0
+        number: float = expected or 1.0
         tensor: Tensor | None = None
-        of_results = [each.value.logits for each in self._interpreter.results.values()]
+        result_logits = [each.value.logits for each in self._interpreter.results.values()]
         for factor, divides in factors_after(result) if result is not None else ():
             if not isinstance(factor, Tensor):
                 number = number / factor if divides else number * factor
-            elif not self._interpreter.depends_on(factor, *of_results) and (
+            elif not self._interpreter.depends_on(factor, *result_logits) and (
                 factor.op is None or factor.op.position <= self._region.place.position
             ):
                 factor = self._call(torch.reshape, self._call(torch.detach, factor), ())
@@ -556,15 +556,15 @@ class _Writing:
 
 def _before_reshapes(labels: Tensor, rows: Sequence[Any], interpreter: Interpreter) -> Tensor:
     """Returns the labels, in the shape of the rows if they had it before reshapes."""
-    found: Tensor | None = labels
-    while found is not None and not same_shape(found.shape, rows):
+    base: Tensor | None = labels
+    while base is not None and not same_shape(base.shape, rows):
         # Another region returns its argmax only as the program needs it.
-        is_reshape = found.op is not None and bool(found.op.operands) and keeps_elements(found.op)
+        is_reshape = base.op is not None and bool(base.op.operands) and keeps_elements(base.op)
         # A cast, to eight bits or from floats, may have changed the labels.
-        is_reshape = is_reshape and found.dtype == labels.dtype
-        is_reshape = is_reshape and found not in interpreter.results and not interpreter.program.may_have_changed(found)
-        found = found.op.operands[0] if is_reshape else None  # type: ignore[union-attr]
-    return labels if found is None or found.dtype != labels.dtype else found
+        is_reshape = is_reshape and base.dtype == labels.dtype
+        is_reshape = is_reshape and base not in interpreter.results and not interpreter.program.may_have_changed(base)
+        base = base.op.operands[0] if is_reshape else None  # type: ignore[union-attr]
+    return labels if base is None or base.dtype != labels.dtype else base
 
 
 def factors_after(loss: Tensor) -> list[tuple[Tensor | float, bool]]:

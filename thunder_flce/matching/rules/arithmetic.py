@@ -40,7 +40,7 @@ def _mul(interpreter: "Interpreter", op: Op, input: Any, other: Any) -> Value:
     if isinstance(found, Class) and all(user.name == "sum" for user in op.output.users):
         if (of_labels := at_one_hot(interpreter, found, factor)) is not None:
             return of_labels
-    return _with_factor(interpreter, op, found, factor) or times(found, _number(factor))
+    return _with_factor(interpreter, op, found, factor) or times(found, _as_fraction(factor))
 
 
 def _with_factor(interpreter: "Interpreter", op: Op, of: Class | Row, factor: Any) -> Class | None:
@@ -53,7 +53,7 @@ def _with_factor(interpreter: "Interpreter", op: Op, of: Class | Row, factor: An
     if not isinstance(of, Class) or not of.is_logits or logits.bias is not None or logits.softcap is not None:
         return None
     if isinstance(factor, torch.SymFloat | torch.SymInt) and factor.node.has_hint():
-        step = RowStep(op.name, (factor.node.expr,), given=(factor,))
+        step = RowStep(op.name, (factor.node.expr,), operands=(factor,))
         return replace(of, logits=with_step(of, step, of.rows_shape))
     is_factor = isinstance(factor, Tensor) and factor.dtype.is_floating_point and not factor.needs_grad
     if not is_factor or factor.ndim > len(of.shape) or interpreter.depends_on(factor, logits):
@@ -62,7 +62,7 @@ def _with_factor(interpreter: "Interpreter", op: Op, of: Class | Row, factor: An
     if not all(same(size, 1) or same(size, row) for size, row in zip(shape, of.kept_shape, strict=True)):
         return None
     step = RowStep(
-        op.name, (interpreter.program.number_at(factor, op),), given=(factor,),
+        op.name, (interpreter.program.number_at(factor, op),), operands=(factor,),
         factor_shape=(*shape[: of.dim], *shape[of.dim + 1 :], 1), read_at=op.position,
     )  # fmt: skip
     return replace(of, logits=with_step(of, step, of.rows_shape))
@@ -104,7 +104,7 @@ def _div(interpreter: "Interpreter", op: Op, input: Any, other: Any, *, rounding
         raise Unknown
     if (found := _with_factor(interpreter, op, a, other)) is not None:
         return found
-    number = _number(other)
+    number = _as_fraction(other)
     if number == 0:
         raise Unknown
     return times(a, 1 / number)
@@ -135,7 +135,7 @@ def times(of: _Scaled, factor: Fraction) -> _Scaled:
     return replace(of, logits=logits, sum=added((1, of.sum), ((factor - 1) * constant, ONE)))
 
 
-def _number(given: Any) -> Fraction:
+def _as_fraction(given: Any) -> Fraction:
     if isinstance(given, Tensor):
         if given.needs_grad:
             raise Unknown("with a tensor that requires a gradient")

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from thunder_flce.matching.algebra import Class, Labels, Row, RowStep, Unknown
 from thunder_flce.matching.program import COPIES, Op, Tensor, indices_of, same, same_shape
-from thunder_flce.matching.rules.picks import ALL
 from thunder_flce.matching.rules.registry import rule
+from thunder_flce.matching.rules.selections import ALL
 from thunder_flce.matching.rules.shapes import rows_in_shape
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ import torch
 from thunder_flce.matching.algebra import LOG_PROBABILITY, Class, Labels, Logits, Row, Unknown, added, value, with_u_as
 from thunder_flce.matching.decisions import NotFused, Reason
 from thunder_flce.matching.program import Op, Tensor
-from thunder_flce.matching.rules.picks import text_of
 from thunder_flce.matching.rules.reductions import wrong_dimension
 from thunder_flce.matching.rules.registry import rule
+from thunder_flce.matching.rules.selections import text_of
 
 if TYPE_CHECKING:
     from thunder_flce.matching.interpreter import Interpreter

@@ -78,7 +78,7 @@ def _rows_at_tensors(interpreter: "Interpreter", op: Op, of: Class, key: tuple[A
         raise Unknown("at rows that depend on the logits")
     number_at = interpreter.program.number_at
     numbers = repr(tree_map_only(Tensor, lambda each: (number_at(each, op), each.shape, each.dtype), key))
-    step = RowStep("take", (numbers,), given=key, read_at=op.position)
+    step = RowStep("take", (numbers,), operands=key, read_at=op.position)
     return replace(of, logits=with_step(of, step, op.output.shape[:-1]), shape=op.output.shape, dim=op.output.ndim - 1)
 
 
