@@ -34,60 +34,60 @@ def _mul(interpreter: "Interpreter", op: Op, input: Any, other: Any) -> Value:
     a, b = interpreter.get(input), interpreter.get(other)
     if isinstance(a, Class) and isinstance(b, Class):
         return weighted(a, b) if a.form == "exp" else weighted(b, a)
-    found, factor = (a, other) if a is not None else (b, input)
-    if not isinstance(found, Class | Row):
+    described, factor = (a, other) if a is not None else (b, input)
+    if not isinstance(described, Class | Row):
         raise Unknown
-    if isinstance(found, Class) and all(user.name == "sum" for user in op.output.users):
-        if (of_labels := at_one_hot(interpreter, found, factor)) is not None:
-            return of_labels
-    return _with_factor(interpreter, op, found, factor) or times(found, _as_fraction(factor))
+    if isinstance(described, Class) and all(user.name == "sum" for user in op.output.users):
+        if (at_labels := at_one_hot(interpreter, described, factor)) is not None:
+            return at_labels
+    return _with_factor(interpreter, op, described, factor) or times(described, _as_fraction(factor))
 
 
-def _with_factor(interpreter: "Interpreter", op: Op, of: Class | Row, factor: Any) -> Class | None:
+def _with_factor(interpreter: "Interpreter", op: Op, input: Class | Row, factor: Any) -> Class | None:
     """Returns logits with a tensor of factors, one for each row or for all, such as temperatures; None for others.
 
     The region multiplies the hidden states by the factors, which rounds them, so the logits must have no bias. A number
     for which Dynamo has a symbol, such as an argument that changes, or a length, is treated alike.
     """
-    logits = of.logits
-    if not isinstance(of, Class) or not of.is_logits or logits.bias is not None or logits.softcap is not None:
+    logits = input.logits
+    if not isinstance(input, Class) or not input.is_logits or logits.bias is not None or logits.softcap is not None:
         return None
     if isinstance(factor, torch.SymFloat | torch.SymInt) and factor.node.has_hint():
         step = RowStep(op.name, (factor.node.expr,), operands=(factor,))
-        return replace(of, logits=with_step(of, step, of.rows_shape))
+        return replace(input, logits=with_step(input, step, input.rows_shape))
     is_factor = isinstance(factor, Tensor) and factor.dtype.is_floating_point and not factor.needs_grad
-    if not is_factor or factor.ndim > len(of.shape) or interpreter.depends_on(factor, logits):
+    if not is_factor or factor.ndim > len(input.shape) or interpreter.depends_on(factor, logits):
         return None
-    shape = (*(1,) * (len(of.shape) - factor.ndim), *factor.shape)
-    if not all(same(size, 1) or same(size, row) for size, row in zip(shape, of.kept_shape, strict=True)):
+    shape = (*(1,) * (len(input.shape) - factor.ndim), *factor.shape)
+    if not all(same(size, 1) or same(size, row) for size, row in zip(shape, input.kept_shape, strict=True)):
         return None
     step = RowStep(
         op.name, (interpreter.program.number_at(factor, op),), operands=(factor,),
-        factor_shape=(*shape[: of.dim], *shape[of.dim + 1 :], 1), read_at=op.position,
+        factor_shape=(*shape[: input.dim], *shape[input.dim + 1 :], 1), read_at=op.position,
     )  # fmt: skip
-    return replace(of, logits=with_step(of, step, of.rows_shape))
+    return replace(input, logits=with_step(input, step, input.rows_shape))
 
 
-def at_one_hot(interpreter: "Interpreter", of: Class, one_hot: Any) -> Class | None:
+def at_one_hot(interpreter: "Interpreter", input: Class, one_hot: Any) -> Class | None:
     """Returns the product with one-hot vectors of labels; None if the factor is not that."""
-    made = [one_hot] if isinstance(one_hot, Tensor) else []
-    while made and (before := made[-1].op) is not None and before.name in COPIES:
-        made.append(before.operands[0])
-    op = made[-1].op if made and not any(map(interpreter.program.may_have_changed, made)) else None
-    if op is None or op.name != "one_hot" or of.form == "p" or not same_shape(one_hot.shape, of.shape):
+    copies = [one_hot] if isinstance(one_hot, Tensor) else []
+    while copies and (producer := copies[-1].op) is not None and producer.name in COPIES:
+        copies.append(producer.operands[0])
+    op = copies[-1].op if copies and not any(map(interpreter.program.may_have_changed, copies)) else None
+    if op is None or op.name != "one_hot" or input.form == "p" or not same_shape(one_hot.shape, input.shape):
         return None
     index = op.operands[0]
-    if of.dim != len(of.shape) - 1 or interpreter.depends_on(index, of.logits):
+    if input.dim != len(input.shape) - 1 or interpreter.depends_on(index, input.logits):
         return None
-    return replace(of, labels=Labels((index,), (interpreter.program.number_at(index, op),), op.position))
+    return replace(input, labels=Labels((index,), (interpreter.program.number_at(index, op),), op.position))
 
 
-def weighted(p: Class, of: Class) -> Class:
+def weighted(p: Class, other: Class) -> Class:
     """Returns the product p (a u + r)."""
     is_p = replace(p, factor=Fraction(1)).is_probability
-    if not is_p or p.logits != of.logits or p.dim != of.dim or of.form or not same_shape(p.shape, of.shape):
+    if not is_p or p.logits != other.logits or p.dim != other.dim or other.form or not same_shape(p.shape, other.shape):
         raise Unknown
-    return replace(of, form="p", sum=added((p.factor, of.sum)), p_has_grad=has_grad(p.sum))
+    return replace(other, form="p", sum=added((p.factor, other.sum)), p_has_grad=has_grad(p.sum))
 
 
 @rule("div")
@@ -102,8 +102,8 @@ def _div(interpreter: "Interpreter", op: Op, input: Any, other: Any, *, rounding
         return replace(a, sum=added((1, a.sum), (-1, b.sum)), factor=a.factor / b.factor)
     if not isinstance(a, Class | Row):
         raise Unknown
-    if (found := _with_factor(interpreter, op, a, other)) is not None:
-        return found
+    if (scaled := _with_factor(interpreter, op, a, other)) is not None:
+        return scaled
     number = _as_fraction(other)
     if number == 0:
         raise Unknown
@@ -118,32 +118,32 @@ def _neg(interpreter: "Interpreter", op: Op, input: Class | Row) -> Value:
 _Scaled = TypeVar("_Scaled", bound=Class | Row)
 
 
-def times(of: _Scaled, factor: Fraction) -> _Scaled:
+def times(input: _Scaled, factor: Fraction) -> _Scaled:
     """Returns a description times a number that is not 0, which becomes the factor of logits alone."""
     if factor == 0:
         raise Unknown
-    if of.form == "exp":
-        return replace(of, factor=of.factor * factor)
-    if isinstance(of, Row):
-        return replace(of, sum=added((factor, of.sum)))
-    is_u_alone = of.is_shifted_logits and atoms(of.rest) <= {"M", "1"}
-    if not is_u_alone or (factor < 0 and (of.rest or of.logits.softcap is not None)):
-        return replace(of, sum=added((factor, of.sum)))
-    constant = value(of.rest).get("1", 0)
-    name = "scale" if of.logits.softcap is None else "softcap"
-    logits = replace(of.logits, **{name: getattr(of.logits, name) * factor})
-    return replace(of, logits=logits, sum=added((1, of.sum), ((factor - 1) * constant, ONE)))
+    if input.form == "exp":
+        return replace(input, factor=input.factor * factor)
+    if isinstance(input, Row):
+        return replace(input, sum=added((factor, input.sum)))
+    is_u_alone = input.is_shifted_logits and atoms(input.rest) <= {"M", "1"}
+    if not is_u_alone or (factor < 0 and (input.rest or input.logits.softcap is not None)):
+        return replace(input, sum=added((factor, input.sum)))
+    constant = value(input.rest).get("1", 0)
+    name = "scale" if input.logits.softcap is None else "softcap"
+    logits = replace(input.logits, **{name: getattr(input.logits, name) * factor})
+    return replace(input, logits=logits, sum=added((1, input.sum), ((factor - 1) * constant, ONE)))
 
 
-def _as_fraction(given: Any) -> Fraction:
-    if isinstance(given, Tensor):
-        if given.needs_grad:
+def _as_fraction(number: Any) -> Fraction:
+    if isinstance(number, Tensor):
+        if number.needs_grad:
             raise Unknown("with a tensor that requires a gradient")
-        if not same(given.numel, 1):
+        if not same(number.numel, 1):
             raise Unknown
-    if not is_number(given):
+    if not is_number(number):
         raise Unknown("with a number that is not known when the program is compiled")
-    return Fraction(given)
+    return Fraction(number)
 
 
 @rule("add", "sub")
@@ -164,40 +164,40 @@ def _add(interpreter: "Interpreter", op: Op, input: Any, other: Any, *, alpha: A
         if sign == 1:
             return _sum_of_linears(interpreter, a, b, op)
         raise Unknown
-    of, bias = (a, other) if isinstance(a, Class) else (b, input)
-    if isinstance(of, Class) and not of.form and is_number(bias) and (sign == 1 or of is a):
-        return replace(of, sum=added((1, of.sum), (sign * Fraction(bias), ONE)))
-    if not isinstance(of, Class) or not isinstance(bias, Tensor) or sign != 1:
+    classes, bias = (a, other) if isinstance(a, Class) else (b, input)
+    if isinstance(classes, Class) and not classes.form and is_number(bias) and (sign == 1 or classes is a):
+        return replace(classes, sum=added((1, classes.sum), (sign * Fraction(bias), ONE)))
+    if not isinstance(classes, Class) or not isinstance(bias, Tensor) or sign != 1:
         raise Unknown
-    return _with_bias(of, bias, interpreter.program.changes_before(op, bias))
+    return _with_bias(classes, bias, interpreter.program.changes_before(op, bias))
 
 
 def _sum_of_rows(a: Row, b: Row, sign: int) -> Row:
     b = _in_terms_of(b, a.logits) or b
     a = a if a.logits == b.logits else _in_terms_of(a, b.logits) or a
     labels = [row.labels for row in (a, b) if row.labels is not None]
-    is_one = len(set(labels)) <= 1
-    if a.logits != b.logits or a.form or b.form or not is_one or not same_shape(a.shape, b.shape):
+    has_one_set = len(set(labels)) <= 1
+    if a.logits != b.logits or a.form or b.form or not has_one_set or not same_shape(a.shape, b.shape):
         raise Unknown
-    first = min(labels, key=lambda each: each.read_at, default=None)
-    return replace(a, sum=added((1, a.sum), (sign, b.sum)), labels=first)
+    first_labels = min(labels, key=lambda each: each.read_at, default=None)
+    return replace(a, sum=added((1, a.sum), (sign, b.sum)), labels=first_labels)
 
 
 def _in_terms_of(row: Row, logits: Logits) -> Row | None:
     """Returns u_y, a mean or a maximum in terms of the same logits with another factor; None if not possible."""
-    own = row.logits
-    if own.softcap is not None or replace(own, scale=logits.scale) != logits:
+    row_logits = row.logits
+    if row_logits.softcap is not None or replace(row_logits, scale=logits.scale) != logits:
         return None
-    ratio = own.scale / logits.scale
+    ratio = row_logits.scale / logits.scale
     if ratio == 1 or not atoms(row.sum) <= ({"y", "U"} if ratio < 0 else {"y", "U", "M"}):
         return row if ratio == 1 else None
     return replace(row, logits=logits, sum=added((ratio, row.sum)))
 
 
-def _with_bias(of: Class, bias: Tensor, changes: int) -> Class:
-    logits = of.logits
-    is_plain = of.is_logits and of.dim == len(of.shape) - 1 and logits.is_linear and len(of.shape) > 1
-    is_row = bias.ndim <= len(of.shape) and same_shape(bias.shape, (*[1] * (bias.ndim - 1), of.columns))
+def _with_bias(input: Class, bias: Tensor, changes: int) -> Class:
+    logits = input.logits
+    is_plain = input.is_logits and input.dim == len(input.shape) - 1 and logits.is_linear and len(input.shape) > 1
+    is_row = bias.ndim <= len(input.shape) and same_shape(bias.shape, (*[1] * (bias.ndim - 1), input.columns))
     if not is_row:
         raise Unknown("with a tensor that is no bias, which has one number for each column")
     if not is_plain:
@@ -207,32 +207,32 @@ def _with_bias(of: Class, bias: Tensor, changes: int) -> Class:
     if logits.group is not None:
         raise Unknown("with a bias that is not divided among ranks")
     terms = tuple(
-        replace(term, has_grad=term.has_grad and has_grad(of.sum), changes=term.changes + changes)
+        replace(term, has_grad=term.has_grad and has_grad(input.sum), changes=term.changes + changes)
         for term in logits.terms
     )
     logits = replace(logits, terms=terms, bias=bias, bias_has_grad=bias.needs_grad)
-    return replace(of, logits=logits, sum=poly(u=1))
+    return replace(input, logits=logits, sum=poly(u=1))
 
 
 def _sum_of_linears(interpreter: "Interpreter", a: Class, b: Class, op: Op) -> Class:
     """Returns the logits with the terms of both, such as x @ W.T + y @ B.T, a head and its low-rank adapter."""
-    both = (a, b)
+    summands = (a, b)
     alike = a.dim == b.dim == len(a.shape) - 1 and same_shape(a.shape, b.shape) and a.logits.group == b.logits.group
-    is_plain = all(of.is_logits and of.logits.is_linear and not of.logits.rows for of in both)
+    is_plain = all(each.is_logits and each.logits.is_linear and not each.logits.rows for each in summands)
     if not alike or not is_plain:
         raise Unknown
-    if all(of.logits.bias is not None for of in both):
+    if all(each.logits.bias is not None for each in summands):
         raise Unknown("of two linears that each have a bias")
     scale = a.logits.scale
     if scale != b.logits.scale:
         # The factor of a term multiplies its input, and rounds it; a bias has no factor.
-        if any(of.logits.bias is not None and of.logits.scale != 1 for of in both):
+        if any(each.logits.bias is not None and each.logits.scale != 1 for each in summands):
             raise Unknown("of a linear whose bias has a factor")
         scale = Fraction(1)
     terms = [
-        replace(term, factor=term.factor * of.logits.scale / scale, has_grad=term.has_grad and has_grad(of.sum))
-        for of in both
-        for term in of.logits.terms
+        replace(term, factor=term.factor * each.logits.scale / scale, has_grad=term.has_grad and has_grad(each.sum))
+        for each in summands
+        for term in each.logits.terms
     ]
     head = max(terms, key=lambda term: hint(term.features))
     with_bias = a if b.logits.bias is None else b

@@ -17,38 +17,38 @@ if TYPE_CHECKING:
 @rule("stack", "cat")
 def _join(interpreter: "Interpreter", op: Op, tensors: Sequence[Tensor], dim: int = 0) -> Class | Row:
     """Describes joined rows of the same logits, such as the sequences of a batch, or those of the token before each."""
-    found: list[Any] = [interpreter.get(each) for each in tensors]
-    if not all(isinstance(each, Class | Row) for each in found):
+    operands: list[Any] = [interpreter.get(each) for each in tensors]
+    if not all(isinstance(each, Class | Row) for each in operands):
         raise Unknown("with other tensors")
-    are_of_one = len({each.logits.terms[0].input for each in found}) == 1
-    found = found if are_of_one else [_as_rows_of_whole_input(interpreter, each) for each in found]
-    first, shape = found[0], op.output.shape
+    have_one_input = len({each.logits.terms[0].input for each in operands}) == 1
+    operands = operands if have_one_input else [_as_rows_of_whole_input(interpreter, each) for each in operands]
+    first, shape = operands[0], op.output.shape
 
-    def without_rows(of: Any) -> Any:
-        bare = replace(of, logits=replace(of.logits, rows=()), shape=(), labels=None)
-        return bare, of.labels is None, len(of.shape)
+    def without_rows(part: Any) -> Any:
+        bare = replace(part, logits=replace(part.logits, rows=()), shape=(), labels=None)
+        return bare, part.labels is None, len(part.shape)
 
-    if any(without_rows(each) != without_rows(first) for each in found):
+    if any(without_rows(each) != without_rows(first) for each in operands):
         raise Unknown("with other tensors")
-    of_each = [part.logits.rows for part in found]
-    if any(of_each.count(rows) > 1 for rows in of_each):
+    row_steps = [part.logits.rows for part in operands]
+    if any(row_steps.count(rows) > 1 for rows in row_steps):
         raise Unknown("of the same rows twice")  # A region would compute their logits twice.
     terms = (
-        replace(of[0], outputs=tuple(out for term in of for out in term.outputs))
-        for of in zip(*(part.logits.terms for part in found), strict=True)
+        replace(group[0], outputs=tuple(out for term in group for out in term.outputs))
+        for group in zip(*(part.logits.terms for part in operands), strict=True)
     )
     whole = replace(first.logits, terms=tuple(terms))
-    dim, one = dim % len(shape), (1,) * (op.name == "stack")
-    parts = [replace(part, shape=(*part.shape[:dim], *one, *part.shape[dim:])) for part in found]
+    dim, new_size = dim % len(shape), (1,) * (op.name == "stack")
+    parts = [replace(part, shape=(*part.shape[:dim], *new_size, *part.shape[dim:])) for part in operands]
     rows_dim, rows_shape = dim, shape
     if isinstance(first, Class):
-        classes = first.dim + (bool(one) and dim <= first.dim)
+        classes = first.dim + (bool(new_size) and dim <= first.dim)
         if dim == classes:
             raise Unknown
         parts = [replace(part, dim=classes) for part in parts]
         rows_dim, rows_shape = dim - (dim > classes), _without(shape, classes)
-    rows = _all_rows(found, rows_dim)
-    if rows is None or not are_of_one:
+    rows = _all_rows(operands, rows_dim)
+    if rows is None or not have_one_input:
         interpreter.has_joined = True
         if not interpreter.joins:
             raise Unknown
@@ -79,27 +79,27 @@ def _without(shape: tuple[Any, ...], dim: int) -> tuple[Any, ...]:
     return (*shape[:dim], *shape[dim + 1 :])
 
 
-def _as_rows_of_whole_input(interpreter: "Interpreter", of: Class | Row) -> Class | Row:
+def _as_rows_of_whole_input(interpreter: "Interpreter", part: Class | Row) -> Class | Row:
     """Describes logits of some rows of a tensor, such as a chunk, as rows of the logits of the whole tensor."""
-    (term, *others), rows = of.logits.terms, of.logits.rows
+    (term, *others), rows = part.logits.terms, part.logits.rows
     input = term.input
-    while (before := input.op) is not None and before.operands and before.operands[0].needs_grad == input.needs_grad:
-        source = interpreter.first_of(before.operands[0], before)
-        if before.name in COPIES:
+    while (op := input.op) is not None and op.operands and op.operands[0].needs_grad == input.needs_grad:
+        source = interpreter.first_of(op.operands[0], op)
+        if op.name in COPIES:
             is_exact = input.dtype in (source.dtype, term.dtype) and input.device == source.device
             if not is_exact or any(map(interpreter.program.may_have_changed, (source, input))):
                 break
         else:
-            indices = indices_of(before)
-            index = indices[before.outs.index(input)] if indices else (None,)
+            indices = indices_of(op)
+            index = indices[op.outs.index(input)] if indices else (None,)
             if None in index or index[-1] != slice(None):
                 break
             rows = (RowStep("index", index[:-1], input.shape[:-1]), *rows)
         input = source
     if others or term.hidden_dim != term.input.ndim - 1:
-        return of
+        return part
     term = replace(term, input=input, hidden_dim=input.ndim - 1)
-    return replace(of, logits=replace(of.logits, terms=(term,), rows=rows))
+    return replace(part, logits=replace(part.logits, terms=(term,), rows=rows))
 
 
 def _all_rows(parts: Sequence[Class | Row], dim: int) -> tuple[RowStep, ...] | None:
@@ -107,18 +107,18 @@ def _all_rows(parts: Sequence[Class | Row], dim: int) -> tuple[RowStep, ...] | N
     before = parts[0].logits.rows[:-1]
     end: Any = 0
     for number, part in enumerate(parts):
-        *others, own = part.logits.rows or (None,)
-        if own is None or own.kind != "index" or tuple(others) != before or dim >= len(own.argument):
+        *earlier, step = part.logits.rows or (None,)
+        if step is None or step.kind != "index" or tuple(earlier) != before or dim >= len(step.argument):
             return None
-        index, rest = own.argument[dim], (*own.argument[:dim], *own.argument[dim + 1 :])
+        index, rest = step.argument[dim], (*step.argument[:dim], *step.argument[dim + 1 :])
         is_number, has_step = type(index) is int, isinstance(index, slice) and index.step not in (None, 1)
         are_all = all(isinstance(each, slice) and (each.start, each.stop, each.step) in ALL for each in rest)
         is_next = index == number if is_number else isinstance(index, slice) and same(index.start or 0, end)
         # The rows may have been reshaped before they were divided, but not since.
         shape = part.rows_shape if isinstance(part, Class) else part.shape
-        if not are_all or not is_next or has_step or not same_shape(shape, own.shape):
+        if not are_all or not is_next or has_step or not same_shape(shape, step.shape):
             return None
-        end = number + 1 if is_number else end + own.shape[dim]
+        end = number + 1 if is_number else end + step.shape[dim]
     whole = replace(parts[0].logits, rows=before)
     if not same(end, whole.rows_shape[dim]):
         return None

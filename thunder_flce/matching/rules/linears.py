@@ -20,40 +20,40 @@ def _product(
     interpreter: "Interpreter", op: Op, equation: str, input: Tensor, weight: Tensor, *, bias: Tensor | None = None
 ) -> Class:
     """Describes a linear, from its equation such as "bth,vh->btv": one matrix for all rows, and no sum over rows."""
-    if any(isinstance(interpreter.get(each), Row | Argmax) for each in (input, weight)):
+    if any(isinstance(interpreter.get(operand), Row | Argmax) for operand in (input, weight)):
         raise Unknown  # Such a number of each row is needed as a tensor.
-    names, _, result = equation.partition("->")
-    of_input, _, of_weight = names.partition(",")
+    operand_dims, _, result = equation.partition("->")
+    input_dims, _, weight_dims = operand_dims.partition(",")
     out = op.output
-    while (before := weight.op) is not None and before.name in (*PERMUTATIONS, "expand"):
-        source = before.operands[0]
+    while (producer := weight.op) is not None and producer.name in (*PERMUTATIONS, "expand"):
+        source = producer.operands[0]
         if out.needs_grad and weight.needs_grad != source.needs_grad:
             break
-        if before.name in PERMUTATIONS:
+        if producer.name in PERMUTATIONS:
             # By the order of the dimensions: the shape of a square matrix does not tell that it was transposed.
-            by_dim = dict(zip(order_of(before), of_weight, strict=True))
-            of_weight = "".join(by_dim[dim] for dim in range(source.ndim))
+            by_dim = dict(zip(order_of(producer), weight_dims, strict=True))
+            weight_dims = "".join(by_dim[dim] for dim in range(source.ndim))
         else:
-            of_weight = of_weight[weight.ndim - source.ndim :]
+            weight_dims = weight_dims[weight.ndim - source.ndim :]
         weight = source
-    classes = [name for name in of_weight if name not in of_input and name in result]
-    features = [name for name in of_weight if name in of_input and name not in result]
+    classes = [name for name in weight_dims if name not in input_dims and name in result]
+    features = [name for name in weight_dims if name in input_dims and name not in result]
     if (len(classes), len(features)) != (1, 1):
         raise Unknown
-    rows, out_rows = of_input.replace(features[0], ""), result.replace(classes[0], "")
-    sizes = dict(zip(of_input, input.shape, strict=True))
+    rows, out_rows = input_dims.replace(features[0], ""), result.replace(classes[0], "")
+    sizes = dict(zip(input_dims, input.shape, strict=True))
     dim = result.index(classes[0])
     # The weight must have these sizes itself: one row that is expanded to all classes is no matrix.
-    of_matrix = {features[0]: sizes[features[0]], classes[0]: out.shape[dim]}
-    is_one = all(same(size, of_matrix.get(name, 1)) for name, size in zip(of_weight, weight.shape, strict=True))
-    is_of_rows = sorted(rows) == sorted(out_rows) and len(set(of_input)) == len(of_input)
+    matrix_sizes = {features[0]: sizes[features[0]], classes[0]: out.shape[dim]}
+    is_matrix = all(same(size, matrix_sizes.get(name, 1)) for name, size in zip(weight_dims, weight.shape, strict=True))
+    keeps_rows = sorted(rows) == sorted(out_rows) and len(set(input_dims)) == len(input_dims)
     out_shape = (*out.shape[:dim], *out.shape[dim + 1 :])
-    if not is_one or not is_of_rows or not same_shape(out_shape, [sizes[name] for name in out_rows]):
+    if not is_matrix or not keeps_rows or not same_shape(out_shape, [sizes[name] for name in out_rows]):
         raise Unknown
-    dims = of_weight.index(classes[0]), of_weight.index(features[0])
+    dims = weight_dims.index(classes[0]), weight_dims.index(features[0])
     term = Term(
         interpreter.first_of(input, op), interpreter.first_of(weight, op),
-        of_input.index(features[0]), dims, input.dtype, has_grad=out.needs_grad,
+        input_dims.index(features[0]), dims, input.dtype, has_grad=out.needs_grad,
         changes=interpreter.program.changes_before(op, *op.operands), outputs=(out,),
     )  # fmt: skip
     steps = () if rows == out_rows else (RowStep("permute", tuple(map(rows.index, out_rows)), out_shape),)
@@ -92,12 +92,12 @@ def _addmm(
 
 @rule("tensordot")
 def _tensordot(interpreter: "Interpreter", op: Op, a: Tensor, b: Tensor, dims: Any = 2, out: None = None) -> Class:
-    of_a, of_b = list(ascii_letters[: a.ndim]), list(ascii_letters[a.ndim : a.ndim + b.ndim])
-    both = (range(a.ndim - dims, a.ndim), range(dims)) if isinstance(dims, int) else dims
-    for dim, other in zip(*both, strict=True):
-        of_b[other] = of_a[dim]
-    result = "".join(name for name in of_a + of_b if (name in of_a) != (name in of_b))
-    return _product(interpreter, op, f"{''.join(of_a)},{''.join(of_b)}->{result}", a, b)
+    a_dims, b_dims = list(ascii_letters[: a.ndim]), list(ascii_letters[a.ndim : a.ndim + b.ndim])
+    dim_pairs = (range(a.ndim - dims, a.ndim), range(dims)) if isinstance(dims, int) else dims
+    for dim, other in zip(*dim_pairs, strict=True):
+        b_dims[other] = a_dims[dim]
+    result = "".join(name for name in a_dims + b_dims if (name in a_dims) != (name in b_dims))
+    return _product(interpreter, op, f"{''.join(a_dims)},{''.join(b_dims)}->{result}", a, b)
 
 
 @rule("conv1d")
@@ -118,30 +118,30 @@ def _einsum(interpreter: "Interpreter", op: Op, equation: str, *operands: Any) -
     tensors = operands[0] if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
     if len(tensors) != 2 or not isinstance(equation, str):
         raise Unknown
-    names, arrow, result = equation.replace(" ", "").partition("->")
+    operand_dims, arrow, result = equation.replace(" ", "").partition("->")
     if not arrow:
-        once = sorted(name for name in set(names) - set(".,") if names.count(name) == 1)
-        result = "..." * ("..." in names) + "".join(once)
+        once = sorted(name for name in set(operand_dims) - set(".,") if operand_dims.count(name) == 1)
+        result = "..." * ("..." in operand_dims) + "".join(once)
     # The dimensions of an ellipsis are aligned to the right.
-    of_a, of_b, result = (
-        each.replace("...", digits[10 - tensor.ndim + len(each.replace("...", "")) :])
-        for each, tensor in zip((*names.split(","), result), (*tensors, op.output), strict=True)
+    a_dims, b_dims, result = (
+        dims.replace("...", digits[10 - tensor.ndim + len(dims.replace("...", "")) :])
+        for dims, tensor in zip((*operand_dims.split(","), result), (*tensors, op.output), strict=True)
     )
     a, b = map(interpreter.get, tensors)
     if isinstance(a, Class) and isinstance(b, Class) and (a.form or b.form):
-        of = weighted(a, b) if a.form == "exp" else weighted(b, a)
-        if of_a != of_b or len(set(of_a)) < len(of_a) or result != of_a[: of.dim] + of_a[of.dim + 1 :]:
+        term = weighted(a, b) if a.form == "exp" else weighted(b, a)
+        if a_dims != b_dims or len(set(a_dims)) < len(a_dims) or result != a_dims[: term.dim] + a_dims[term.dim + 1 :]:
             raise Unknown
-        return summed(of, op.output.shape)
-    for known_of, one_hot in ((a, tensors[1]), (b, tensors[0])):
-        found = at_one_hot(interpreter, known_of, one_hot) if isinstance(known_of, Class) and of_a == of_b else None
-        if found is not None and result == of_a[: found.dim]:
-            return summed(found, op.output.shape)
-    if any(isinstance(of, Class) and not of.is_logits for of in (a, b)):
+        return summed(term, op.output.shape)
+    for classes, one_hot in ((a, tensors[1]), (b, tensors[0])):
+        taken = at_one_hot(interpreter, classes, one_hot) if isinstance(classes, Class) and a_dims == b_dims else None
+        if taken is not None and result == a_dims[: taken.dim]:
+            return summed(taken, op.output.shape)
+    if any(isinstance(each, Class) and not each.is_logits for each in (a, b)):
         raise Unknown
-    ways = [(f"{of_a},{of_b}->{result}", *tensors), (f"{of_b},{of_a}->{result}", *tensors[::-1])]
+    candidates = [(f"{a_dims},{b_dims}->{result}", *tensors), (f"{b_dims},{a_dims}->{result}", *tensors[::-1])]
     # If both are matrices, the last dimension of the result is that of the classes.
-    first, second = ways if result[-1:] in of_b else ways[::-1]
+    first, second = candidates if result[-1:] in b_dims else candidates[::-1]
     try:
         return _product(interpreter, op, *first)
     except Unknown:

@@ -22,8 +22,8 @@ def _loss(
     size_average: Any = None, ignore_index: Any = -100, reduce: Any = None, reduction: Any = "mean",
     label_smoothing: Any = 0.0,
 ) -> Row:  # fmt: skip
-    of = interpreter.get(input)
-    if not isinstance(of, Class):
+    classes = interpreter.get(input)
+    if not isinstance(classes, Class):
         raise interpreter.why_unknown(input)
     if isinstance(label_smoothing, torch.SymFloat):
         # AOTAutograd has Dynamo trace again, with a number in place of the symbol, and this graph is dropped.
@@ -34,26 +34,26 @@ def _loss(
         raise NotFused(Reason.DEPRECATED_ARGUMENT)
     if target.dtype.is_floating_point or target.ndim == input.ndim:
         raise NotFused(Reason.CLASS_PROBABILITIES)
-    if of.dim != min(1, input.ndim - 1):
-        raise wrong_dimension(of, f"logits of shape {text_of(input.shape)}")
-    if of.form:
-        raise NotFused(Reason.TRANSFORMED_LOGITS, "by softmax" if of.is_probability else "by exp")
+    if classes.dim != min(1, input.ndim - 1):
+        raise wrong_dimension(classes, f"logits of shape {text_of(input.shape)}")
+    if classes.form:
+        raise NotFused(Reason.TRANSFORMED_LOGITS, "by softmax" if classes.is_probability else "by exp")
     is_nll = op.name == "nll_loss"
-    if is_nll and value(of.sum) != value(LOG_PROBABILITY):
+    if is_nll and value(classes.sum) != value(LOG_PROBABILITY):
         raise NotFused(Reason.NOT_LOG_PROBABILITIES)
-    if not of.is_shifted_logits:
+    if not classes.is_shifted_logits:
         raise NotFused(Reason.TRANSFORMED_LOGITS, "by a factor after log_softmax")
     if weight is not None:
-        _check_class_weights(weight, of.logits)
+        _check_class_weights(weight, classes.logits)
     labels = Labels((target,), (interpreter.program.number_at(target, op),), op.position, ignore_index=ignore_index)
     smoothing = Fraction(label_smoothing)
     if is_nll:
         # Its gradient is that of its input, even if the log-sum-exp was detached.
-        of_row = added((-1, with_u_as("y", of.sum)))
+        row_sum = added((-1, with_u_as("y", classes.sum)))
     else:
         factors = {"L": 1, "y": smoothing - 1, "U": -smoothing}
-        of_row = added(*((factor, with_u_as(name, of.u)) for name, factor in factors.items()))
-    return Row(of.logits, target.shape, of_row, labels=labels, class_weight=weight, reduction=reduction)
+        row_sum = added(*((factor, with_u_as(name, classes.u)) for name, factor in factors.items()))
+    return Row(classes.logits, target.shape, row_sum, labels=labels, class_weight=weight, reduction=reduction)
 
 
 def _check_class_weights(weight: Tensor, logits: Logits) -> None:

@@ -46,9 +46,9 @@ def _softmax(
     return replace(_log_softmax(interpreter, op, input, dim), form="exp")
 
 
-def wrong_dimension(of: Class, detail: str) -> Exception:
+def wrong_dimension(input: Class, detail: str) -> Exception:
     """Returns the exception for a loss that is not over the classes; a contrastive loss has pairs both ways."""
-    return Unknown() if of.logits.is_similarity else NotFused(Reason.CLASS_DIMENSION, detail)
+    return Unknown() if input.logits.is_similarity else NotFused(Reason.CLASS_DIMENSION, detail)
 
 
 @rule("logsumexp")
@@ -64,8 +64,8 @@ def _sum(
     interpreter: "Interpreter", op: Op, input: Class, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Row:
     copied(interpreter, op, input)
-    if dim is None and len(input.shape) > 1 and not keepdim and (found := summed(input, input.rows_shape)).is_whole:
-        return replace(found, reduction="sum")
+    if dim is None and len(input.shape) > 1 and not keepdim and (total := summed(input, input.rows_shape)).is_whole:
+        return replace(total, reduction="sum")
     check_over_classes(input, dim)
     return summed(input, op.output.shape)
 
@@ -74,36 +74,36 @@ def _sum(
 def _mean(
     interpreter: "Interpreter", op: Op, input: Class, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Row:
-    found = times(_sum(interpreter, op, input, dim, keepdim), 1 / Fraction(_columns(input)))
-    if found.reduction == "none":
-        return found
+    mean = times(_sum(interpreter, op, input, dim, keepdim), 1 / Fraction(_columns(input)))
+    if mean.reduction == "none":
+        return mean
     if not has_elements(op.operands[0]):
         raise Unknown("over no tokens, or over a number of tokens that depends on the values of a tensor")
-    return replace(found, reduction="mean")
+    return replace(mean, reduction="mean")
 
 
-def _columns(of: Class) -> int:
+def _columns(input: Class) -> int:
     # A symbol would have to become a number, and the program would be compiled for each number.
-    if type(of.columns) is not int:
+    if type(input.columns) is not int:
         raise Unknown("over a number of classes that is not known when the program is compiled")
-    return of.columns
+    return input.columns
 
 
-def summed(of: Class, shape: tuple[Any, ...]) -> Row:
+def summed(input: Class, shape: tuple[Any, ...]) -> Row:
     """Returns Σ exp(u + r), Σ p (a u + r) or Σ (a u + r) over the classes, or the label's summand if others are 0."""
-    if of.labels is not None:
-        return of.row("y", shape, of.labels)
-    if not of.form:
-        return times(of.row("U", shape), Fraction(_columns(of)))
-    if of.form == "exp" and of.factor_of_u == 1:
-        return of.row("L", shape)
-    if of.form != "p":
+    if input.labels is not None:
+        return input.row("y", shape, input.labels)
+    if not input.form:
+        return times(input.row("U", shape), Fraction(_columns(input)))
+    if input.form == "exp" and input.factor_of_u == 1:
+        return input.row("L", shape)
+    if input.form != "p":
         raise Unknown
     # Σ p u = E. Without p's gradient, the gradient of Σ p u is p, as that of L is; without u's, it is the rest of E's.
-    expected = poly(E=1) if of.p_has_grad else without_grad(poly(E=1))
-    own, log_sum = of.factor_of_u * (has_grad(of.u) - of.p_has_grad), poly(L=1)
-    of_row = added((1, of.rest), (of.factor_of_u, expected), (own, log_sum), (-own, without_grad(log_sum)))
-    return Row(of.logits, shape, of_row)
+    expected = poly(E=1) if input.p_has_grad else without_grad(poly(E=1))
+    excess, log_sum = input.factor_of_u * (has_grad(input.u) - input.p_has_grad), poly(L=1)
+    row_sum = added((1, input.rest), (input.factor_of_u, expected), (excess, log_sum), (-excess, without_grad(log_sum)))
+    return Row(input.logits, shape, row_sum)
 
 
 @rule("entr")
@@ -131,8 +131,8 @@ def _max(interpreter: "Interpreter", op: Op, input: Class, dim: Any = None, keep
     if dim is None or isinstance(dim, Tensor):
         raise Unknown
     values, indices = op.output
-    found = _argmax(interpreter, op, input, dim), _amax(interpreter, op, input, dim)
-    return replace(found[1], shape=values.shape), replace(found[0], shape=indices.shape)
+    results = _argmax(interpreter, op, input, dim), _amax(interpreter, op, input, dim)
+    return replace(results[1], shape=values.shape), replace(results[0], shape=indices.shape)
 
 
 @rule("argmax")

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @rule("getitem", "select", "narrow", *SPLITS)
-def _picked(
+def _selected(
     interpreter: "Interpreter", op: Op, input: Class | Row | Argmax, *args: Any, **kwargs: Any
 ) -> Value | tuple[Class, ...]:
     indices = indices_of(op)
@@ -43,9 +43,9 @@ def _picked(
         raise Unknown
     # Index it like logits, with the classes as the last dimension.
     columns = input.logits.terms[0].columns
-    of = Class(input.logits, len(input.shape), (*input.shape, columns), poly(u=1))
-    picked = _at_index(of, (*indices[0], slice(None)), (*op.output.shape, columns))
-    return Argmax(picked.logits, op.output.shape)
+    classes = Class(input.logits, len(input.shape), (*input.shape, columns), poly(u=1))
+    selected = _at_index(classes, (*indices[0], slice(None)), (*op.output.shape, columns))
+    return Argmax(selected.logits, op.output.shape)
 
 
 @rule("index_select")
@@ -55,61 +55,63 @@ def _index_select(interpreter: "Interpreter", op: Op, input: Class, dim: int, in
     return _rows_at_tensors(interpreter, op, input, (*(slice(None),) * (dim % len(input.shape)), index))
 
 
-def _at_tensors(interpreter: "Interpreter", op: Op, of: Class, key: Any) -> Class | Row:
+def _at_tensors(interpreter: "Interpreter", op: Op, input: Class, key: Any) -> Class | Row:
     key = key if isinstance(key, tuple) else (key,)
-    if len(key) != len(of.shape) or not isinstance(key[-1], Tensor) or of.dim != len(of.shape) - 1:
-        return _rows_at_tensors(interpreter, op, of, key)
+    if len(key) != len(input.shape) or not isinstance(key[-1], Tensor) or input.dim != len(input.shape) - 1:
+        return _rows_at_tensors(interpreter, op, input, key)
     if key[:-1] and all(type(part) is int for part in key[:-1]):
-        of, key = _pick(of, (*key[:-1], slice(None)), (of.columns,)), key[-1:]
-    return _indexed(interpreter, op, of, key)
+        input, key = _select(input, (*key[:-1], slice(None)), (input.columns,)), key[-1:]
+    return _indexed(interpreter, op, input, key)
 
 
-def _rows_at_tensors(interpreter: "Interpreter", op: Op, of: Class, key: tuple[Any, ...]) -> Class:
+def _rows_at_tensors(interpreter: "Interpreter", op: Op, input: Class, key: tuple[Any, ...]) -> Class:
     """Returns the rows that tensors select, such as the last token of each sequence, or the tokens of a mask."""
     tensors, ends = tensors_in(key), key[-1] is Ellipsis or (isinstance(key[-1], slice) and key[-1] == slice(None))
     # A mask indexes as many dimensions as it has.
-    masks = [each for each in tensors if each.dtype in (torch.bool, torch.uint8)]
+    masks = [tensor for tensor in tensors if tensor.dtype in (torch.bool, torch.uint8)]
     sizes = (each.ndim if each in masks else each is not None for each in key)
-    is_of_rows = ends if any(each is Ellipsis for each in key) else sum(sizes) < len(of.shape) + ends
+    selects_rows = ends if any(each is Ellipsis for each in key) else sum(sizes) < len(input.shape) + ends
     is_known = all(isinstance(each, Tensor) or is_plain((each,)) for each in key) and tensors
-    if not is_of_rows or not is_known or of.dim != len(of.shape) - 1:
+    if not selects_rows or not is_known or input.dim != len(input.shape) - 1:
         raise Unknown("with an index that is neither an integer nor a slice")
-    if any(interpreter.depends_on(each, of.logits) for each in tensors):
+    if any(interpreter.depends_on(tensor, input.logits) for tensor in tensors):
         raise Unknown("at rows that depend on the logits")
     number_at = interpreter.program.number_at
     numbers = repr(tree_map_only(Tensor, lambda each: (number_at(each, op), each.shape, each.dtype), key))
     step = RowStep("take", (numbers,), operands=key, read_at=op.position)
-    return replace(of, logits=with_step(of, step, op.output.shape[:-1]), shape=op.output.shape, dim=op.output.ndim - 1)
+    return replace(
+        input, logits=with_step(input, step, op.output.shape[:-1]), shape=op.output.shape, dim=op.output.ndim - 1
+    )
 
 
-def _at_index(of: Class, key: tuple[Any, ...], new_shape: tuple[Any, ...]) -> Class:
+def _at_index(input: Class, key: tuple[Any, ...], new_shape: tuple[Any, ...]) -> Class:
     """Returns the classes that an index of `indices_of` selects, in their new shape."""
     sizes = iter(new_shape)
     shape = tuple(size for part in key if not isinstance(part, int) for size in [next(sizes)] if part is not None)
-    picked = _pick(of, tuple(part for part in key if part is not None), shape)
-    return picked if None not in key else in_shape(picked, new_shape)
+    selected = _select(input, tuple(part for part in key if part is not None), shape)
+    return selected if None not in key else in_shape(selected, new_shape)
 
 
-def _pick(of: Class, key: tuple[Any, ...], shape: tuple[Any, ...]) -> Class:
+def _select(input: Class, key: tuple[Any, ...], shape: tuple[Any, ...]) -> Class:
     """Returns the rows and first columns that numbers and slices select, one for each dimension."""
-    columns, logits = key[of.dim], of.logits
+    columns, logits = key[input.dim], input.logits
     if not isinstance(columns, slice) or columns.step not in (None, 1) or columns.start not in (None, 0):
         raise Unknown("along the vocabulary")
-    dim = of.dim - sum(not isinstance(part, slice) for part in key[: of.dim])
-    if columns.stop is not None and not same(shape[dim], of.columns):
+    dim = input.dim - sum(not isinstance(part, slice) for part in key[: input.dim])
+    if columns.stop is not None and not same(shape[dim], input.columns):
         # The comparison adds a guard that there are at least so many columns in every call.
-        is_part = type(columns.stop) is int and columns.stop > 0 and bool(columns.stop <= of.columns)
+        is_part = type(columns.stop) is int and columns.stop > 0 and bool(columns.stop <= input.columns)
         kept = columns.stop if is_part else shape[dim]
-        if type(kept) is not int or not of.is_shifted_logits or of.rest or not kept:
+        if type(kept) is not int or not input.is_shifted_logits or input.rest or not kept:
             raise Unknown
         logits = replace(logits, vocab_size=kept)
         shape = (*shape[:dim], kept, *shape[dim + 1 :])
-    rows = (*key[: of.dim], *key[of.dim + 1 :])
+    rows = (*key[: input.dim], *key[input.dim + 1 :])
     if not all(isinstance(part, slice) and (part.start, part.stop, part.step) in ALL for part in rows):
         step = RowStep("index", tuple(rows))
-        logits = with_step(replace(of, logits=logits), step, (*shape[:dim], *shape[dim + 1 :]))
-        return replace(of, logits=logits, dim=dim, shape=shape)
-    return replace(of, logits=logits, shape=shape)
+        logits = with_step(replace(input, logits=logits), step, (*shape[:dim], *shape[dim + 1 :]))
+        return replace(input, logits=logits, dim=dim, shape=shape)
+    return replace(input, logits=logits, shape=shape)
 
 
 ALL = ((None, None, None), (0, None, None), (None, None, 1), (0, None, 1))
@@ -132,31 +134,33 @@ def _take_along_dim(interpreter: "Interpreter", op: Op, input: Class, indices: T
     return _gather(interpreter, op, input, dim, indices)
 
 
-def _indexed(interpreter: "Interpreter", op: Op, of: Class, key: tuple[Any, ...]) -> Row:
+def _indexed(interpreter: "Interpreter", op: Op, input: Class, key: tuple[Any, ...]) -> Row:
     """Describes logits[arange(N), labels] or logits[arange(B)[:, None], arange(T), labels]."""
     *rows, labels = key
-    shape, rows_shape = op.output.shape, of.rows_shape
-    is_of_rows = len(shape) == len(rows_shape) and all(map(agree, shape, rows_shape))
-    if labels.dtype in (torch.bool, torch.uint8) or not is_of_rows:
+    shape, rows_shape = op.output.shape, input.rows_shape
+    keeps_rows = len(shape) == len(rows_shape) and all(map(agree, shape, rows_shape))
+    if labels.dtype in (torch.bool, torch.uint8) or not keeps_rows:
         raise Unknown("rows selected by an index")
-    if not all(interpreter.is_every_index(part, dim, of.rows_shape) for dim, part in enumerate(rows)):
+    if not all(interpreter.is_every_index(part, dim, input.rows_shape) for dim, part in enumerate(rows)):
         raise Unknown("rows selected by an index")
-    if not all(map(agree, labels.shape, of.rows_shape[len(of.rows_shape) - labels.ndim :])) or labels.ndim < len(rows):
-        raise Unknown(f"labels of shape {text_of(labels.shape)} for logits of shape {text_of(of.shape)}")
-    return _at_labels(interpreter, op, of, labels, wraps=True)
+    if not all(map(agree, labels.shape, input.rows_shape[len(input.rows_shape) - labels.ndim :])) or labels.ndim < len(
+        rows
+    ):
+        raise Unknown(f"labels of shape {text_of(labels.shape)} for logits of shape {text_of(input.shape)}")
+    return _at_labels(interpreter, op, input, labels, wraps=True)
 
 
-def _at_labels(interpreter: "Interpreter", op: Op, of: Class, index: Tensor, *, wraps: bool = False) -> Row:
+def _at_labels(interpreter: "Interpreter", op: Op, input: Class, index: Tensor, *, wraps: bool = False) -> Row:
     """Returns a number of each row: that of each class, taken at the row's label."""
     index = interpreter.labels_of(index)
-    if of.form == "p":
+    if input.form == "p":
         raise Unknown
-    if interpreter.depends_on(index, of.logits):
+    if interpreter.depends_on(index, input.logits):
         # Such as a gate's experts, or a sampled token.
         raise Unknown("at labels that depend on the logits")
     number = interpreter.program.number_at(index, op)
     labels = Labels((index,), (number,), op.position, wraps, fills=_fills(interpreter, index))
-    return of.row("y", op.output.shape, labels)
+    return input.row("y", op.output.shape, labels)
 
 
 def _fills(interpreter: "Interpreter", index: Tensor) -> tuple[tuple[int, int], int | None] | None:
@@ -173,12 +177,12 @@ def _fills(interpreter: "Interpreter", index: Tensor) -> tuple[tuple[int, int], 
     is_first = op.name == "where" and isinstance(labels, Tensor)
     if not isinstance(labels, Tensor):
         labels, filled = filled, labels
-    compares = mask.op if isinstance(mask, Tensor) else None
-    if compares is None or compares.name != ("ne" if is_first else "eq") or type(filled) is not int or filled:
+    comparison = mask.op if isinstance(mask, Tensor) else None
+    if comparison is None or comparison.name != ("ne" if is_first else "eq") or type(filled) is not int or filled:
         return None
-    compared, label = compares.args
+    compared, label = comparison.args
     number = number_at(labels, op)
-    is_same = type(label) is int and number_at(compared, compares) == number
+    is_same = type(label) is int and number_at(compared, comparison) == number
     return (number, label) if is_same else None
 
 

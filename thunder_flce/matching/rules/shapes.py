@@ -26,12 +26,12 @@ def copied(interpreter: "Interpreter", op: Op, input: Value, *args: Any, **kwarg
     return input
 
 
-def check_over_classes(of: Class, dims: Any) -> None:
+def check_over_classes(input: Class, dims: Any) -> None:
     """Raises unless `dims` is the dimension of the classes alone."""
-    if dims is None and len(of.shape) == 1:
+    if dims is None and len(input.shape) == 1:
         return
     dims = dims if isinstance(dims, list | tuple) else (dims,)
-    if not all(type(dim) is int for dim in dims) or [dim % len(of.shape) for dim in dims] != [of.dim]:
+    if not all(type(dim) is int for dim in dims) or [dim % len(input.shape) for dim in dims] != [input.dim]:
         raise Unknown("over other dimensions than the classes")
 
 
@@ -44,12 +44,12 @@ def _reshape(interpreter: "Interpreter", op: Op, input: Class | Row | Argmax, *a
     return in_shape(input, shape) if isinstance(input, Class) else replace(input, shape=shape)
 
 
-def in_shape(of: Class, shape: tuple[Any, ...]) -> Class:
+def in_shape(input: Class, shape: tuple[Any, ...]) -> Class:
     """Returns the same elements in another shape; raises if the classes are no dimension of it."""
-    rows_before = math.prod(of.shape[: of.dim])
+    rows_before = math.prod(input.shape[: input.dim])
     for dim in reversed(range(len(shape))):
-        if same(shape[dim], of.columns) and same(math.prod(shape[:dim]), rows_before):
-            return replace(of, dim=dim, shape=shape)
+        if same(shape[dim], input.columns) and same(math.prod(shape[:dim]), rows_before):
+            return replace(input, dim=dim, shape=shape)
     raise Unknown
 
 
@@ -63,28 +63,28 @@ def _permute(interpreter: "Interpreter", op: Op, input: Class, *args: Any, **kwa
     return replace(input, logits=logits, dim=dim, shape=shape)
 
 
-def with_step(of: Class, step: RowStep, rows_shape: tuple[Any, ...]) -> Logits:
-    """Returns the logits after one more step on the rows, which have the shape of `of` before it."""
-    return replace(of.logits, rows=(*rows_in_shape(of), replace(step, shape=rows_shape)))
+def with_step(input: Class, step: RowStep, rows_shape: tuple[Any, ...]) -> Logits:
+    """Returns the logits after one more step on the rows, which have the shape of `input` before it."""
+    return replace(input.logits, rows=(*rows_in_shape(input), replace(step, shape=rows_shape)))
 
 
-def rows_in_shape(of: Class | Row) -> tuple[RowStep, ...]:
-    """Returns the steps that give the rows in the shape of `of`."""
-    rows, shape = of.logits.rows, of.rows_shape if isinstance(of, Class) else of.shape
-    return rows if same_shape(of.logits.rows_shape, shape) else (*rows, RowStep("reshape", shape, shape))
+def rows_in_shape(input: Class | Row) -> tuple[RowStep, ...]:
+    """Returns the steps that give the rows in the shape of `input`."""
+    rows, shape = input.logits.rows, input.rows_shape if isinstance(input, Class) else input.shape
+    return rows if same_shape(input.logits.rows_shape, shape) else (*rows, RowStep("reshape", shape, shape))
 
 
 @rule("broadcast_tensors")
 def _broadcast_tensors(interpreter: "Interpreter", op: Op, *tensors: Any) -> tuple[Class | None, ...]:
     """Describes logits that are broadcast together with labels, as in `Categorical.log_prob`, and keep their shape."""
     operands = op.operands
-    found: list[Class | None] = []
+    results: list[Class | None] = []
     for operand, out in zip(operands, op.output, strict=True):
-        of = interpreter.get(operand)
-        if of is not None and not (isinstance(of, Class) and same_shape(out.shape, operand.shape)):
+        value = interpreter.get(operand)
+        if value is not None and not (isinstance(value, Class) and same_shape(out.shape, operand.shape)):
             raise Unknown
-        found.append(of if isinstance(of, Class) else None)
-        if of is None:
+        results.append(value if isinstance(value, Class) else None)
+        if value is None:
             # A user of the whole tensor, not only of its first column, needs the logits' shape, but not the logits.
             interpreter.broadcast[out] = operand
-    return tuple(found)
+    return tuple(results)
