@@ -93,20 +93,20 @@ def _split(options: Mapping[str, Any]) -> tuple[Options, bool, dict[str, Any]]:
     strict = options.get("strict", False)
     if not isinstance(strict, bool):
         raise TypeError(f"the option strict must be True or False, but got {strict!r}")
-    others = {name: value for name, value in options.items() if name not in {*OPTIONS, "strict"}}
+    inductor_options = {name: value for name, value in options.items() if name not in {*OPTIONS, "strict"}}
     from torch._inductor import config
 
-    known = [*sorted(OPTIONS), "strict", *config.get_config_copy()]
-    for name in others:
-        if name.replace("-", "_") not in known:
-            similar = difflib.get_close_matches(name, known, n=1)
+    names = [*sorted(OPTIONS), "strict", *config.get_config_copy()]
+    for name in inductor_options:
+        if name.replace("-", "_") not in names:
+            similar = difflib.get_close_matches(name, names, n=1)
             meant = f"; did you mean {similar[0]!r}?" if similar else "."
             raise RuntimeError(
                 f"the backend thunder_flce has no option {name!r}{meant} Its own are "
                 f"{', '.join(sorted({*OPTIONS, 'strict'}))}; all others are Inductor's, which "
                 "torch._inductor.list_options() lists"
             )
-    return Options(**ours), strict, others
+    return Options(**ours), strict, inductor_options
 
 
 # torch.compile makes a wrapper in each of its calls, and calls the backend through it.

@@ -24,9 +24,9 @@ def with_room(compile: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(compile)
     def compiled(*args: Any, **kwargs: Any) -> Any:
-        known = len(PyCodeCache.modules)
+        count = len(PyCodeCache.modules)
         result = compile(*args, **kwargs)
-        for module in PyCodeCache.modules[known:]:
+        for module in PyCodeCache.modules[count:]:
             program = getattr(module, "call", None)
             program = getattr(program, "__func__", program)
             if isinstance(program, FunctionType):

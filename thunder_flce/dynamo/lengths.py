@@ -43,12 +43,12 @@ def _is_small(region: Region, tokens: Any) -> bool:
     if not all(isinstance(size, int) for size in term.weight.shape):
         return False
     vocab, hidden = term.columns, term.features
-    a_tile = Call.of_mean(TILE_ROWS, vocab, hidden, dtype=dtype, device=device)
-    seconds = matmul_seconds(a_tile, Device.of(device))
+    tile_call = Call.of_mean(TILE_ROWS, vocab, hidden, dtype=dtype, device=device)
+    seconds = matmul_seconds(tile_call, Device.of(device))
     if not seconds:
         return False
-    most = min(_SMALL_SECONDS * TILE_ROWS // seconds, ONE_CHUNK_BYTES // (vocab * dtype.itemsize))
-    return _is_at_most(tokens, int(most))
+    limit = min(_SMALL_SECONDS * TILE_ROWS // seconds, ONE_CHUNK_BYTES // (vocab * dtype.itemsize))
+    return _is_at_most(tokens, int(limit))
 
 
 def may_save_logits(call: Call, tokens: "int | torch.SymInt", options: Options) -> bool:
@@ -59,24 +59,24 @@ def may_save_logits(call: Call, tokens: "int | torch.SymInt", options: Options) 
     return _is_at_most(tokens, _most_saved_tokens(call.specs(tokens=1), options, Device.of(call.device)))
 
 
-def _is_at_most(tokens: "int | torch.SymInt", most: int) -> bool:
-    if not most or depends_on_values(tokens):
+def _is_at_most(tokens: "int | torch.SymInt", limit: int) -> bool:
+    if not limit or depends_on_values(tokens):
         return False
     if not isinstance(tokens, torch.SymInt):
-        return tokens <= most
+        return tokens <= limit
     environment, expression = tokens.node.shape_env, tokens.node.expr
     if any(environment.var_to_range[symbol].upper.is_Integer for symbol in expression.free_symbols):
         # The caller has declared a range of lengths: no guard may exclude some of them.
-        return bool(environment.bound_sympy(expression).upper <= most)
-    return bool(tokens <= most)
+        return bool(environment.bound_sympy(expression).upper <= limit)
+    return bool(tokens <= limit)
 
 
 @lru_cache(maxsize=1024)
 def _most_saved_tokens(call: Call, options: Options, device: Device) -> int:
     """Returns the largest number of tokens with which a call saves all logits."""
 
-    def does_not(tokens: int) -> bool:
+    def saves_less(tokens: int) -> bool:
         plan = choose(call.specs(tokens=tokens), options, device)
         return plan.strategy != SAVE_LOGITS or plan.saved_rows is not None
 
-    return bisect(range(1, _MOST_TOKENS), False, key=does_not)
+    return bisect(range(1, _MOST_TOKENS), False, key=saves_less)

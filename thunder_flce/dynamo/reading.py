@@ -24,12 +24,12 @@ from thunder_flce.matching.interpreter import LOSSES, NORMALISERS
 from thunder_flce.matching.program import NAMES, Op, Program, Source, Tensor, agree, is_number, same, tensors_in
 from thunder_flce.matching.rules import LINEARS
 
-_OF_NUMPY = {"axis": "dim", "keepdims": "keepdim", "x": "input", "x1": "input", "x2": "other"}
-_OF_ATEN = {"cross_entropy_loss": "cross_entropy", "nll_loss_nd": "nll_loss", "nll_loss": "nll_loss"}
+_NUMPY_PARAMETERS = {"axis": "dim", "keepdims": "keepdim", "x": "input", "x1": "input", "x2": "other"}
+_ATEN_LOSSES = {"cross_entropy_loss": "cross_entropy", "nll_loss_nd": "nll_loss", "nll_loss": "nll_loss"}
 """ATen's losses, as in the graph of an exported module; their reduction is a number."""
 _CAST_BY_AUTOCAST = (*LINEARS, *LOSSES, *NORMALISERS, "softmax")
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_OF_TORCH = ("torch", "_operator", "builtins", "aten", "prims", "")
+_TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
+_TORCH_LIBRARIES = ("torch", "_operator", "builtins", "aten", "prims", "")
 """Libraries whose operations have PyTorch's names"""
 _FILLED = ("zeros", "ones", "empty", "full")
 _LIKE_OTHERS = {"expand_as": "expand", "view_as": "view", "reshape_as": "reshape", "type_as": "to", "to": "to"}
@@ -52,7 +52,7 @@ def value_of(node: Node) -> Any:
 def source_of(node: Node) -> Source:
     """Returns the line of the user's code that a node comes from, rather than a line of PyTorch."""
     frames = re.findall(r'File "(.+)", line (\d+)', node.meta.get("stack_trace") or "")
-    frames = [each for each in frames if not each[0].startswith(_TORCH)] or frames
+    frames = [frame for frame in frames if not frame[0].startswith(_TORCH_FOLDER)] or frames
     return Source(frames[-1][0], int(frames[-1][1])) if frames else Source()
 
 
@@ -94,8 +94,8 @@ class _Reader:
 
     def _read_checkpoint(self, gm: GraphModule, node: Node, inside: Node | None) -> None:
         body, (_, *operands) = body_of(gm, node), node.args
-        given = map_arg(tuple(operands), self._values.__getitem__)
-        arguments = dict(zip(body.graph.find_nodes(op="placeholder"), given, strict=True))
+        values = map_arg(tuple(operands), self._values.__getitem__)
+        arguments = dict(zip(body.graph.find_nodes(op="placeholder"), values, strict=True))
         self._values[node] = self.read(body, arguments, inside or node)
         # The results of the node are tensors of the body; outside of it, they have nodes of their own.
         for user in node.users:
@@ -104,7 +104,7 @@ class _Reader:
                 result.handle = user
 
     def _add(self, node: Node, inside: Node | None) -> None:
-        value = self._value_of(node)
+        value = self._example_value(node)
         written = [each for each in written_by(node) if isinstance(value_of(each), torch.Tensor)]
         outs = [each for each in tree_flatten(value)[0] if isinstance(each, torch.Tensor)]
         is_of_tensors = any(isinstance(value_of(each), torch.Tensor) for each in node.all_input_nodes)
@@ -148,12 +148,12 @@ class _Reader:
         )
         self._values[node] = output
 
-    def _value_of(self, node: Node) -> Any:
+    def _example_value(self, node: Node) -> Any:
         """Returns a node's example value; computes that of an element that `tolist` reads, which Dynamo does not."""
-        of = value_of(node.args[0]) if node.target is operator.getitem else None  # type: ignore[arg-type]
-        if value_of(node) is None and isinstance(of, FakeTensor):
-            with of.fake_mode, torch.set_grad_enabled(self._grad_mode):
-                node.meta["example_value"] = of[node.args[1]]  # type: ignore[index]
+        container = value_of(node.args[0]) if node.target is operator.getitem else None  # type: ignore[arg-type]
+        if value_of(node) is None and isinstance(container, FakeTensor):
+            with container.fake_mode, torch.set_grad_enabled(self._grad_mode):
+                node.meta["example_value"] = container[node.args[1]]  # type: ignore[index]
         return value_of(node)
 
     def _write_sizes(self, node: Node, inside: Node | None) -> None:
@@ -162,14 +162,14 @@ class _Reader:
         filled = name.removesuffix("_like").removeprefix("new_")
         is_filled, like = filled in (*_FILLED, "rand", "randn") and filled != name, _LIKE_OTHERS.get(name)
         other = args.pop(0 if is_filled else 1) if is_filled and args or like and len(args) == 2 else None
-        known = value_of(other) if isinstance(other, Node) and other.op != "placeholder" else None
-        if type(known) is not FakeTensor or set(node.kwargs) - {"dtype", "device"}:
+        example = value_of(other) if isinstance(other, Node) and other.op != "placeholder" else None
+        if type(example) is not FakeTensor or set(node.kwargs) - {"dtype", "device"}:
             return
         if name.endswith("_like") or like not in (None, "to"):
             if not value.is_contiguous() and is_filled:
                 return  # It takes the strides of the operand, too.
-            sizes: list[Any] = list(known.shape)
-            for dim, size in enumerate(known.shape):
+            sizes: list[Any] = list(example.shape)
+            for dim, size in enumerate(example.shape):
                 if isinstance(size, torch.SymInt):
                     with node.graph.inserting_before(node):
                         sizes[dim] = node.graph.call_method("size", (other, dim))
@@ -177,21 +177,21 @@ class _Reader:
                     self._add(sizes[dim], inside)
             args.insert(0 if is_filled else 1, tuple(sizes))
         if is_filled or like == "to":
-            of_known: dict[str, Any] = {"dtype": known.dtype, "device": known.device}
-            node.kwargs = of_known | {name: each for name, each in node.kwargs.items() if each is not None}
+            options: dict[str, Any] = {"dtype": example.dtype, "device": example.device}
+            node.kwargs = options | {name: each for name, each in node.kwargs.items() if each is not None}
         node.op = "call_function" if is_filled else "call_method"
         node.target, node.args = getattr(torch, filled) if is_filled else str(like), tuple(args)
 
     def _write_casts(self, node: Node, dtype: torch.dtype, inside: Node | None) -> None:
         """Adds the casts that autocast makes, to the result's dtype; without it, operands have that dtype."""
         for operand in node.all_input_nodes:
-            given = value_of(operand)
-            if isinstance(given, FakeTensor) and given.is_floating_point() and given.dtype != dtype:
+            example = value_of(operand)
+            if isinstance(example, FakeTensor) and example.is_floating_point() and example.dtype != dtype:
                 with node.graph.inserting_before(node):
                     cast = node.graph.call_method("to", (operand, dtype))
-                with given.fake_mode, torch.set_grad_enabled(self._grad_mode):
+                with example.fake_mode, torch.set_grad_enabled(self._grad_mode):
                     # Detached first: autograd cannot read a view whose base was changed in place since.
-                    value = given.detach().to(dtype).requires_grad_(self._grad_mode and given.requires_grad)
+                    value = example.detach().to(dtype).requires_grad_(self._grad_mode and example.requires_grad)
                 cast.meta = {**node.meta, "example_value": value}
                 node.replace_input_with(operand, cast)
                 self._add(cast, inside)
@@ -206,7 +206,7 @@ def _full_name(node: Node, *, is_written: bool) -> str:
     name, library = name_of(node), _library_of(node)
     if is_written and name.endswith("_") and not name.endswith("__"):
         name = name.removesuffix("_")
-    if library.partition(".")[0] not in _OF_TORCH:
+    if library.partition(".")[0] not in _TORCH_LIBRARIES:
         # An operator of another library, or a user's function in the graph, is not PyTorch's operation of that name.
         return f"{name} of {library}"
     is_of_bits = name == "view" and value_of(node).dtype != value_of(node.all_input_nodes[0]).dtype
@@ -226,17 +226,17 @@ def _is_cast_by_autocast(name: str, node: Node) -> bool:
 
 def _as_function(node: Node, name: str, args: Any, kwargs: Any) -> tuple[str, Any, Any]:
     """Returns the name and arguments of PyTorch's function for a method, or for ATen's or NumPy's function."""
-    kwargs = {_OF_NUMPY.get(key, key): each for key, each in kwargs.items()}
+    kwargs = {_NUMPY_PARAMETERS.get(key, key): each for key, each in kwargs.items()}
     if node.target is getattr:
         args = args[:1]
     if name == "where" and node.op == "call_method":
-        given = dict(zip(("input", "condition", "other"), args, strict=False)) | kwargs
-        args, kwargs = (given["condition"], given["input"], given["other"]), {}
-    if name in _OF_ATEN and _library_of(node) == "aten":
+        arguments = dict(zip(("input", "condition", "other"), args, strict=False)) | kwargs
+        args, kwargs = (arguments["condition"], arguments["input"], arguments["other"]), {}
+    if name in _ATEN_LOSSES and _library_of(node) == "aten":
         names = ("input", "target", "weight", "reduction", "ignore_index", "label_smoothing")
-        of_loss: Any = {"reduction": 1, **dict(zip(names, args, strict=False)), **kwargs}
-        of_loss["reduction"] = ("none", "mean", "sum")[of_loss["reduction"]]
-        name, args, kwargs = _OF_ATEN[name], (), of_loss
+        loss_arguments: Any = {"reduction": 1, **dict(zip(names, args, strict=False)), **kwargs}
+        loss_arguments["reduction"] = ("none", "mean", "sum")[loss_arguments["reduction"]]
+        name, args, kwargs = _ATEN_LOSSES[name], (), loss_arguments
     return name, args, kwargs
 
 
@@ -259,27 +259,27 @@ def _redirect_reads(gm: GraphModule) -> None:
     for node in gm.graph.nodes:
         _write_fill(node)
         for operand in node.all_input_nodes:
-            name = operand
-            while name in latest:
-                name = latest[name]
-            if name is not operand:
-                node.replace_input_with(operand, name)
+            latest_node = operand
+            while latest_node in latest:
+                latest_node = latest[latest_node]
+            if latest_node is not operand:
+                node.replace_input_with(operand, latest_node)
         written = list(written_by(node))
-        is_same = isinstance(value_of(node), torch.Tensor) and not _is_of_numpy(node)
+        is_same = isinstance(value_of(node), torch.Tensor) and not _is_numpy_call(node)
         if is_same and written and written == list(node.args[:1]):
             latest[written[0]] = node
 
 
-def _write_joined(made: Node) -> None:
+def _write_joined(filled: Node) -> None:
     """Replaces a new tensor that is filled part by part, as by a loop over chunks, by a join of these parts."""
-    if name_of(made).removesuffix("_like").removeprefix("new_") not in _FILLED or "out" in made.kwargs:
+    if name_of(filled).removesuffix("_like").removeprefix("new_") not in _FILLED or "out" in filled.kwargs:
         return
-    whole, graph = value_of(made), made.graph
-    writes = sorted(user for user in made.users if user.target is operator.setitem and user.args[0] is made)
-    readers = [user for user in made.users if user not in writes]
+    whole, graph = value_of(filled), filled.graph
+    writes = sorted(user for user in filled.users if user.target is operator.setitem and user.args[0] is filled)
+    readers = [user for user in filled.users if user not in writes]
     parts: list[Any] = [each.args[2] for each in writes]
     values: list[Any] = [value_of(each) if isinstance(each, Node) else None for each in parts]
-    if not writes or made in parts or any(each < writes[-1] for each in readers):
+    if not writes or filled in parts or any(each < writes[-1] for each in readers):
         return
     between = [each for each in graph.nodes if writes[0] < each < writes[-1] and each not in writes]
     written = [value_of(tensor) for each in between for tensor in written_by(each)]
@@ -311,14 +311,14 @@ def _write_joined(made: Node) -> None:
         return  # It may have another memory format, for example.
     meta = writes[-1].meta
     with graph.inserting_before(writes[-1]):
-        for at, value in enumerate(values):
-            if value is not value_of(parts[at]):
-                parts[at] = graph.call_method("to", (parts[at], whole.dtype))
-                parts[at].meta = {**meta, "example_value": value}
+        for position, value in enumerate(values):
+            if value is not value_of(parts[position]):
+                parts[position] = graph.call_method("to", (parts[position], whole.dtype))
+                parts[position].meta = {**meta, "example_value": value}
         joined = graph.call_function(join, (parts,))
     # With the example value of the whole: its views share that storage.
     joined.meta = {**meta, "example_value": whole}
-    made.replace_all_uses_with(joined, delete_user_cb=lambda user: user in readers)
+    filled.replace_all_uses_with(joined, delete_user_cb=lambda user: user in readers)
     for write in writes:
         graph.erase_node(write)
 
@@ -378,12 +378,12 @@ def written_by(node: Node) -> Iterator[Node]:
     yield from (each for each in tree_flatten(out)[0] if isinstance(each, Node))
     if isinstance(target, torch._ops.OpOverloadPacket) and len(target.overloads()) == 1:
         target = getattr(target, *target.overloads())
-    if name_of(node) == "triton_kernel_wrapper_mutation" or _is_of_numpy(node):
+    if name_of(node) == "triton_kernel_wrapper_mutation" or _is_numpy_call(node):
         yield from node.all_input_nodes  # The user's kernel, or NumPy's function, may write to any argument.
     elif isinstance(target, torch._ops.OpOverload):
         schema = target._schema.arguments
-        given = {**dict(zip([each.name for each in schema], node.args, strict=False)), **node.kwargs}
-        written = [given.get(each.name) for each in schema if each.alias_info is not None and each.alias_info.is_write]
+        args = {**dict(zip([each.name for each in schema], node.args, strict=False)), **node.kwargs}
+        written = [args.get(each.name) for each in schema if each.alias_info is not None and each.alias_info.is_write]
         yield from (each for each in tree_flatten(written)[0] if isinstance(each, Node))
     elif isinstance(first := node.args[0] if node.args else node.kwargs.get("input"), Node | list | tuple):
         name = name_of(node)
@@ -398,7 +398,7 @@ def written_by(node: Node) -> Iterator[Node]:
             yield from (each for each in _written_by_functional(node) if isinstance(each, Node))
 
 
-def _is_of_numpy(node: Node) -> bool:
+def _is_numpy_call(node: Node) -> bool:
     """Whether a node is Dynamo's call of a NumPy function."""
     return getattr(node.target, "__module__", "") == "torch._dynamo.utils"
 
@@ -407,10 +407,10 @@ def _written_by_functional(node: Node) -> Iterator[Any]:
     """Yields what a function of torch.nn.functional changes: input, running statistics, or an embedding's weight."""
     bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]
     bound.apply_defaults()
-    given = bound.arguments
-    if given.get("inplace"):
-        yield given["input"]
-    if given.get("training") or given.get("use_input_stats"):
-        yield from (given.get("running_mean"), given.get("running_var"))
-    if given.get("max_norm") is not None:
-        yield given["weight"]
+    arguments = bound.arguments
+    if arguments.get("inplace"):
+        yield arguments["input"]
+    if arguments.get("training") or arguments.get("use_input_stats"):
+        yield from (arguments.get("running_mean"), arguments.get("running_var"))
+    if arguments.get("max_norm") is not None:
+        yield arguments["weight"]

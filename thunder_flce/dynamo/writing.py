@@ -81,7 +81,7 @@ class _Graph:
         self._replaced: dict[Tensor, Tensor] = {}
         values = [value_of(node) for node in nodes]
         # The fake mode of the graph's own values: that of the tracing context is another one, for AOTAutograd.
-        self._fake_mode = next(each.fake_mode for each in tree_flatten(values)[0] if isinstance(each, FakeTensor))
+        self._fake_mode = next(value.fake_mode for value in tree_flatten(values)[0] if isinstance(value, FakeTensor))
 
     # Order.
 
@@ -91,16 +91,16 @@ class _Graph:
         if self._positions[node] < self._at:
             self._read_sizes_elsewhere(node)
             with self._modes(*self._modes_after[node]):
-                for each in [node, *_readers_of_parts(node)]:
+                for moved in [node, *_readers_of_parts(node)]:
                     assert self._last is not None
-                    self._last.append(each)
-                    self._last = each
+                    self._last.append(moved)
+                    self._last = moved
         else:
             self._at, self._last = self._positions[node], node
             # Nodes that are put behind it may read one of its several results.
-            for each in _readers_of_parts(node) if not isinstance(value_of(node), torch.Tensor) else ():
-                self._last.append(each)
-                self._last = each
+            for reader in _readers_of_parts(node) if not isinstance(value_of(node), torch.Tensor) else ():
+                self._last.append(reader)
+                self._last = reader
 
     @contextmanager
     def behind(self, op: Op, *, has_grad: bool) -> Iterator[None]:
@@ -129,8 +129,8 @@ class _Graph:
         is_other = has_grad_here != has_grad
         if is_other:
             self._put(torch._C._set_grad_enabled, has_grad)
-        others = [(device, *of) for device, of in autocast.items() if of != autocast_here[device]]
-        entered = [self._put(_enter_autocast, *each, None) for each in others]
+        changed = [(device, *state) for device, state in autocast.items() if state != autocast_here[device]]
+        entered = [self._put(_enter_autocast, *each, None) for each in changed]
         yield
         for each in reversed(entered):
             self._put(_exit_autocast, each)
@@ -147,8 +147,8 @@ class _Graph:
         """Replaces the program's tensors by new ones in all users, except for sizes, which may be read before."""
         for tensor, new in results.items():
             self._replaced[tensor] = new
-            sizes = [each for each in _readers_of_parts(tensor.handle) if name_of(each) != "item"]
-            tensor.handle.replace_all_uses_with(self._node(new), lambda user, sizes=sizes: user not in sizes)
+            kept = [each for each in _readers_of_parts(tensor.handle) if name_of(each) != "item"]
+            tensor.handle.replace_all_uses_with(self._node(new), lambda user, kept=kept: user not in kept)
 
     def _read_sizes_elsewhere(self, node: Node) -> None:
         """Replaces sizes that are read from a node by sizes of others, as it is erased or moves behind its readers."""
@@ -161,8 +161,8 @@ class _Graph:
                 elif isinstance(size, torch.SymInt) and user.users:
                     others[user] = self._size(size)  # Not if unused: no other node may have this size.
         for reader in {reader for user in others for reader in user.users}:
-            given: Any = map_arg((reader.args, reader.kwargs), lambda each: others.get(each, each))
-            reader.args, reader.kwargs = given
+            arguments: Any = map_arg((reader.args, reader.kwargs), lambda each: others.get(each, each))
+            reader.args, reader.kwargs = arguments
 
     def erase(self, nodes: Sequence[Node]) -> None:
         """Erases the nodes that have no users left."""
@@ -179,26 +179,26 @@ class _Graph:
     def call(self, function: Callable, *args: Any, **kwargs: Any) -> Tensor:
         """See `Writer`."""
         with self._graph.inserting_before(self._end):
-            given = tree_map(self._argument, (args, kwargs))
-            node = self._graph.call_function(function, *given)
-        values: Any = map_arg(given, value_of)
+            arguments = tree_map(self._argument, (args, kwargs))
+            node = self._graph.call_function(function, *arguments)
+        values: Any = map_arg(arguments, value_of)
         # Without the Python dispatcher, torch 2.8 cannot view tensors in symbolic sizes.
         with self._fake_mode, enable_python_dispatcher(), torch.enable_grad(), torch.autocast("cpu", enabled=False):
             value = node.target(*values[0], **values[1])  # type: ignore[operator]
-        return self._made(node, value)
+        return self._new_tensor(node, value)
 
-    def _made(self, node: Node, value: torch.Tensor) -> Tensor:
+    def _new_tensor(self, node: Node, value: torch.Tensor) -> Tensor:
         node.meta["example_value"] = value
         return Tensor(node.name, tuple(value.shape), value.dtype, value.device, value.requires_grad, node)
 
-    def _argument(self, given: Any) -> Any:
-        if isinstance(given, Tensor):
-            return self._node(given)
-        if isinstance(given, _SYMBOLIC):
-            return self._size(given)
-        if isinstance(given, slice):
-            return slice(*map(self._argument, (given.start, given.stop, given.step)))
-        return given
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._node(value)
+        if isinstance(value, _SYMBOLIC):
+            return self._size(value)
+        if isinstance(value, slice):
+            return slice(*map(self._argument, (value.start, value.stop, value.step)))
+        return value
 
     def _node(self, tensor: Tensor) -> Node:
         return self._replaced.get(tensor, tensor).handle
@@ -208,23 +208,25 @@ class _Graph:
         expression = size.node.expr
         if expression.is_number:
             return (int if isinstance(size, torch.SymInt) else float)(expression)
-        made: dict[sympy.Expr, Node] = {}
+        nodes: dict[sympy.Expr, Node] = {}
         for node in self._graph.nodes:
-            number, given = value_of(node), [*map(value_of, node.all_input_nodes)]
-            if isinstance(number, _SYMBOLIC) and given and all(isinstance(each, _SYMBOLIC) for each in given):
-                made.setdefault(number.node.expr, node)
-        known: dict[sympy.Expr, Proxy] = {}
+            number, inputs = value_of(node), [*map(value_of, node.all_input_nodes)]
+            if isinstance(number, _SYMBOLIC) and inputs and all(isinstance(each, _SYMBOLIC) for each in inputs):
+                nodes.setdefault(number.node.expr, node)
+        proxies: dict[sympy.Expr, Proxy] = {}
         # Copies the program's nodes: a proxy has no operation that rounds, as in `int(0.5 * length)`.
-        for each, node in [*made.items()][::-1]:
+        for each, node in [*nodes.items()][::-1]:
             if not each.is_Atom and expression.has(each):
                 symbol = sympy.Dummy(integer=each.is_integer)
-                known[symbol] = Proxy(self._graph.node_copy(node, lambda given: self._size(value_of(given))))
+                proxies[symbol] = Proxy(self._graph.node_copy(node, lambda input: self._size(value_of(input))))
                 expression = expression.xreplace({each: symbol})
-        known |= {symbol: Proxy(self._node_of_symbol(symbol)) for symbol in expression.free_symbols.difference(known)}
-        if expression in known:
-            return known[expression].node
-        value: Any = sympy_interp(PythonReferenceAnalysis, known, expression)
-        _note_value(value.node)
+        proxies |= {
+            symbol: Proxy(self._node_of_symbol(symbol)) for symbol in expression.free_symbols.difference(proxies)
+        }
+        if expression in proxies:
+            return proxies[expression].node
+        value: Any = sympy_interp(PythonReferenceAnalysis, proxies, expression)
+        _set_example_value(value.node)
         return value.node
 
     def _node_of_symbol(self, symbol: sympy.Expr) -> Node:
@@ -233,11 +235,11 @@ class _Graph:
             value = value_of(node)
             if isinstance(value, _SYMBOLIC) and value.node.expr == symbol:
                 return node
-            for at, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+            for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
                 if isinstance(size, torch.SymInt) and size.node.expr == symbol:
-                    found = self._graph.call_method("size", (node, at))
-                    found.meta["example_value"] = size
-                    return found
+                    size_node = self._graph.call_method("size", (node, dim))
+                    size_node.meta["example_value"] = size
+                    return size_node
         raise KeyError(symbol)
 
     def weights(
@@ -245,30 +247,30 @@ class _Graph:
     ) -> list[Tensor]:
         """Adds autograd's derivative of the nodes, as operations of ATen: see `Writer`."""
         starts, nodes = [self._node(operand) for operand in operands], [op.handle for op in ops]
-        others = _read_beside(starts, nodes)
+        others = _other_inputs(starts, nodes)
         written = {self._node(each) for op in ops for each in op.writes}
 
-        def derivative(rows: list[torch.Tensor], given: list[Any]) -> list[torch.Tensor]:
+        def derivative(rows: list[torch.Tensor], other_values: list[Any]) -> list[torch.Tensor]:
             rows = [each.detach().requires_grad_() for each in rows]
             with torch.enable_grad():
                 # Cloned, since a leaf must not be changed in place.
-                found: dict[Node, Any] = dict(zip(starts, [each.clone() for each in rows], strict=True))
-                found |= zip(others, given, strict=True)
-                found |= {node: found[node].clone() for node in written & found.keys()}
+                results: dict[Node, Any] = dict(zip(starts, [each.clone() for each in rows], strict=True))
+                results |= zip(others, other_values, strict=True)
+                results |= {node: results[node].clone() for node in written & results.keys()}
                 for node in (*starts, *others, *nodes):
                     if not isinstance(value_of(node), torch.SymInt | torch.SymFloat):
-                        _run(node, found)
-                total = found[result.handle]
-            of_rows = torch.autograd.grad(total, rows, torch.ones((), dtype=total.dtype, device=total.device))
-            return [*of_rows, *([] if values is None else [total.detach()])]
+                        _run_node(node, results)
+                total = results[result.handle]
+            row_gradients = torch.autograd.grad(total, rows, torch.ones((), dtype=total.dtype, device=total.device))
+            return [*row_gradients, *([] if values is None else [total.detach()])]
 
         rows = [value_of(each).detach() for each in starts]
         wide = [each.float() if each.dtype.itemsize < 4 else each for each in rows]
-        given = [each.detach() if isinstance(each, torch.Tensor) else each for each in map(value_of, others)]
+        other_values = [each.detach() if isinstance(each, torch.Tensor) else each for each in map(value_of, others)]
         with tracing(None), self._fake_mode, enable_python_dispatcher(), torch.autocast("cpu", enabled=False):
             # Dynamo cannot print a guard that is added in autograd's thread of a GPU.
             with torch.autograd.set_multithreading_enabled(False):
-                traced = make_fx(derivative, decomposition_table=_DECOMPOSITIONS)(wide, given)
+                traced = make_fx(derivative, decomposition_table=_DECOMPOSITIONS)(wide, other_values)
         return self._inline(traced, others, values or ())
 
     def _inline(self, traced: GraphModule, others: Sequence[Node], values: Sequence[Tensor | None]) -> list[Tensor]:
@@ -288,12 +290,12 @@ class _Graph:
                     inlined[node] = self.call(torch.Tensor.to, value, node.meta["val"].dtype).handle
             for node in traced.graph.nodes:
                 if node in needed and node not in inlined:
-                    inlined[node] = self._inlined(node, inlined, traced)
-            found = [self._made(inlined[each], each.meta["val"]) for each in output.args[0]]
+                    inlined[node] = self._inline_node(node, inlined, traced)
+            results = [self._new_tensor(inlined[each], each.meta["val"]) for each in output.args[0]]
             self._graph.call_function(torch._C._set_grad_enabled, (True,))
-            return found
+            return results
 
-    def _inlined(self, node: Node, inlined: dict[Node, Any], traced: GraphModule) -> Any:
+    def _inline_node(self, node: Node, inlined: dict[Node, Any], traced: GraphModule) -> Any:
         """Returns the node, or the number, for a node of a derivative's graph."""
         value: Any = node.meta.get("val")
         if isinstance(value, torch.SymInt):
@@ -312,10 +314,10 @@ class _Graph:
     def region(self, call: Call, group: Any) -> tuple[list[Tensor], PlannedRegion]:
         """Adds the operator, which makes its plan when it runs: see `Writer`."""
         # With the sizes of this call, for the plan that is reported; the operator's settings depend on no size.
-        known, options = call.map(lambda _, each: self._spec(each, call)), self._options
-        if may_save_logits(known, math.prod(call.tensors["input"].shape[:-1]), options):
+        specs, options = call.map(lambda _, each: self._spec(each, call)), self._options
+        if may_save_logits(specs, math.prod(call.tensors["input"].shape[:-1]), options):
             options = replace(options, strategy=SAVE_LOGITS)
-        settings = calls.unplanned_settings(known, options)
+        settings = calls.unplanned_settings(specs, options)
         tensors = [self._operand(name, call) for name in settings.names]
         with self._graph.inserting_before(self._end):
             node = self._graph.call_function(
@@ -325,26 +327,26 @@ class _Graph:
             with self._fake_mode, torch.enable_grad():
                 results = node.target(values, str(settings))  # type: ignore[operator]
             count = 1 + len(call.loss.outputs)
-            parts = [self._graph.call_function(operator.getitem, (node, at)) for at in range(count)]
+            parts = [self._graph.call_function(operator.getitem, (node, position)) for position in range(count)]
         node.meta["example_value"] = tuple(results)
-        planned = PlannedRegion(known, plan_for(known, settings.options or self._options))
-        return [self._made(part, results[at]) for at, part in enumerate(parts)], planned
+        planned = PlannedRegion(specs, plan_for(specs, settings.options or self._options))
+        return [self._new_tensor(part, results[position]) for position, part in enumerate(parts)], planned
 
-    def _spec(self, given: Any, call: Call) -> Spec:
-        if isinstance(given, Tensor):
-            shape = (_EXAMPLE_TOKENS if depends_on_values(size) else hint(size) for size in given.shape)
-            return Spec(tuple(shape), given.dtype, given.device)
+    def _spec(self, tensor: Any, call: Call) -> Spec:
+        if isinstance(tensor, Tensor):
+            shape = (_EXAMPLE_TOKENS if depends_on_values(size) else hint(size) for size in tensor.shape)
+            return Spec(tuple(shape), tensor.dtype, tensor.device)
         return Spec((), call.row_dtype, call.device)
 
     def _operand(self, name: str, call: Call) -> Node:
         """Returns a tensor or a number of a call as the operator takes it."""
-        given = call.tensors[name]
-        if not isinstance(given, Tensor):
-            return self.call(torch.full, (), given, dtype=call.row_dtype, device=call.device).handle
-        node = self._node(given)
+        operand = call.tensors[name]
+        if not isinstance(operand, Tensor):
+            return self.call(torch.full, (), operand, dtype=call.row_dtype, device=call.device).handle
+        node = self._node(operand)
         if argument(name).differentiable and name not in call.needs_grad and value_of(node).requires_grad:
             # The operator raises where an operand requires a gradient that needs_grad does not name.
-            return self.call(torch.detach, given).handle
+            return self.call(torch.detach, operand).handle
         return node
 
 
@@ -365,27 +367,27 @@ def _select_backward(grad: torch.Tensor, sizes: Sequence[Any], dim: int, index: 
     return _slice_backward(grad.unsqueeze(dim), sizes, dim, index, None, 1)
 
 
-def _split(given: torch.Tensor, sizes: Sequence[Any], dim: int = 0) -> list[torch.Tensor]:
+def _split(tensor: torch.Tensor, sizes: Sequence[Any], dim: int = 0) -> list[torch.Tensor]:
     ends = [0, *itertools.accumulate(sizes)]
-    return [torch.ops.aten.slice(given, dim, *each) for each in itertools.pairwise(ends)]
+    return [torch.ops.aten.slice(tensor, dim, *each) for each in itertools.pairwise(ends)]
 
 
-def _split_alike(given: torch.Tensor, size: Any, dim: int = 0) -> list[torch.Tensor]:
-    count = -(-given.shape[dim] // size)
-    return [torch.ops.aten.slice(given, dim, at * size, (at + 1) * size) for at in range(count)]
+def _split_alike(tensor: torch.Tensor, size: Any, dim: int = 0) -> list[torch.Tensor]:
+    count = -(-tensor.shape[dim] // size)
+    return [torch.ops.aten.slice(tensor, dim, number * size, (number + 1) * size) for number in range(count)]
 
 
-def _unbind(given: torch.Tensor, dim: int = 0) -> list[torch.Tensor]:
-    return [given.select(dim, at) for at in range(given.shape[dim])]
+def _unbind(tensor: torch.Tensor, dim: int = 0) -> list[torch.Tensor]:
+    return [tensor.select(dim, index) for index in range(tensor.shape[dim])]
 
 
-def _index_put(given: torch.Tensor, indices: Sequence[Any], values: torch.Tensor, accumulate: bool = False) -> Any:
+def _index_put(tensor: torch.Tensor, indices: Sequence[Any], values: torch.Tensor, accumulate: bool = False) -> Any:
     if not accumulate:
         return NotImplemented
-    numbers = torch.arange(given.numel(), device=given.device).view(given.shape)
+    numbers = torch.arange(tensor.numel(), device=tensor.device).view(tensor.shape)
     numbers = numbers[tuple(slice(None) if each is None else each for each in indices)]
     values = values.expand_as(numbers).reshape(-1)
-    return given.reshape(-1).scatter_add(0, numbers.reshape(-1), values).view(given.shape)
+    return tensor.reshape(-1).scatter_add(0, numbers.reshape(-1), values).view(tensor.shape)
 
 
 def _scalar_tensor(value: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> torch.Tensor:
@@ -404,61 +406,61 @@ _DECOMPOSITIONS: dict[Any, Callable] = {
 """Decompositions of operations that thunder lacks, or leaves to Inductor and so divides a part without gradients"""
 
 
-def _note_value(node: Node) -> None:
+def _set_example_value(node: Node) -> None:
     """Sets the example value of a number's node, and of the nodes that it is computed from, as Dynamo does."""
-    for each in node.all_input_nodes:
-        if value_of(each) is None:
-            _note_value(each)
+    for input in node.all_input_nodes:
+        if value_of(input) is None:
+            _set_example_value(input)
     node.meta["example_value"] = node.target(*map_arg(node.args, value_of))  # type: ignore[operator]
 
 
-def _run(node: Node, values: dict[Node, Any]) -> None:
+def _run_node(node: Node, values: dict[Node, Any]) -> None:
     """Runs a node on values, unless it has one, with the nodes that take one of its results or read a size."""
     shapes = [each for each in node.all_input_nodes if each.target is torch.Size]
-    for each in (*shapes, node, *_readers_of_parts(node)):
-        if each in values:
+    for current in (*shapes, node, *_readers_of_parts(node)):
+        if current in values:
             continue
-        args, kwargs = map_arg((each.args, each.kwargs), lambda given: values.get(given, value_of(given)))
-        if name_of(each) in PRODUCTS:
+        args, kwargs = map_arg((current.args, current.kwargs), lambda input: values.get(input, value_of(input)))
+        if name_of(current) in PRODUCTS:
             # Operands of a product must have one dtype, and rows may be in a wider one than the program's.
-            floats = [given for given in tree_flatten((args, kwargs))[0] if _is_float(given)]
-            widest = max((given.dtype for given in floats), key=lambda dtype: dtype.itemsize)
+            floats = [value for value in tree_flatten((args, kwargs))[0] if _is_float(value)]
+            widest = max((value.dtype for value in floats), key=lambda dtype: dtype.itemsize)
             args, kwargs = tree_map(lambda x, to=widest: x.to(to) if _is_float(x) else x, (args, kwargs))
-        if each.op == "call_method":
-            values[each] = getattr(args[0], str(each.target))(*args[1:], **kwargs)
+        if current.op == "call_method":
+            values[current] = getattr(args[0], str(current.target))(*args[1:], **kwargs)
         else:
-            values[each] = each.target(*args, **kwargs)  # type: ignore[operator]
+            values[current] = current.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def _read_beside(starts: Sequence[Node], nodes: Sequence[Node]) -> list[Node]:
+def _other_inputs(starts: Sequence[Node], nodes: Sequence[Node]) -> list[Node]:
     """Returns the tensors and numbers that nodes read, other than those they start from and each other."""
-    known = {*starts, *nodes, *(each for node in (*starts, *nodes) for each in _readers_of_parts(node))}
+    own_nodes = {*starts, *nodes, *(each for node in (*starts, *nodes) for each in _readers_of_parts(node))}
     others: dict[Node, None] = {}
-    waiting = [each for node in nodes[::-1] for each in node.all_input_nodes[::-1]]
-    while waiting:
-        node = waiting.pop()
+    pending = [each for node in nodes[::-1] for each in node.all_input_nodes[::-1]]
+    while pending:
+        node = pending.pop()
         if isinstance(value_of(node), torch.Tensor | torch.SymInt | torch.SymFloat):
-            others |= {} if node in known else {node: None}
-        elif node not in known:
-            waiting += node.all_input_nodes  # The whole shape of a tensor, which is traced with the tensor.
+            others |= {} if node in own_nodes else {node: None}
+        elif node not in own_nodes:
+            pending += node.all_input_nodes  # The whole shape of a tensor, which is traced with the tensor.
     return list(others)
 
 
-def _is_float(given: Any) -> bool:
-    return isinstance(given, torch.Tensor) and given.is_floating_point()
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _readers_of_parts(node: Node) -> list[Node]:
     """Returns the nodes that take one of several results of a node, or read sizes of its result."""
-    found: list[Node] = []
+    readers: list[Node] = []
     is_one = isinstance(value_of(node), torch.Tensor)
     for user in node.users:
         value = value_of(user)
         is_size = not any(isinstance(each, torch.Tensor) for each in tree_flatten(value)[0]) and user.op != "output"
         is_size = is_size and value is not None
         if is_size or (not is_one and user.target is operator.getitem):
-            found += [user, *(_readers_of_parts(user) if not isinstance(value, torch.Tensor | torch.SymInt) else [])]
-    return found
+            readers += [user, *(_readers_of_parts(user) if not isinstance(value, torch.Tensor | torch.SymInt) else [])]
+    return readers
 
 
 _Autocast = dict[str, tuple[torch.dtype | None, bool]]
@@ -471,12 +473,12 @@ def _modes_after_each(nodes: Sequence[Node]) -> dict[Node, tuple[bool, _Autocast
     devices = {str(node.args[0]) for node in nodes if node.target is _enter_autocast}
     devices |= {value.device.type for value in map(value_of, nodes) if isinstance(value, torch.Tensor)}
     around = {
-        each: (torch.get_autocast_dtype(each), True) if torch.is_autocast_enabled(each) else _NO_AUTOCAST
-        for each in devices
-        if torch.amp.is_autocast_available(each)
+        device: (torch.get_autocast_dtype(device), True) if torch.is_autocast_enabled(device) else _NO_AUTOCAST
+        for device in devices
+        if torch.amp.is_autocast_available(device)
     }
     entered: list[Node] = []
-    found, has_grad = {}, torch.is_grad_enabled()
+    modes, has_grad = {}, torch.is_grad_enabled()
     for node in nodes:
         if node.target is torch._C._set_grad_enabled:
             has_grad = bool(node.args[0])
@@ -486,7 +488,7 @@ def _modes_after_each(nodes: Sequence[Node]) -> dict[Node, tuple[bool, _Autocast
             entered.remove(node.args[0])  # type: ignore[arg-type]
         autocast: Any = around.copy()
         for device, dtype, is_on, *_ in (each.args for each in entered):
-            of_device = (dtype or torch.get_autocast_dtype(str(device)), True) if is_on else _NO_AUTOCAST
-            autocast[device] = of_device
-        found[node] = has_grad, autocast
-    return found
+            state = (dtype or torch.get_autocast_dtype(str(device)), True) if is_on else _NO_AUTOCAST
+            autocast[device] = state
+        modes[node] = has_grad, autocast
+    return modes
