@@ -49,8 +49,8 @@ def _graphs(gm: GraphModule) -> list[GraphModule]:
 def _fuse(gm: GraphModule, options: Options, *, leaves_small: bool) -> list[Decision]:
     interpreter, regions, refused = match(read(gm), options)
     if leaves_small and options == Options() and regions and are_small(regions):
-        left = [(part.line, part.kind) for region in regions for part in region.parts]
-        decisions = [Decision(line, reason=Reason.LEFT_TO_INDUCTOR, kind=kind) for line, kind in left]
+        small_parts = [(part.line, part.kind) for region in regions for part in region.parts]
+        decisions = [Decision(line, reason=Reason.LEFT_TO_INDUCTOR, kind=kind) for line, kind in small_parts]
         return in_order([*decisions, *refused])
     while checkpoints := _checkpoints_of(regions, interpreter, gm):
         for checkpoint in checkpoints:
@@ -66,8 +66,8 @@ def _fuse(gm: GraphModule, options: Options, *, leaves_small: bool) -> list[Deci
 def _checkpoints_of(regions: list[Region], interpreter: Interpreter, gm: GraphModule) -> set[Any]:
     """Returns the checkpoints with operations that regions replace or differentiate, or with tensors that they read."""
     order = ordered(regions, interpreter)
-    read = {tensor for region in regions for tensor in region.read_at}
-    inside = {tensor.op for tensor in read if tensor.op is not None and tensor.handle.graph is not gm.graph}
+    read_tensors = {tensor for region in regions for tensor in region.read_at}
+    inside = {tensor.op for tensor in read_tensors if tensor.op is not None and tensor.handle.graph is not gm.graph}
     linear = {op for region in regions if region.total is not None for op in region.total.ops}
     return {op.inside for op in {*interpreter.program.ops}.difference(order) | inside | linear} - {None}
 

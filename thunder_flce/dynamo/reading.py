@@ -107,8 +107,8 @@ class _Reader:
         value = self._example_value(node)
         written = [each for each in written_by(node) if isinstance(value_of(each), torch.Tensor)]
         outs = [each for each in tree_flatten(value)[0] if isinstance(each, torch.Tensor)]
-        is_of_tensors = any(isinstance(value_of(each), torch.Tensor) for each in node.all_input_nodes)
-        if not outs and not written and (value is not None or not is_of_tensors):
+        reads_tensors = any(isinstance(value_of(each), torch.Tensor) for each in node.all_input_nodes)
+        if not outs and not written and (value is not None or not reads_tensors):
             # A size, or a switch such as that of autocast: tensors depend on it only by the values that Dynamo has.
             self._values[node] = value
             if name_of(node) == "item":
@@ -209,8 +209,8 @@ def _full_name(node: Node, *, is_written: bool) -> str:
     if library.partition(".")[0] not in _TORCH_LIBRARIES:
         # An operator of another library, or a user's function in the graph, is not PyTorch's operation of that name.
         return f"{name} of {library}"
-    is_of_bits = name == "view" and value_of(node).dtype != value_of(node.all_input_nodes[0]).dtype
-    return "view of bits" if is_of_bits else name
+    is_bit_view = name == "view" and value_of(node).dtype != value_of(node.all_input_nodes[0]).dtype
+    return "view of bits" if is_bit_view else name
 
 
 def _is_cast_by_autocast(name: str, node: Node) -> bool:

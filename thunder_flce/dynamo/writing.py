@@ -132,8 +132,8 @@ class _Graph:
         changed = [(device, *state) for device, state in autocast.items() if state != autocast_here[device]]
         entered = [self._put(_enter_autocast, *each, None) for each in changed]
         yield
-        for each in reversed(entered):
-            self._put(_exit_autocast, each)
+        for node in reversed(entered):
+            self._put(_exit_autocast, node)
         if is_other:
             self._put(torch._C._set_grad_enabled, not has_grad)
 

@@ -82,9 +82,9 @@ def with_u_as(name: str, sum_: Poly) -> Poly:
     return added((1, tuple((atom._replace(name=name) if atom.name == "u" else atom, each) for atom, each in sum_)))
 
 
-def _equals(known: Poly, sum_: Poly) -> bool:
+def _equals(expected: Poly, sum_: Poly) -> bool:
     """Whether a sum equals a known one, with all of its gradient or without any."""
-    return sum_ in (known, without_grad(known))
+    return sum_ in (expected, without_grad(expected))
 
 
 ONE: Poly = ((Atom("1", has_grad=False), Fraction(1)),)
@@ -385,9 +385,9 @@ class Row:
     def as_loss(self) -> tuple[Fraction, Fraction] | None:
         """Factor c and label smoothing s if it is c times a cross-entropy, L - (1 - s) u_y - s U; else None."""
         factors = value(self.sum)
-        factor, of_label, of_mean = (factors.pop(name, Fraction(0)) for name in ("L", "y", "U"))
-        smoothing = -of_mean / factor if factor else Fraction(-1)
-        is_loss = factor + of_label + of_mean == 0 and 0 <= smoothing <= 1
+        factor, label_factor, mean_factor = (factors.pop(name, Fraction(0)) for name in ("L", "y", "U"))
+        smoothing = -mean_factor / factor if factor else Fraction(-1)
+        is_loss = factor + label_factor + mean_factor == 0 and 0 <= smoothing <= 1
         has_one_grad = len({atom.has_grad for atom, _ in self.sum}) == 1
         if not is_loss or not has_one_grad or factors or self.form or self.labels is None:
             return None

@@ -265,8 +265,8 @@ class Interpreter:
             if op.name in LINEARS or not self._products.isdisjoint(operands):
                 self._products.update(op.outs)
         # Another softmax may be a gate's, or attention's, whose scores may be of as many tokens as a query has columns.
-        is_of_classes = escape is not None and operands[0] not in self._products
-        is_normalised = op.name in NORMALISERS or (op.name == "softmax" and is_of_classes)
+        has_classes = escape is not None and operands[0] not in self._products
+        is_normalised = op.name in NORMALISERS or (op.name == "softmax" and has_classes)
         if is_normalised and operands and op.outs[0].needs_grad:
             problem = escape.change if escape else self.why_unknown(operands[0], is_loss=False)
             if problem.reason is not Reason.NO_LINEAR and (escape is None or escape.value.logits.is_head):

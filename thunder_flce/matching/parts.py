@@ -110,7 +110,7 @@ def parts_of(interpreter: Interpreter) -> list[Part]:
         rows, key=lambda each: (each.row.labels is None, each.row.ignore_index is None, each.op.position)
     ):
         row = result.row
-        part = next((other for other in parts if _takes(other, row)), None)
+        part = next((other for other in parts if _can_return(other, row)), None)
         if part is None:
             part = Part(row.logits, row.labels, row.class_weight)
             parts.append(part)
@@ -122,7 +122,7 @@ def parts_of(interpreter: Interpreter) -> list[Part]:
     return sorted(parts, key=lambda part: part.first.position)
 
 
-def _takes(part: Part, row: Row) -> bool:
+def _can_return(part: Part, row: Row) -> bool:
     """Whether a part can return this number, too: it has the same rows, labels that fit, and no class weights."""
     has_weights = part.class_weight is not None or row.class_weight is not None
     has_labels = row.labels in (None, part.labels) or (row.labels is not None and row.labels.are_filled(part.labels))

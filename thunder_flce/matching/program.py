@@ -294,13 +294,13 @@ def _declared(size: Any) -> list[Any]:
 
     A symbol's bounds do not tell: they may come from guards, such as a model's check of the longest sequence.
     """
-    node, found = size.node, []
-    for each in node.shape_env.tracked_fakes or ():
-        constraints = getattr(each.symbolic_context, "constraint_sizes", None) or ()
-        for length, constraint in zip(getattr(each.fake, "shape", ()), constraints, strict=False):
+    node, declared = size.node, []
+    for tracked in node.shape_env.tracked_fakes or ():
+        constraints = getattr(tracked.symbolic_context, "constraint_sizes", None) or ()
+        for length, constraint in zip(getattr(tracked.fake, "shape", ()), constraints, strict=False):
             if constraint is not None and isinstance(length, torch.SymInt):
-                found += [constraint] * bool(length.node.expr.free_symbols & node.expr.free_symbols)
-    return found
+                declared += [constraint] * bool(length.node.expr.free_symbols & node.expr.free_symbols)
+    return declared
 
 
 def hint(size: Any) -> int:

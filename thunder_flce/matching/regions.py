@@ -143,7 +143,7 @@ def _regions_of(interpreter: Interpreter, options: Options) -> tuple[list[Region
     _refuse_means(parts)
     _refuse_together(parts)
     regions = _join_parts([part for part in parts if part.problem is None], interpreter, options)
-    while (stuck := _stuck(regions, interpreter)) is not None:
+    while (stuck := _find_stuck(regions, interpreter)) is not None:
         _split_or_refuse(*stuck, regions, options=options)
         _refuse_together(parts)
         regions = [region for region in regions if all(part.problem is None for part in region.parts)]
@@ -421,7 +421,7 @@ def dropped_writes(regions: Sequence[Region], interpreter: Interpreter) -> set[O
     return writes
 
 
-def _stuck(regions: Sequence[Region], interpreter: Interpreter) -> tuple[Region, NotFused] | None:
+def _find_stuck(regions: Sequence[Region], interpreter: Interpreter) -> tuple[Region, NotFused] | None:
     """Returns a region that cannot run, and why: it reads its own results, or would move across an in-place change."""
     order = ordered(regions, interpreter)
     if stuck := [region for region in regions if region not in order]:

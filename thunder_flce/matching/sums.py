@@ -399,15 +399,15 @@ class _Search:
             others.update(dict.fromkeys(added))
         if not is_linear:
             if any(operand not in self._tokens and operand not in self._with_grad for operand in operands):
-                raise NotASum(f"{op} mixes tokens{self._after(op)}")
+                raise NotASum(f"{op} mixes tokens{self._after_text(op)}")
             if op.name in ("add", "sub") and len(operands) == 1 and tensor.ndim == 0:
                 raise NotASum(f"{op} adds another loss before the last term of this one: add the other loss last")
             if op.name == "mean" and any(depends_on_values(operand.numel) for operand in operands):
                 raise NotASum(f"the number of tokens in {op} depends on the values of a tensor")
-            problem = f"{op} is neither linear nor an operation on single tokens in their order{self._after(op)}"
+            problem = f"{op} is neither linear nor an operation on single tokens in their order{self._after_text(op)}"
             raise self._problems.get(tensor) or NotASum(problem)
         if tensor not in self._with_grad:
-            raise NotASum(f"{op} mixes tokens{self._after(op)}")
+            raise NotASum(f"{op} mixes tokens{self._after_text(op)}")
         if any(depends_on_values(size) for out in op.outs for size in out.shape):
             # Its traced derivative would have another size that depends on values.
             raise NotASum(f"the number of tokens that {op} returns depends on the values of a tensor")
@@ -418,7 +418,7 @@ class _Search:
         self._check_writes(op)
         return True
 
-    def _after(self, op: Op) -> str:
+    def _after_text(self, op: Op) -> str:
         """Returns ", after …" with the operation that has mixed the tokens which `op` reads; empty if it is `op`."""
         first: Op | None = op
         while first is not None:
@@ -510,7 +510,7 @@ def _come_after(selections: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     differing: Any = ((a, b) for a, b in zip(selections, others, strict=False) if a is not b)
     for a, b in differing:
         pairs = zip(_bounds(a), _bounds(b), strict=False)
-        bounds = [(0, *before, start) for (start, _), before in pairs if None not in (*before, start)]
+        bounds = [(0, *other_bounds, start) for (start, _), other_bounds in pairs if None not in (*other_bounds, start)]
         have_one_source = a.op.operands[0] is b.op.operands[0]
         return have_one_source and any(all(holds(x <= y) for x, y in pairwise(numbers)) for numbers in bounds)
     return False

@@ -89,7 +89,7 @@ class _Writing:
     def write(self) -> tuple[dict[Tensor, Tensor], Decision]:
         region, logits = self._region, self._logits
         inputs, labels = self._inputs_and_labels()
-        self._rows = tuple(inputs[0].shape[:-1])
+        self._rows_shape = tuple(inputs[0].shape[:-1])
         arguments: dict[str, Any] = {
             "input": inputs[0],
             "linear_weight": self._weight(logits.terms[0]),
@@ -302,19 +302,19 @@ class _Writing:
         result = self._interpreter.results.get(summand.tensor)
         if result is None or result.row.reduction != "mean" or result.row.ignore_index is None or summand.selections:
             return None
-        return self._call(torch.mul, self._part_of_mean(summand.part), 0.0)
+        return self._call(torch.mul, self._mean_weight(summand.part), 0.0)
 
-    def _part_of_mean(self, part: Part) -> Tensor:
+    def _mean_weight(self, part: Part) -> Tensor:
         """Returns the weight of each row in a mean over the rows that are not ignored."""
         count = self._call(torch.Tensor.to, self._call(torch.sum, self._is_valid(part)), self._rows_dtype)
         return self._call(torch.reciprocal, count)
 
     def _plain_losses(self) -> tuple[list[Fraction], Fraction] | None:
         total = self._region.total
-        return None if total is None or self._keeps_ignored or not self._is_alone else total.as_losses
+        return None if total is None or self._keeps_ignored or not self._has_only_sum else total.as_losses
 
     @property
-    def _is_alone(self) -> bool:
+    def _has_only_sum(self) -> bool:
         """Whether the sum is the region's only result."""
         total = self._region.total
         return total is not None and not total.kept and not any(part.argmaxes for part in self._region.parts)
@@ -332,7 +332,7 @@ class _Writing:
         numbers = {input: number for number, input in enumerate(part.inputs.values())}
         factors = [(group, self._per_token(weight, part)) for group, weight in weights]
         token_weights: Tensor | None = None
-        if self._is_alone:
+        if self._has_only_sum:
             token_weights, *others = (factor for _, factor in factors)
             if others:
                 counts = (self._call(torch.ne, factor, 0.0) for _, factor in factors)
@@ -342,8 +342,8 @@ class _Writing:
         for group, factor in factors:
             summand, handle = group[0], group[0].handle
             # If several losses read one input, the largest group has it for all their tokens.
-            for several in zip(*(each.inputs for each in group), strict=True):
-                inputs[numbers[several[0]]] = max(inputs[numbers[several[0]]], several, key=len)
+            for partners in zip(*(each.inputs for each in group), strict=True):
+                inputs[numbers[partners[0]]] = max(inputs[numbers[partners[0]]], partners, key=len)
             if factor is not token_weights:
                 inputs.append(factor)
                 factor_handle: Any = recorder.add_input(torch.float32)
@@ -415,7 +415,7 @@ class _Writing:
         if result.row.ignore_index is None:
             return weight if result.row.reduction == "sum" else self._call(torch.div, weight, part.count)
         if result.row.reduction == "mean":
-            weight = self._call(torch.mul, self._part_of_mean(part), weight)
+            weight = self._call(torch.mul, self._mean_weight(part), weight)
         # Ignored rows get weight 0, even if all rows are ignored and the weight is a division by 0.
         return self._call(torch.where, self._is_valid(part), weight, 0.0)
 
@@ -436,7 +436,7 @@ class _Writing:
 
     def _in_rows(self, tensor: Tensor) -> Tensor:
         """Returns numbers of tokens in the shape of the input's rows, or in one dimension if parts are concatenated."""
-        return self._flat(tensor) if self._is_joined else self._call(torch.reshape, tensor, self._rows)
+        return self._flat(tensor) if self._is_joined else self._call(torch.reshape, tensor, self._rows_shape)
 
     # Results.
 
@@ -472,7 +472,7 @@ class _Writing:
             results[total.place] = self._like(total.place, loss)
         start: Any = 0
         for part in region.parts:
-            part_outputs, start = self._outputs_of(outputs, part, start)
+            part_outputs, start = self._part_outputs(outputs, part, start)
             for result in part.argmaxes:
                 results[result.tensor] = self._like(result.tensor, part_outputs[self._argmax_output(part)])
             for result in part.rows:
@@ -480,7 +480,7 @@ class _Writing:
                     results[result.tensor] = self._like(result.tensor, self._result(result, part_outputs, part))
         return {tensor: results[tensor] for tensor in region.returned}
 
-    def _outputs_of(self, outputs: dict[str, Tensor], part: Part, start: Any) -> tuple[dict[str, Tensor], Any]:
+    def _part_outputs(self, outputs: dict[str, Tensor], part: Part, start: Any) -> tuple[dict[str, Tensor], Any]:
         """Returns the outputs of one part's rows, which begin at row `start`, and the first row of the next part."""
         if not self._is_joined:
             return outputs, start

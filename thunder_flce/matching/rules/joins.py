@@ -47,7 +47,7 @@ def _join(interpreter: "Interpreter", op: Op, tensors: Sequence[Tensor], dim: in
             raise Unknown
         parts = [replace(part, dim=classes) for part in parts]
         rows_dim, rows_shape = dim - (dim > classes), _without(shape, classes)
-    rows = _all_rows(operands, rows_dim)
+    rows = _undivided_rows(operands, rows_dim)
     if rows is None or not have_one_input:
         interpreter.has_joined = True
         if not interpreter.joins:
@@ -102,13 +102,13 @@ def _as_rows_of_whole_input(interpreter: "Interpreter", part: Class | Row) -> Cl
     return replace(part, logits=replace(part.logits, terms=(term,), rows=rows))
 
 
-def _all_rows(parts: Sequence[Class | Row], dim: int) -> tuple[RowStep, ...] | None:
+def _undivided_rows(parts: Sequence[Class | Row], dim: int) -> tuple[RowStep, ...] | None:
     """Returns the steps to the undivided rows, if the parts are all of these, in order along a dimension; else None."""
-    before = parts[0].logits.rows[:-1]
+    common = parts[0].logits.rows[:-1]
     end: Any = 0
     for number, part in enumerate(parts):
         *earlier, step = part.logits.rows or (None,)
-        if step is None or step.kind != "index" or tuple(earlier) != before or dim >= len(step.argument):
+        if step is None or step.kind != "index" or tuple(earlier) != common or dim >= len(step.argument):
             return None
         index, rest = step.argument[dim], (*step.argument[:dim], *step.argument[dim + 1 :])
         is_number, has_step = type(index) is int, isinstance(index, slice) and index.step not in (None, 1)
@@ -119,8 +119,8 @@ def _all_rows(parts: Sequence[Class | Row], dim: int) -> tuple[RowStep, ...] | N
         if not are_all or not is_next or has_step or not same_shape(shape, step.shape):
             return None
         end = number + 1 if is_number else end + step.shape[dim]
-    whole = replace(parts[0].logits, rows=before)
+    whole = replace(parts[0].logits, rows=common)
     if not same(end, whole.rows_shape[dim]):
         return None
     # Without a reshape at the end, these are the rows that other operations read.
-    return before[:-1] if before and before[-1].kind == "reshape" else before
+    return common[:-1] if common and common[-1].kind == "reshape" else common
