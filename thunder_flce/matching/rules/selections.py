@@ -141,11 +141,9 @@ def _indexed(interpreter: "Interpreter", op: Op, input: Class, key: tuple[Any, .
     keeps_rows = len(shape) == len(rows_shape) and all(map(agree, shape, rows_shape))
     if labels.dtype in (torch.bool, torch.uint8) or not keeps_rows:
         raise Unknown("rows selected by an index")
-    if not all(interpreter.is_every_index(part, dim, input.rows_shape) for dim, part in enumerate(rows)):
+    if not all(interpreter.is_every_index(part, dim, rows_shape) for dim, part in enumerate(rows)):
         raise Unknown("rows selected by an index")
-    if not all(map(agree, labels.shape, input.rows_shape[len(input.rows_shape) - labels.ndim :])) or labels.ndim < len(
-        rows
-    ):
+    if not all(map(agree, labels.shape, rows_shape[len(rows_shape) - labels.ndim :])) or labels.ndim < len(rows):
         raise Unknown(f"labels of shape {text_of(labels.shape)} for logits of shape {text_of(input.shape)}")
     return _at_labels(interpreter, op, input, labels, wraps=True)
 
