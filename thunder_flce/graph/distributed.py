@@ -32,8 +32,8 @@ def defers_fusion(fusion: Any, trace: TraceCtx) -> bool:
         return False
     # The compile data of a Dynamo graph has no transforms.
     transforms = getattr(get_compile_data(), "transforms", [])
-    place = next((at for at, transform in enumerate(transforms) if transform is fusion), len(transforms))
-    if not any(isinstance(transform, _REWRITE_LINEARS) for transform in transforms[place + 1 :]):
+    position = next((index for index, transform in enumerate(transforms) if transform is fusion), len(transforms))
+    if not any(isinstance(transform, _REWRITE_LINEARS) for transform in transforms[position + 1 :]):
         return False
     if getattr(transforms[-1], "original", None) is None:
         transforms.append(copy(fusion))
@@ -48,31 +48,29 @@ def _columns_of_all_ranks(interpreter: Interpreter, op: Op, input: Tensor, group
     Before the linear, `column_parallel` has put an operation that sums the input's gradient over the ranks. The rule
     drops that operation, since a region sums the gradient itself.
     """
-    of = interpreter.get(input)
-    if not isinstance(of, Class) or not of.is_logits or len(of.logits.terms) > 1:
+    columns = interpreter.get(input)
+    if not isinstance(columns, Class) or not columns.is_logits or len(columns.logits.terms) > 1:
         raise NotFused(Reason.TENSOR_PARALLEL)
-    (term,) = of.logits.terms
-    summed = term.input.op
+    (term,) = columns.logits.terms
+    producer = term.input.op
     is_column = layer_type is TensorParallelLayerType.COLUMN_PARALLEL_LINEAR
-    if not is_column or summed is None or summed.name != "synchronize_tensor_parallel_input":
+    if not is_column or producer is None or producer.name != "synchronize_tensor_parallel_input":
         raise NotFused(Reason.TENSOR_PARALLEL)
-    term = replace(term, input=summed.operands[0])
-    return replace(of, logits=replace(of.logits, terms=(term,), group=group), shape=op.output.shape)
+    term = replace(term, input=producer.operands[0])
+    return replace(columns, logits=replace(columns.logits, terms=(term,), group=group), shape=op.output.shape)
 
 
 def divided_weights() -> set[str]:
     """Names in the trace of the weights that `column_parallel` or `row_parallel` divides among ranks."""
     transforms = getattr(get_compile_data(), "transforms", ())
-    divide = (transform for transform in transforms if isinstance(transform, TransformForTensorParallel))
-    return {name for transform in divide for name in transform.chunked_param_name_to_layer_type}
+    dividing = (transform for transform in transforms if isinstance(transform, TransformForTensorParallel))
+    return {name for transform in dividing for name in transform.chunked_param_name_to_layer_type}
 
 
 def _restore_sources(trace: TraceCtx, original: TraceCtx) -> None:
     """Restores the source lines of the user's calls, which tensor parallelism of thunder drops from a trace."""
-    for operation in {bsym.sym.id for bsym in trace.bound_symbols}:
-        sources, bsyms = (
-            [bsym for bsym in each.bound_symbols if bsym.sym.id == operation] for each in (original, trace)
-        )
+    for sym_id in {bsym.sym.id for bsym in trace.bound_symbols}:
+        sources, bsyms = ([bsym for bsym in each.bound_symbols if bsym.sym.id == sym_id] for each in (original, trace))
         # If the rewriting added calls of an operation, nothing tells the user's calls apart from these.
         if len(sources) == len(bsyms):
             for bsym, source in zip(bsyms, sources, strict=True):

@@ -79,21 +79,21 @@ def with_fusion(
     fusion: FuseLinearCrossEntropy,
     executors: Sequence[Executor | str] | None,
     transforms: Sequence[Transform] | None,
-    **others: Any,
+    **thunder_options: Any,
 ) -> dict[str, Any]:
     """Returns arguments for thunder, with our executor and the fusion added, and checks the names of all others.
 
     None as `executors` means thunder's defaults. thunder accepts any name, and silently ignores those that it does not
     know, such as fields of our `Options`.
     """
-    if ours := [name for name in others if name in OPTIONS]:
+    if ours := [name for name in thunder_options if name in OPTIONS]:
         raise TypeError(f"{ours[0]} is no argument but a field of Options: options=thunder_flce.Options({ours[0]}=…)")
-    known = ("options", "strict", "executors", "transforms", *OPTIONS)
-    for name in others:
-        if meant := difflib.get_close_matches(name, known, n=1, cutoff=0.8):
-            raise TypeError(f"{name} is no argument; did you mean {meant[0]}?")
+    argument_names = ("options", "strict", "executors", "transforms", *OPTIONS)
+    for name in thunder_options:
+        if matches := difflib.get_close_matches(name, argument_names, n=1, cutoff=0.8):
+            raise TypeError(f"{name} is no argument; did you mean {matches[0]}?")
     executors = thunder.get_default_executors() if executors is None else executors
-    return {"executors": [executor, *executors], "transforms": [fusion, *(transforms or ())], **others}
+    return {"executors": [executor, *executors], "transforms": [fusion, *(transforms or ())], **thunder_options}
 
 
 class FlcePlugin(thunder.Plugin):
@@ -132,7 +132,7 @@ def add_fusion() -> None:
         return
     transforms = getattr(data, "transforms", ())
     # `jit`, `thunderfx` and the plugin have added one already.
-    if any(isinstance(each, FuseLinearCrossEntropy) for each in transforms):
+    if any(isinstance(transform, FuseLinearCrossEntropy) for transform in transforms):
         return
     if isinstance(transforms, list):
         transforms.insert(0, FuseLinearCrossEntropy())

@@ -18,7 +18,7 @@ def read(trace: TraceCtx) -> Program:
     with_grad = _tensors_that_need_grad(trace)
     tensors: dict[str, Tensor] = {}
 
-    def of(value: Any) -> Any:
+    def converted(value: Any) -> Any:
         if isinstance(value, TensorProxy):
             if value.name not in tensors:
                 tensors[value.name] = tensor_of(value, needs_grad=value.name in with_grad)
@@ -30,11 +30,11 @@ def read(trace: TraceCtx) -> Program:
     ops: list[Op] = []
     results: list[Tensor] = []
     for bsym in trace.bound_symbols:
-        args, kwargs = tree_map(of, (tuple(bsym.args), dict(bsym.kwargs)))
+        args, kwargs = tree_map(converted, (tuple(bsym.args), dict(bsym.kwargs)))
         if bsym.sym.id == prims.PrimIDs.RETURN:
             results = tensors_in((args, kwargs))
             continue
-        name, output = bsym.sym.name, tree_map(of, bsym.output)
+        name, output = bsym.sym.name, tree_map(converted, bsym.output)
         if bsym.sym.executor is not None:
             # An executor's own operator need not be PyTorch's operator of the same name.
             name += f" of {bsym.sym.executor.name}"
@@ -53,7 +53,7 @@ def read(trace: TraceCtx) -> Program:
                 kwargs,
                 output,
                 source_of(bsym),
-                writes=tuple(map(of, tensors_written(bsym))),
+                writes=tuple(map(converted, tensors_written(bsym))),
                 is_random=_is_random(bsym),
                 handle=bsym,
             )  # fmt: skip
@@ -121,4 +121,4 @@ def tensors_written(bsym: BoundSymbol) -> list[TensorProxy]:
         written.append(bsym.args[1])
     elif bsym.sym.name.endswith("_") or "setitem" in bsym.sym.name:
         written.append(bsym.args[0])
-    return list({each.name: each for each in written if isinstance(each, TensorProxy)}.values())
+    return list({proxy.name: proxy for proxy in written if isinstance(proxy, TensorProxy)}.values())

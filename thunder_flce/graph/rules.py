@@ -43,9 +43,9 @@ def _lookaside(*args: Any, **kwargs: Any) -> Any:
     thunder_fixes.apply()
     if any(hasattr(wrapped.value, "device_mesh") for wrapped in (*args, *kwargs.values())):
         return do_raise(NotImplementedError(ONLY_EAGER))
-    for text in (each.value for each in kwargs.values() if isinstance(each.value, StringProxy)):
+    for string in (wrapped.value for wrapped in kwargs.values() if isinstance(wrapped.value, StringProxy)):
         # With symbolic values, thunder itself adds no check of a string.
-        get_jit_ctx().add_constraint((clang.check_string_value, text, text.value))
+        get_jit_ctx().add_constraint((clang.check_string_value, string, string.value))
     token_loss = kwargs.get("token_loss")
     if token_loss is not None and token_loss.value is not None:
         try:
@@ -53,30 +53,30 @@ def _lookaside(*args: Any, **kwargs: Any) -> Any:
         except TypeError as error:
             return do_raise(error)
     constants = {}
-    if (given := kwargs.pop("vocab_parallel", None)) is not None:
-        is_literal = isinstance(given.value, str)  # In Dynamo's graphs.
+    if (parallel := kwargs.pop("vocab_parallel", None)) is not None:
+        is_literal = isinstance(parallel.value, str)  # In Dynamo's graphs.
         try:
-            literal = given.value if is_literal else _literal(given.value)
+            literal = parallel.value if is_literal else _literal(parallel.value)
         except (NotImplementedError, TypeError, ValueError) as error:
             return do_raise(error)
-        if not is_literal and not _add_check(given) and literal is not None:
+        if not is_literal and not _add_check(parallel) and literal is not None:
             return do_raise(NotImplementedError(UNGUARDED))
         constants["vocab_parallel"] = literal
     # In a sequence, recursively_proxy stops after the first item that holds a tensor.
-    for item in _items(kwargs.get("terms")):
-        recursively_proxy(item, *_items(item))
-    recursively_proxy(*args, *_items(kwargs.get("token_inputs")), **kwargs)
+    for item in _wrapped_items(kwargs.get("terms")):
+        recursively_proxy(item, *_wrapped_items(item))
+    recursively_proxy(*args, *_wrapped_items(kwargs.get("token_inputs")), **kwargs)
     if token_loss is not None and callable(token_loss.value):
-        by_name = dict(zip(("input", "linear_weight", "target"), args, strict=False)) | kwargs
-        inputs = list(map(unwrap, _items(by_name.get("token_inputs"))))
-        for number, each in enumerate(inputs):
-            if not isinstance(each, TensorProxy):
-                kind = type(each).__name__
+        named = dict(zip(("input", "linear_weight", "target"), args, strict=False)) | kwargs
+        inputs = list(map(unwrap, _wrapped_items(named.get("token_inputs"))))
+        for number, value in enumerate(inputs):
+            if not isinstance(value, TensorProxy):
+                kind = type(value).__name__
                 return do_raise(TypeError(f"token_inputs[{number}] must be a tensor, but got {kind}"))
-        found = interpreted_token_loss(token_loss, unwrap(by_name["input"]), unwrap(by_name["target"]), inputs=inputs)
-        if found is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
-            return found
-        kwargs = {**kwargs, "token_loss": found}
+        result = interpreted_token_loss(token_loss, unwrap(named["input"]), unwrap(named["target"]), inputs=inputs)
+        if result is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
+            return result
+        kwargs = {**kwargs, "token_loss": result}
     region = record_source_loc_in_symbol_header(partial(symbols.linear_cross_entropy, **constants))
     return interpreter_needs_wrap(region)(*args, **kwargs)
 
@@ -84,14 +84,14 @@ def _lookaside(*args: Any, **kwargs: Any) -> Any:
 @register_general_jit_lookaside(torch.ops.thunder_flce.linear_cross_entropy.default)
 def _operator_lookaside(tensors: Any, settings: Any) -> Any:
     """Traces the operator that `thunderfx` has written into Dynamo's graph as the region's symbol, with its plan."""
-    recursively_proxy(*_items(tensors))
+    recursively_proxy(*_wrapped_items(tensors))
     return interpreter_needs_wrap(record_source_loc_in_symbol_header(_region_of_operator))(tensors, settings)
 
 
 def _region_of_operator(tensors: Sequence[TensorProxy], settings: str) -> tuple[TensorProxy, ...]:
     """Adds the operator's region to the trace; returns the loss and its outputs, as the operator does."""
-    known = Settings.parse(settings)
-    return symbols.add_region(known.call(tensors), known.options or Options())[0]
+    parsed = Settings.parse(settings)
+    return symbols.add_region(parsed.call(tensors), parsed.options or Options())[0]
 
 
 torch_to_thunder_functions[torch.ops.thunder_flce.linear_cross_entropy.default] = _region_of_operator
@@ -126,7 +126,7 @@ _check_vocab_parallel = get_executor("python").register_operator(
 )
 
 
-def _items(wrapped: Any) -> Sequence[Any]:
+def _wrapped_items(wrapped: Any) -> Sequence[Any]:
     """Returns the wrapped items of a wrapped list or tuple; nothing for other values."""
     if wrapped is None or not isinstance(wrapped.value, list | tuple):
         return ()

@@ -55,8 +55,8 @@ FORWARD_TAGS = (OpTags.REDUCTION_OP, OpTags.DONT_RECOMPUTE_IN_BACKWARD)
 
 
 def _forward_meta(tensors: Sequence[TensorProxy], **settings: Any) -> tuple[TensorProxy, ...]:
-    known = settings_of(settings)
-    return tuple(map(_proxy, result_specs(specs(known.call(tensors)), known.plan).values()))
+    parsed = settings_of(settings)
+    return tuple(map(_proxy, result_specs(specs(parsed.call(tensors)), parsed.plan).values()))
 
 
 def _proxy(spec: Spec) -> TensorProxy:
@@ -66,29 +66,29 @@ def _proxy(spec: Spec) -> TensorProxy:
 
 def _forward_impl(tensors: Sequence[Any], **settings: Any) -> tuple[Tensor, ...]:
     """See `operators.forward`."""
-    known = settings_of(settings)
-    return tuple(operators.forward(known, _with_tensors(known.names, tensors)))
+    parsed = settings_of(settings)
+    return tuple(operators.forward(parsed, _as_tensors(parsed.names, tensors)))
 
 
-def _with_tensors(names: Sequence[str], given: Sequence[Any]) -> list[Tensor]:
+def _as_tensors(names: Sequence[str], values: Sequence[Any]) -> list[Tensor]:
     """Returns the given values in order, numbers converted to tensors; `names` are the arguments' names."""
-    return list(calls.scalars_as_tensors(dict(zip(names, given, strict=True))).values())
+    return list(calls.scalars_as_tensors(dict(zip(names, values, strict=True))).values())
 
 
 def _backward_meta(
     upstream: Sequence[TensorProxy], saved: Sequence[TensorProxy], tensors: Sequence[TensorProxy], **settings: Any
 ) -> tuple[TensorProxy, ...]:
     positions = settings_of(settings).grad_positions
-    return tuple(TensorProxy(like=tensors[at], requires_grad=False) for at in positions)
+    return tuple(TensorProxy(like=tensors[position], requires_grad=False) for position in positions)
 
 
 def _backward_impl(
     upstream: Sequence[Tensor | None], saved: Sequence[Tensor], tensors: Sequence[Any], **settings: Any
 ) -> tuple[Tensor, ...]:
     """See `operators.backward`."""
-    known = settings_of(settings)
-    given = _with_tensors(known.names, tensors)
-    return tuple(operators.backward(known, upstream, saved, given, may_overwrite=not graph_is_kept()))
+    parsed = settings_of(settings)
+    operands = _as_tensors(parsed.names, tensors)
+    return tuple(operators.backward(parsed, upstream, saved, operands, may_overwrite=not graph_is_kept()))
 
 
 def _scaling_impl(
@@ -97,7 +97,7 @@ def _scaling_impl(
     """See `scaled_gradients`."""
     expected = None
     if expected_gradient is not None:
-        _, expected = _with_tensors(("input", "expected_gradient"), (gradients[0], expected_gradient))
+        _, expected = _as_tensors(("input", "expected_gradient"), (gradients[0], expected_gradient))
     scaled = scaled_gradients(
         gradients, grad, valid_count=valid_count, expected=expected, may_overwrite=not graph_is_kept()
     )
@@ -119,7 +119,7 @@ linear_cross_entropy_bwd = executor.register_operator(
 )
 scale_gradients = executor.register_operator(
     "flce_scale_gradients",
-    meta=lambda grad, valid_count, *gradients, **expected: tuple(TensorProxy(like=each) for each in gradients),
+    meta=lambda grad, valid_count, *gradients, **expected: tuple(TensorProxy(like=gradient) for gradient in gradients),
     fn=_scaling_impl,
     tags=(OpTags.IN_PLACE,),
     python_printer=trace_printer.print_scaling,
@@ -135,53 +135,53 @@ def flce_linear_cross_entropy(tensors: Sequence[TensorProxy], **settings: Any) -
 
     While the settings have `options`, the region has no plan yet, and which operands need a gradient is unknown.
     """
-    known = settings_of(settings)
-    of_gradients: dict[str, Any] = {"saved_rows": None, "float32_accumulator": False, "float32_rows": 0}
-    plan = replace(known.plan, strategy=LOSS_ONLY, **of_gradients)
-    return linear_cross_entropy_fwd(tensors, **replace(known, needs_grad=(), plan=plan).non_defaults())
+    parsed = settings_of(settings)
+    no_gradients: dict[str, Any] = {"saved_rows": None, "float32_accumulator": False, "float32_rows": 0}
+    plan = replace(parsed.plan, strategy=LOSS_ONLY, **no_gradients)
+    return linear_cross_entropy_fwd(tensors, **replace(parsed, needs_grad=(), plan=plan).non_defaults())
 
 
 def _region_grad(tensors: Sequence[TensorProxy], **settings: Any) -> tuple[TensorProxy, ...]:
     """Differentiation rule: adds the forward, and the backward or the scaling of finished gradients."""
-    known = settings_of(settings)
-    call = known.call(tensors)
-    if known.options is not None:
+    parsed = settings_of(settings)
+    call = parsed.call(tensors)
+    if parsed.options is not None:
         # Only the transform knows exactly which operands need a gradient. Without it, `may_need_grad` decides.
         needs_grad = tuple(name for name in operand_names(call.tensors) if may_need_grad(call.tensors[name]))
-        known = _with_plan(replace(call, needs_grad=needs_grad), known.vocab_parallel)
-    results = dict(zip(known.result_names, linear_cross_entropy_fwd(tensors, **known.non_defaults()), strict=True))
-    if known.needs_grad:
-        grad, saved = get_grad(results["loss"]), tuple(results[name] for name in known.saved_names)
-        if known.finishes_in_forward:
-            expected = {name: each for name, each in call.tensors.items() if name == "expected_gradient"}
+        parsed = _planned_settings(replace(call, needs_grad=needs_grad), parsed.vocab_parallel)
+    results = dict(zip(parsed.result_names, linear_cross_entropy_fwd(tensors, **parsed.non_defaults()), strict=True))
+    if parsed.needs_grad:
+        grad, saved = get_grad(results["loss"]), tuple(results[name] for name in parsed.saved_names)
+        if parsed.finishes_in_forward:
+            expected = {name: value for name, value in call.tensors.items() if name == "expected_gradient"}
             gradients = scale_gradients(grad, *saved, **expected)
         else:
-            upstream = (grad, *(get_grad(results[name]) for name in known.loss.differentiable_outputs))
-            gradients = linear_cross_entropy_bwd(upstream, saved, tensors, **known.non_defaults())
-        for at, gradient in zip(known.grad_positions, gradients, strict=True):
-            put_grad(tensors[at], gradient)
-    return tuple(results[name] for name in ("loss", *known.loss.outputs))
+            upstream = (grad, *(get_grad(results[name]) for name in parsed.loss.differentiable_outputs))
+            gradients = linear_cross_entropy_bwd(upstream, saved, tensors, **parsed.non_defaults())
+        for position, gradient in zip(parsed.grad_positions, gradients, strict=True):
+            put_grad(tensors[position], gradient)
+    return tuple(results[name] for name in ("loss", *parsed.loss.outputs))
 
 
 register_grad(flce_linear_cross_entropy.id, _region_grad)
 
 
-def _with_plan(call: Call, vocab_parallel: str | None) -> Settings:
+def _planned_settings(call: Call, vocab_parallel: str | None) -> Settings:
     """Returns settings with a plan by default options; if sizes are unknown, the operator plans when it runs."""
     if is_static(*call.tensors.values()):
-        return calls.settings_of_call(*_planned(call, vocab_parallel, Options()))
+        return calls.settings_of_call(*_plan_region(call, vocab_parallel, Options()))
     return calls.unplanned_settings(specs(call), Options(), vocab_parallel=vocab_parallel)
 
 
-def _planned(call: Call, vocab_parallel: str | None, options: Options) -> PlannedRegion:
+def _plan_region(call: Call, vocab_parallel: str | None, options: Options) -> PlannedRegion:
     """Returns the call on specs, and its plan. Ranks that divide the vocabulary communicate here and agree on it."""
     if vocab_parallel is None:
         check_call(call)
         call = specs(call)
     else:
-        with_numbers = call.map(lambda _, given: spec_of(given) if isinstance(given, TensorProxy) else given)
+        spec_call = call.map(lambda _, value: spec_of(value) if isinstance(value, TensorProxy) else value)
         with unset_fake_temporarily():
-            agreed = agreed_call(with_numbers, vocab_parallel, options)
+            agreed = agreed_call(spec_call, vocab_parallel, options)
         call = replace(specs(call), shard=agreed.shard)
     return PlannedRegion(call, plan_for(call, options))
 
@@ -190,7 +190,7 @@ def add_region(
     call: Call, options: Options, *, vocab_parallel: str | None = None
 ) -> tuple[tuple[TensorProxy, ...], PlannedRegion]:
     """Adds a region with its plan to a trace; returns the loss and its outputs, and the planned region."""
-    planned = _planned(call, vocab_parallel, options)
+    planned = _plan_region(call, vocab_parallel, options)
     settings = calls.settings_of_call(*planned)
     return flce_linear_cross_entropy(tuple(call.tensors.values()), **settings.non_defaults()), planned
 
@@ -214,20 +214,20 @@ def linear_cross_entropy(
     except TypeError as error:
         raise TypeError(f"linear_cross_entropy() {error}") from error
     bound.apply_defaults()
-    given = dict(bound.arguments)
-    if given.pop("options") is not None:
+    values = dict(bound.arguments)
+    if values.pop("options") is not None:
         raise ValueError("options cannot be given inside thunder.jit: give them to thunder_flce.jit")
     data, dtype = get_compile_data(), None
     if data is not None and isinstance(input, TensorProxy):
         dtype = data.autocast_stack.get_dtype_for_device_if_enabled(input.device.type)
     for name in ("input", "linear_weight", "linear_bias", "terms"):
-        if dtype is not None and given[name] is not None:
-            given[name] = tree_map(lambda each: maybe_downcast_to(dtypes.to_dtype(dtype), (each,))[0], given[name])
-    settings = {each.name: plain(given[each.name]) for each in fields(Loss) if each.name in given}
+        if dtype is not None and values[name] is not None:
+            values[name] = tree_map(lambda value: maybe_downcast_to(dtypes.to_dtype(dtype), (value,))[0], values[name])
+    settings = {field.name: plain(values[field.name]) for field in fields(Loss) if field.name in values}
     loss = Loss(**settings | {"token_loss": settings["token_loss"] or ""})
-    call, vocab_parallel = Call(tensors=named_tensors(given), loss=loss), given["vocab_parallel"]
-    if vocab_parallel is None and is_static(*tree_flatten(given)[0]):
+    call, vocab_parallel = Call(tensors=named_tensors(values), loss=loss), values["vocab_parallel"]
+    if vocab_parallel is None and is_static(*tree_flatten(values)[0]):
         check_call(call)
-    known = calls.unplanned_settings(specs(call), Options(), vocab_parallel=vocab_parallel)
-    results = flce_linear_cross_entropy(tuple(call.tensors.values()), **known.non_defaults())
+    unplanned = calls.unplanned_settings(specs(call), Options(), vocab_parallel=vocab_parallel)
+    results = flce_linear_cross_entropy(tuple(call.tensors.values()), **unplanned.non_defaults())
     return results if loss.outputs else results[0]

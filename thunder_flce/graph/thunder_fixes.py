@@ -48,23 +48,23 @@ def apply() -> None:
     register_method("where", _where_method)
     # For `labels % 3`: thunder has only the function `torch.remainder`.
     register_method("mod", ltorch.remainder)
-    for function, mended in ((F.log_softmax, _log_softmax), (F.nll_loss, _nll_loss)):
-        torch_to_thunder_functions[function] = mended
-        located = record_source_loc_in_symbol_header(mended)
-        traced_by[function] = ensure_recursive_proxies(interpreter_needs_wrap(located))
+    for function, fixed in ((F.log_softmax, _log_softmax), (F.nll_loss, _nll_loss)):
+        torch_to_thunder_functions[function] = fixed
+        traceable = record_source_loc_in_symbol_header(fixed)
+        traced_by[function] = ensure_recursive_proxies(interpreter_needs_wrap(traceable))
     clang.maybe_broadcast = _broadcast_differentiated_scalars
-    of_torch = get_executor("torch")
-    of_torch.register_implementation(ltorch.zeros, execution_transform=_zeros)
-    of_torch.register_implementation(ltorch.sum, execution_transform=_sum)
+    torch_executor = get_executor("torch")
+    torch_executor.register_implementation(ltorch.zeros, execution_transform=_zeros)
+    torch_executor.register_implementation(ltorch.sum, execution_transform=_sum)
     backward = {"meta": ltorch.nll_loss_backward, "fn": _nll_loss_backward}
-    of_torch.register_implementation(
-        ltorch.nll_loss_backward, of_torch.register_operator("flce_nll_loss_backward", **backward)
+    torch_executor.register_implementation(
+        ltorch.nll_loss_backward, torch_executor.register_operator("flce_nll_loss_backward", **backward)
     )
     # autocast computes the first two losses in float32 on every device, and the other two only on GPUs.
     for loss in (ltorch.cross_entropy, ltorch.nll_loss):
-        register_autocast_rule(loss.id)(_in_float32(loss))
+        register_autocast_rule(loss.id)(_float32_rule(loss))
     for loss in (ltorch.log_softmax, ltorch._softmax):
-        register_autocast_rule(loss.id)(_in_float32(loss, except_on=devices.DeviceType.CPU))
+        register_autocast_rule(loss.id)(_float32_rule(loss, except_on=devices.DeviceType.CPU))
     if nvfuser_available():
         reshape = prims.PrimIDs.RESHAPE
         register_supported(reshape, _reshape, get_executor("nvfuser").implmap[reshape].checker)
@@ -129,24 +129,24 @@ def _nll_loss_backward(
     total_weight: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Backward of `nll_loss`: thunder's own fails for the reduction "sum" and for inputs of shape (B, V, …)."""
-    classes, ignored = min(1, input.ndim - 1), target == ignore_index
+    class_dim, ignored = min(1, input.ndim - 1), target == ignore_index
     target = target.masked_fill(ignored, 0)
     scale = -grad if total_weight is None else -grad / total_weight
     scale = torch.where(ignored, 0, scale if weight is None else scale * weight[target]).to(input.dtype)
-    return torch.zeros_like(input).scatter_(classes, target.unsqueeze(classes), scale.unsqueeze(classes))
+    return torch.zeros_like(input).scatter_(class_dim, target.unsqueeze(class_dim), scale.unsqueeze(class_dim))
 
 
 def _broadcast_differentiated_scalars(*args: Any, treat_cpu_scalar_tensors_as_numbers: bool = True) -> Any:
     """Broadcasts CPU scalars that may need a gradient, as in `loss + losses`: thunder would not sum their gradient."""
-    tensors = [each for each in args if isinstance(each, TensorProxy)]
-    on_cpu = all(each.device.devicetype is devices.DeviceType.CPU for each in tensors)
-    is_number = not (on_cpu and any(each.ndim == 0 and may_need_grad(each) for each in tensors))
+    tensors = [tensor for tensor in args if isinstance(tensor, TensorProxy)]
+    on_cpu = all(tensor.device.devicetype is devices.DeviceType.CPU for tensor in tensors)
+    is_number = not (on_cpu and any(tensor.ndim == 0 and may_need_grad(tensor) for tensor in tensors))
     return _maybe_broadcast(
         *args, treat_cpu_scalar_tensors_as_numbers=treat_cpu_scalar_tensors_as_numbers and is_number
     )
 
 
-def _in_float32(loss: Callable, except_on: devices.DeviceType | None = None) -> Callable:
+def _float32_rule(loss: Callable, except_on: devices.DeviceType | None = None) -> Callable:
     """Returns an autocast rule that casts a loss's logits to float32; thunder keeps the logits' dtype."""
 
     def cast(input: TensorProxy, *args: Any, dtype: Any, **settings: Any) -> TensorProxy:

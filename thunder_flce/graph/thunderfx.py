@@ -57,8 +57,8 @@ def thunderfx(
         TypeError: if `compile_options` has a field of `Options`, which thunder would ignore.
     """
     # thunder's `get_torch_compile_kwargs` would do the same, but removes lightning's wrapper of torch.compile.
-    of_torch = inspect.signature(torch.compile).parameters
-    torch_options = {name: value for name, value in compile_options.items() if name in of_torch}
+    torch_arguments = inspect.signature(torch.compile).parameters
+    torch_options = {name: value for name, value in compile_options.items() if name in torch_arguments}
     thunder_options = {name: value for name, value in compile_options.items() if name not in torch_options}
     fusion = _PlanRegions(options, strict=strict)
     backend = _Compiler(options, strict=strict, **with_fusion(fusion, executors, transforms, **thunder_options))
@@ -119,28 +119,28 @@ def _replace_aten_operations(gm: torch.fx.GraphModule) -> None:
         elif node.target is torch.ops.aten.constant_pad_nd.default:
             node.target, node.args = F.pad, (*node.args[:2], "constant", *node.args[2:])
         elif node.target is torch.ops.aten.slice.Tensor and len(node.args) > 3 and not node.kwargs:
-            given, dim, *ends = node.args
-            index = [slice(None)] * value_of(given).ndim
+            input, dim, *ends = node.args
+            index = [slice(None)] * value_of(input).ndim
             index[dim] = slice(*ends)
-            node.target, node.args = operator.getitem, (given, tuple(index))
+            node.target, node.args = operator.getitem, (input, tuple(index))
         elif isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten":
-            name = _OTHER_NAMES.get(node.target._opname, node.target._opname)
-            named = [getattr(place, name, None) for place in (torch, torch.Tensor)]
-            if known := [each for each in named if each in torch_to_thunder_functions]:
-                node.target = known[0]
-                given = {name: each for name, each in node.kwargs.items() if name not in ("layout", "pin_memory")}
-                node.kwargs = {name: each for name, each in given.items() if each is not torch.contiguous_format}
+            name = _TORCH_NAMES.get(node.target._opname, node.target._opname)
+            candidates = [getattr(namespace, name, None) for namespace in (torch, torch.Tensor)]
+            if functions := [function for function in candidates if function in torch_to_thunder_functions]:
+                node.target = functions[0]
+                kwargs = {name: value for name, value in node.kwargs.items() if name not in ("layout", "pin_memory")}
+                node.kwargs = {name: value for name, value in kwargs.items() if value is not torch.contiguous_format}
         if node.target is torch.detach:
             node.target = _detach
     gm.recompile()
 
 
-_OTHER_NAMES = {"_to_copy": "to", "_unsafe_view": "reshape", "mm": "matmul", "mv": "matmul", "dot": "matmul"}
+_TORCH_NAMES = {"_to_copy": "to", "_unsafe_view": "reshape", "mm": "matmul", "mv": "matmul", "dot": "matmul"}
 
 
-def _detach(given: Any) -> Any:
+def _detach(input: Any) -> Any:
     """Calls `torch.detach`: thunder can trace that function, but leaves nodes that call it directly to Inductor."""
-    return torch.detach(given)
+    return torch.detach(input)
 
 
 torch_to_thunder_functions[_detach] = torch_to_thunder_functions[torch.detach]

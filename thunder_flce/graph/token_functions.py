@@ -37,32 +37,32 @@ def interpreted_token_loss(
     """Returns the result of `pointwise.text_of` for a wrapped function, wrapped too; or the signal of an exception."""
     if not is_static(input, target):
         return do_raise(NotImplementedError(_SYMBOLIC))
-    of_rows = loss_dtype(input)
-    of_inputs = [of_rows if dtypes.is_float_dtype(each.dtype) else each.dtype for each in inputs]
+    row_dtype = loss_dtype(input)
+    input_dtypes = [row_dtype if dtypes.is_float_dtype(tensor.dtype) else tensor.dtype for tensor in inputs]
     trace = get_tracectx()
-    steps: list[BoundSymbol] = []
+    bsyms: list[BoundSymbol] = []
 
-    def stand_in(dtype: dtypes.dtype = of_rows, *, requires_grad: bool = False) -> TensorProxy:
+    def stand_in(dtype: dtypes.dtype = row_dtype, *, requires_grad: bool = False) -> TensorProxy:
         return TensorProxy(shape=tuple(target.shape), device=input.device, dtype=dtype, requires_grad=requires_grad)
 
-    trace.push_scope(steps)
+    trace.push_scope(bsyms)
     try:
-        by_name = keyword_variables(unwrap(function), len(inputs))
-        given = {name: stand_in(requires_grad=True) for name in (*VARIABLES[:2], *by_name)}
-        given |= {input_name(number): stand_in(dtype) for number, dtype in enumerate(of_inputs)}
-        wrapped = {name: wrap_const(proxy) for name, proxy in given.items()}
-        result = call_function(lambda *args, **kwargs: interpret_call(function, *args, **kwargs), wrapped, by_name)
+        keywords = keyword_variables(unwrap(function), len(inputs))
+        stand_ins = {name: stand_in(requires_grad=True) for name in (*VARIABLES[:2], *keywords)}
+        stand_ins |= {input_name(number): stand_in(dtype) for number, dtype in enumerate(input_dtypes)}
+        wrapped = {name: wrap_const(proxy) for name, proxy in stand_ins.items()}
+        result = call_function(lambda *args, **kwargs: interpret_call(function, *args, **kwargs), wrapped, keywords)
         if result is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
             return result
-        known = {proxy.name for proxy in given.values()}
-        for bsym in steps:
-            if any(arg.name not in known for arg in bsym.flat_proxy_args):
+        names = {proxy.name for proxy in stand_ins.values()}
+        for bsym in bsyms:
+            if any(arg.name not in names for arg in bsym.flat_proxy_args):
                 raise not_pointwise_error(
                     NotPointwise("a tensor that is not among its arguments; give it to token_inputs")
                 )
-            known |= {out.name for out in bsym.flat_proxy_outs}
-        return wrap_const(text_of(unwrap(function), [*map(dtypes.to_torch_dtype, of_inputs)]))
-    except TypeError as problem:
-        return do_raise(problem)
+            names |= {out.name for out in bsym.flat_proxy_outs}
+        return wrap_const(text_of(unwrap(function), [*map(dtypes.to_torch_dtype, input_dtypes)]))
+    except TypeError as error:
+        return do_raise(error)
     finally:
         trace.pop_scope()

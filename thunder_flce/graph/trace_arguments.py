@@ -24,18 +24,18 @@ def settings_of(values: Mapping[str, Any]) -> Settings:
 def plain(values: Any) -> Any:
     """Replaces thunder's proxies of symbolic numbers and strings by their values; other values will recompile."""
 
-    def value(given: Any) -> Any:
-        if isinstance(given, NumberProxy):
-            if given.value is None:
+    def plain_value(item: Any) -> Any:
+        if isinstance(item, NumberProxy):
+            if item.value is None:
                 raise TypeError(
                     "linear_cross_entropy takes no number that a compiled program reads from a tensor, such as by "
                     ".item(): compute the number outside the program"
                 )
-            given.make_static_constrained()
-            _check_origins(given)
-        return given.value if isinstance(given, NumberProxy | StringProxy) else given
+            item.make_static_constrained()
+            _check_origins(item)
+        return item.value if isinstance(item, NumberProxy | StringProxy) else item
 
-    return tree_map(value, values)
+    return tree_map(plain_value, values)
 
 
 def _check_origins(number: NumberProxy) -> None:
@@ -49,9 +49,9 @@ def _check_origins(number: NumberProxy) -> None:
         return
     for bsym in get_tracectx().bound_symbols:
         if any(out is number for out in bsym.flat_proxy_outs):
-            for each in bsym.flat_proxy_args:
-                if isinstance(each, NumberProxy):
-                    _check_origins(each)
+            for arg in bsym.flat_proxy_args:
+                if isinstance(arg, NumberProxy):
+                    _check_origins(arg)
 
 
 def specs(call: Call) -> Call:

@@ -27,26 +27,26 @@ from thunder_flce.operators import Settings
 
 def print_forward(bsym: BoundSymbol, *printables: Any) -> Iterator[str]:
     """`python_printer` of `flce_linear_cross_entropy_fwd`."""
-    yield from _call(bsym, *printables)
-    known = settings_of(bsym.kwargs)
-    yield from _region_comments(bsym, known, {}, known.result_names, "forward")
+    yield from _print_call(bsym, *printables)
+    settings = settings_of(bsym.kwargs)
+    yield from _region_comments(bsym, settings, {}, settings.result_names, "forward")
 
 
 def print_backward(bsym: BoundSymbol, *printables: Any) -> Iterator[str]:
     """`python_printer` of `flce_linear_cross_entropy_bwd`."""
-    yield from _call(bsym, *printables)
-    known, (upstream, saved, _) = settings_of(bsym.kwargs), bsym.args
-    names = ("grad", *(f"{name}_grad" for name in known.loss.differentiable_outputs), *known.saved_names)
-    others = dict(zip(names, (*upstream, *saved), strict=True))
-    yield from _region_comments(bsym, known, others, map(gradient_name, known.needs_grad), "backward")
+    yield from _print_call(bsym, *printables)
+    settings, (upstream, saved, _) = settings_of(bsym.kwargs), bsym.args
+    names = ("grad", *(f"{name}_grad" for name in settings.loss.differentiable_outputs), *settings.saved_names)
+    named_tensors = dict(zip(names, (*upstream, *saved), strict=True))
+    yield from _region_comments(bsym, settings, named_tensors, map(gradient_name, settings.needs_grad), "backward")
 
 
 def print_scaling(bsym: BoundSymbol, *printables: Any) -> Iterator[str]:
     """`python_printer` of `flce_scale_gradients`."""
-    yield from _call(bsym, *printables)
+    yield from _print_call(bsym, *printables)
     _, _, *gradients = bsym.args
-    names, spec = [each.name for each in gradients], spec_of(gradients[0])
-    yield from _commented(scaling_lines(names, spec, has_expected=bool(bsym.kwargs)))
+    names, spec = [gradient.name for gradient in gradients], spec_of(gradients[0])
+    yield from _as_comments(scaling_lines(names, spec, has_expected=bool(bsym.kwargs)))
 
 
 def type_of(proxy: TensorProxy) -> str:
@@ -54,35 +54,35 @@ def type_of(proxy: TensorProxy) -> str:
     return f"{dtypes.to_strong_dtype(proxy.dtype).shortname()}[{', '.join(map(str, proxy.shape))}]"
 
 
-def _call(bsym: BoundSymbol, *printables: Any) -> Iterator[str]:
+def _print_call(bsym: BoundSymbol, *printables: Any) -> Iterator[str]:
     """Prints the call; if its line is too long, the arguments follow on lines of their own."""
     line = default_python_printer(bsym, *printables)
     if len(line) <= WIDTH:
         yield line
         return
     statement: Any = ast.parse(line).body[0]
-    call = statement.value
-    arguments = [ast.get_source_segment(line, each) or "" for each in (*call.args, *call.keywords)]
+    node = statement.value
+    arguments = [ast.get_source_segment(line, argument) or "" for argument in (*node.args, *node.keywords)]
     # Column offsets of Python's syntax trees count bytes.
-    yield line.encode()[: call.func.end_col_offset].decode() + "("
-    *lines, last = _filled(arguments)
-    yield from (f"  {each}" for each in (*lines, f"{last})"))
+    yield line.encode()[: node.func.end_col_offset].decode() + "("
+    *lines, last = _fill_lines(arguments)
+    yield from (f"  {text}" for text in (*lines, f"{last})"))
 
 
 def _region_comments(
-    bsym: BoundSymbol, known: Settings, others: Mapping[str, Any], outputs: Iterable[str], direction: str
+    bsym: BoundSymbol, settings: Settings, named_tensors: Mapping[str, Any], outputs: Iterable[str], direction: str
 ) -> Iterator[str]:
-    if known.options is not None:
+    if settings.options is not None:
         return  # The operator plans when it runs, so the program is unknown here.
-    call = known.call(bsym.args[-1])
-    given = {**{letter(name): tensor for name, tensor in call.tensors.items()}, **others}
-    operands = [f"{name} = {getattr(each, 'name', each)}" for name, each in given.items()]
+    call = settings.call(bsym.args[-1])
+    tensors = {**{letter(name): tensor for name, tensor in call.tensors.items()}, **named_tensors}
+    operands = [f"{name} = {getattr(tensor, 'name', tensor)}" for name, tensor in tensors.items()]
     results = [f"{name} = {proxy.name}: {type_of(proxy)}" for name, proxy in zip(outputs, bsym.output, strict=True)]
-    lines = getattr(program(specs(call), known.plan), direction)
-    yield from _commented([*_filled(operands), *_filled(results), *lines])
+    lines = getattr(program(specs(call), settings.plan), direction)
+    yield from _as_comments([*_fill_lines(operands), *_fill_lines(results), *lines])
 
 
-def _filled(parts: Sequence[str]) -> list[str]:
+def _fill_lines(parts: Sequence[str]) -> list[str]:
     """Joins parts by commas, in as few lines as possible."""
     lines: list[str] = []
     for part in parts:
@@ -93,5 +93,5 @@ def _filled(parts: Sequence[str]) -> list[str]:
     return [f"{line}," for line in lines[:-1]] + lines[-1:]
 
 
-def _commented(lines: Sequence[str]) -> Iterator[str]:
+def _as_comments(lines: Sequence[str]) -> Iterator[str]:
     return (f"  # {line}" for line in lines)

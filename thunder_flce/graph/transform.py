@@ -134,7 +134,7 @@ def _warn_of_many_compilations() -> None:
 def _is_static_trace(trace: TraceCtx) -> bool:
     """Whether all sizes, and all numbers that a trace computes with, are known; it may still return unknown numbers."""
     computing = (bsym for bsym in trace.bound_symbols if bsym.sym.id != PrimIDs.RETURN)
-    tensors = ((each for each in bsym.flat_outs if isinstance(each, TensorProxy)) for bsym in trace.bound_symbols)
+    tensors = ((out for out in bsym.flat_outs if isinstance(out, TensorProxy)) for bsym in trace.bound_symbols)
     return all(is_static(*bsym.flat_args) for bsym in computing) and all(is_static(*outs) for outs in tensors)
 
 
@@ -148,21 +148,21 @@ def _inline_checkpoints(trace: TraceCtx) -> TraceCtx:
           # logits = ltorch.linear(h, w, None)                loss = ltorch.cross_entropy(logits, labels, …)
           # loss = ltorch.cross_entropy(logits, labels, …)
     """
-    opened = from_trace(trace)
+    inlined = from_trace(trace)
 
     def add(bsym: BoundSymbol) -> None:
         if bsym.sym.id != ltorch.checkpoint.id:
-            opened.bound_symbols.append(bsym)
+            inlined.bound_symbols.append(bsym)
             return
-        kept = {proxy.name for proxy in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)}
+        kept_names = {proxy.name for proxy in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)}
         for inner in bsym.subsymbols:
-            for out in (out for out in inner.flat_proxy_outs if out.name not in kept):
+            for out in (out for out in inner.flat_proxy_outs if out.name not in kept_names):
                 out.tags.add(ProxyTag.RECOMPUTE_IN_BACKWARD)
             add(inner)
 
     for bsym in trace.bound_symbols:
         add(bsym)
-    return opened
+    return inlined
 
 
 def _keep_forwards_out_of_backward(trace: TraceCtx) -> None:
@@ -180,10 +180,12 @@ def _copy_overwritten_logits(trace: TraceCtx) -> TraceCtx:
     """Gives an unfused cross-entropy a copy of its logits if a later operation may change them before its backward."""
     copied = from_trace(trace)
     with tracectx(copied):
-        for at, bsym in enumerate(trace.bound_symbols):
+        for index, bsym in enumerate(trace.bound_symbols):
             if bsym.sym.id == ltorch.cross_entropy.id:
-                later = [each.dtype for after in trace.bound_symbols[at:] for each in tensors_written(after)]
-                if (logits := bsym.flat_proxy_args[0]).dtype in later:  # A written view of the logits has their dtype.
+                written = [tensor.dtype for later in trace.bound_symbols[index:] for tensor in tensors_written(later)]
+                if (
+                    logits := bsym.flat_proxy_args[0]
+                ).dtype in written:  # A written view of the logits has their dtype.
                     bsym = bsym.from_bsym_swap_proxies({variableify(logits): ltorch.clone(logits)})
             copied.bound_symbols.append(bsym)
     copied.set_provenance(TraceProvenance("Copy logits that are changed in place"))

@@ -56,7 +56,7 @@ class _Writer:
         """Adds an operation of the program as it is; a region that the user wrote gets a plan."""
         bsym = op.handle
         if symbols.is_region(bsym) and settings_of(bsym.kwargs).options is not None and is_static(*bsym.flat_args):
-            self._add(bsym, lambda: self._planned(op))
+            self._add(bsym, lambda: self._plan_written_region(op))
         else:
             self.add(bsym)
 
@@ -82,7 +82,7 @@ class _Writer:
         self.decisions.append(decision)
         self._swapped |= {variableify(tensor.handle): new.handle for tensor, new in results.items()}
 
-    def _planned(self, op: Op) -> tuple[dict[Tensor, Tensor], Decision]:
+    def _plan_written_region(self, op: Op) -> tuple[dict[Tensor, Tensor], Decision]:
         settings, (tensors,) = settings_of(op.handle.kwargs), op.args
         call = settings.call(tensors)
         if any(out.needs_grad for out in op.outs):
@@ -97,15 +97,15 @@ class _Writer:
 
     def call(self, function: Callable, *args: Any, **kwargs: Any) -> Tensor:
         """Adds a call of a PyTorch function; returns its result."""
-        needs_grad = function is not torch.detach and any(each.needs_grad for each in tensors_in((args, kwargs)))
-        args, kwargs = tree_map(self._argument, (args, kwargs))
+        needs_grad = function is not torch.detach and any(tensor.needs_grad for tensor in tensors_in((args, kwargs)))
+        args, kwargs = tree_map(self._to_thunder, (args, kwargs))
         function = ltorch.getitem if function is operator.getitem else torch_to_thunder_functions[function]
         return tensor_of(function(*args, **kwargs), needs_grad=needs_grad)
 
-    def _argument(self, given: Any) -> Any:
-        if isinstance(given, Tensor):
-            return self._proxy(given)
-        return devices.to_device(given) if isinstance(given, torch.device) else given
+    def _to_thunder(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._proxy(value)
+        return devices.to_device(value) if isinstance(value, torch.device) else value
 
     def _proxy(self, tensor: Tensor) -> TensorProxy:
         return self._swapped.get(variableify(tensor.handle), tensor.handle)
@@ -114,68 +114,68 @@ class _Writer:
         self, ops: Sequence[Op], operands: Sequence[Tensor], result: Tensor, *, values: Sequence[Tensor | None] | None
     ) -> list[Tensor]:
         """Returns the operations' gradients by thunder's vjp; with `values`, also the result."""
-        made = {out.name for op in ops for out in op.outs}
-        starts = [operand.handle for operand in operands]
-        names = {proxy.name for proxy in starts}
-        others = {each.name: each for op in ops for each in op.operands if each.name not in made | names}
-        given = [self._proxy(each) for each in others.values()]
+        produced = {out.name for op in ops for out in op.outs}
+        operand_proxies = [operand.handle for operand in operands]
+        names = {proxy.name for proxy in operand_proxies}
+        constants = {tensor.name: tensor for op in ops for tensor in op.operands if tensor.name not in produced | names}
+        constant_proxies = [self._proxy(tensor) for tensor in constants.values()]
 
-        def total(*values: TensorProxy) -> TensorProxy:
-            env = dict(zip([*(each.name for each in starts), *others], values, strict=True))
+        def linear_function(*inputs: TensorProxy) -> TensorProxy:
+            env = dict(zip([*(proxy.name for proxy in operand_proxies), *constants], inputs, strict=True))
 
-            def of(each: Any) -> Any:
-                return env.get(each.name, each) if isinstance(each, TensorProxy) else each
+            def replaced(arg: Any) -> Any:
+                return env.get(arg.name, arg) if isinstance(arg, TensorProxy) else arg
 
             for op in ops:
                 bsym = op.handle
-                args, kwargs = tree_map(of, (tuple(bsym.args), dict(bsym.kwargs)))
+                args, kwargs = tree_map(replaced, (tuple(bsym.args), dict(bsym.kwargs)))
                 if op.name in PRODUCTS:
                     args, kwargs = _in_one_dtype((args, kwargs))
-                found = bsym.sym(*args, **kwargs)
-                outs = found if isinstance(found, list | tuple) else (found,)
+                returned = bsym.sym(*args, **kwargs)
+                outs = returned if isinstance(returned, list | tuple) else (returned,)
                 env.update(zip((out.name for out in op.outs), outs, strict=True))
             return env[result.name]
 
         # A linear function has the same derivative at 0. If the derivative reads only shapes, thunder drops the zeros.
-        rows = [
-            ltorch.zeros(proxy.shape, device=proxy.device, dtype=_at_least_float32(proxy.dtype)) if known is None
-            else ltorch.to(known.handle, _at_least_float32(proxy.dtype))
-            for proxy, known in zip(starts, values or [None] * len(starts), strict=True)
+        points = [
+            ltorch.zeros(proxy.shape, device=proxy.device, dtype=_at_least_float32(proxy.dtype)) if point is None
+            else ltorch.to(point.handle, _at_least_float32(proxy.dtype))
+            for proxy, point in zip(operand_proxies, values or [None] * len(operand_proxies), strict=True)
         ]  # fmt: skip
-        like = starts[0]
+        like = operand_proxies[0]
         one = ltorch.full((), 1.0, device=like.device, dtype=_at_least_float32(result.handle.dtype))
         scope = self.trace.peek_scope()
         start = len(scope)
-        value, gradients = vjp(total)((*rows, *given), (one,))
+        value, gradients = vjp(linear_function)((*points, *constant_proxies), (one,))
         for bsym in scope[start:]:
             for out in bsym.flat_proxy_outs:
                 out.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
-        found = [*gradients[: len(rows)], *([] if values is None else [value])]
-        return [tensor_of(each, needs_grad=False) for each in found]
+        proxies = [*gradients[: len(points)], *([] if values is None else [value])]
+        return [tensor_of(proxy, needs_grad=False) for proxy in proxies]
 
     def region(self, call: Call, group: Any) -> tuple[list[Tensor], PlannedRegion]:
         """Adds the region's symbol with its plan; `group` are the ranks that divide the vocabulary, if any."""
         return self._region(call, None if group is None else as_literal(group))
 
     def _region(self, call: Call, vocab_parallel: str | None) -> tuple[list[Tensor], PlannedRegion]:
-        of_proxies = call.map(lambda _, given: self._argument(given))
-        results, planned = symbols.add_region(of_proxies, self._options, vocab_parallel=vocab_parallel)
+        proxy_call = call.map(lambda _, value: self._to_thunder(value))
+        results, planned = symbols.add_region(proxy_call, self._options, vocab_parallel=vocab_parallel)
         with_grad = ("loss", *call.loss.differentiable_outputs) if call.needs_grad else ()
         names = ("loss", *call.loss.outputs)
         return [
-            tensor_of(each, needs_grad=name in with_grad) for name, each in zip(names, results, strict=True)
+            tensor_of(proxy, needs_grad=name in with_grad) for name, proxy in zip(names, results, strict=True)
         ], planned
 
 
 def _in_one_dtype(arguments: Any) -> Any:
     """Casts the arguments of a product to their widest dtype: it takes one dtype, but `weights` widens some of them."""
 
-    def is_float(given: Any) -> bool:
-        return isinstance(given, TensorProxy) and dtypes.is_float_dtype(given.dtype)
+    def is_float(value: Any) -> bool:
+        return isinstance(value, TensorProxy) and dtypes.is_float_dtype(value.dtype)
 
-    floats = [each.dtype for each in tree_flatten(arguments)[0] if is_float(each)]
+    floats = [value.dtype for value in tree_flatten(arguments)[0] if is_float(value)]
     widest = max(floats, key=lambda dtype: dtype.bytes)
-    return tree_map(lambda each: ltorch.to(each, widest) if is_float(each) else each, arguments)
+    return tree_map(lambda value: ltorch.to(value, widest) if is_float(value) else value, arguments)
 
 
 def _at_least_float32(dtype: dtypes.dtype) -> dtypes.dtype:

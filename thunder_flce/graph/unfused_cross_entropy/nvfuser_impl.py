@@ -29,7 +29,7 @@ def forward_fusion(
     ignore_index: int,
 ) -> tuple[Any, Any, Any, Any]:  # fmt: skip
     """Adds the forward to a fusion definition; mirrors `symbols._forward_impl`."""
-    z, column, valid, wrong = _given(fd, logits, target, vocab, ignore_index)
+    z, column, valid, wrong = _operands(fd, logits, target, vocab, ignore_index)
     column = valid.apply("logical_not").apply("logical_or", wrong).apply("where", 0, column)
     column = column.apply("broadcast_in_dim", shape=[rows, 1], broadcast_dims=[0])
     z_y = z.apply("take_along_axis", column, dim=1).apply("reshape", new_shape=[rows]).apply("cast", DataType.Float)
@@ -50,22 +50,22 @@ def backward_fusion(
     rows: int, vocab: int, dtype: DataType, reduction: str, ignore_index: int,
 ) -> Any:  # fmt: skip
     """Adds the backward to a fusion definition; mirrors `symbols._backward_impl`."""
-    z, column, valid, wrong = _given(fd, logits, target, vocab, ignore_index)
-    of_row = Expression(fd, grad).apply("cast", DataType.Float)
+    z, column, valid, wrong = _operands(fd, logits, target, vocab, ignore_index)
+    row_grad = Expression(fd, grad).apply("cast", DataType.Float)
     if reduction == "mean":
-        of_row = of_row.apply("div", Expression(fd, valid_count).apply("cast", DataType.Float))
+        row_grad = row_grad.apply("div", Expression(fd, valid_count).apply("cast", DataType.Float))
     if reduction != "none":
-        of_row = of_row.apply("broadcast_in_dim", shape=[rows], broadcast_dims=[])
-    of_row = wrong.apply("where", math.nan, valid.apply("where", of_row, 0.0))
+        row_grad = row_grad.apply("broadcast_in_dim", shape=[rows], broadcast_dims=[])
+    row_grad = wrong.apply("where", math.nan, valid.apply("where", row_grad, 0.0))
     shifted = z.apply("cast", DataType.Float) - _as_column(Expression(fd, row_max))
     probability = (shifted - _as_column(Expression(fd, row_log_sum))).apply("exp")
     size, start, step = (fd.define_scalar(number, DataType.Int) for number in (vocab, 0, 1))
     columns = Expression(fd, fd.ops.iota(size, start, step, dtype=DataType.Int)).apply("broadcast", [True, False])
     one_hot = columns.apply("eq", _as_column(column)).apply("where", 1.0, 0.0)
-    return ((probability - one_hot) * _as_column(of_row)).apply("cast", dtype).value
+    return ((probability - one_hot) * _as_column(row_grad)).apply("cast", dtype).value
 
 
-def _given(fd: FusionDefinition, logits: Any, target: Any, vocab: int, ignore_index: int) -> tuple[Expression, ...]:
+def _operands(fd: FusionDefinition, logits: Any, target: Any, vocab: int, ignore_index: int) -> tuple[Expression, ...]:
     """Returns logits and targets, (N,) masks of targets that are not ignored, and of those outside the vocabulary."""
     column = Expression(fd, target).apply("cast", DataType.Int)
     valid = column.apply("ne", ignore_index)

@@ -79,19 +79,19 @@ def _forward(call: CrossEntropy) -> tuple[TensorProxy, tuple[TensorProxy, ...]]:
 def _loss_of_probabilities(call: CrossEntropy) -> TensorProxy:
     """Returns the loss for class probabilities y: -Σ_v q_v log p_v with q = w ((1 - ε) y + ε / V)."""
     # logsumexp instead of log_softmax, which thunder's torch.compile executor would take out of the fusion.
-    classes = min(1, call.logits.ndim - 1)
-    tensors = [each for each in call if isinstance(each, TensorProxy)]
-    dtype, of_loss = elementwise_type_promotion(*tensors, type_promotion_kind=ELEMENTWISE_TYPE_PROMOTION_KIND.DEFAULT)
+    class_dim = min(1, call.logits.ndim - 1)
+    tensors = [tensor for tensor in call if isinstance(tensor, TensorProxy)]
+    dtype, out_dtype = elementwise_type_promotion(*tensors, type_promotion_kind=ELEMENTWISE_TYPE_PROMOTION_KIND.DEFAULT)
     logits, share = ltorch.to(call.logits, dtype), ltorch.to(call.target, dtype)
     if call.label_smoothing:
-        share = share * (1 - call.label_smoothing) + call.label_smoothing / logits.shape[classes]
+        share = share * (1 - call.label_smoothing) + call.label_smoothing / logits.shape[class_dim]
     if call.weight is not None:
         share = share * ltorch.reshape(call.weight, (-1, *[1] * (logits.ndim - 2)))
-    loss = ltorch.sum(share * (ltorch.logsumexp(logits, classes, keepdim=True) - logits), classes)
+    loss = ltorch.sum(share * (ltorch.logsumexp(logits, class_dim, keepdim=True) - logits), class_dim)
     if call.reduction != "none":
         rows, loss = loss.numel, ltorch.sum(loss)
         loss = loss / rows if call.reduction == "mean" else loss
-    return ltorch.to(loss, of_loss)
+    return ltorch.to(loss, out_dtype)
 
 
 def _transform(*args: Any, **kwargs: Any) -> TensorProxy:
@@ -103,12 +103,12 @@ def _grad(*args: Any, **kwargs: Any) -> TensorProxy:
     call = CrossEntropy(*args, **kwargs)
     if call.has_probabilities:
         loss = _loss_of_probabilities(call)
-        tensors = {name: each for name, each in call._asdict().items() if isinstance(each, TensorProxy)}
+        tensors = {name: value for name, value in call._asdict().items() if isinstance(value, TensorProxy)}
 
-        def of_tensors(*given: TensorProxy) -> TensorProxy:
-            return _loss_of_probabilities(call._replace(**dict(zip(tensors, given, strict=True))))
+        def loss_of(*values: TensorProxy) -> TensorProxy:
+            return _loss_of_probabilities(call._replace(**dict(zip(tensors, values, strict=True))))
 
-        _, gradients = vjp(of_tensors)((*tensors.values(),), (get_grad(loss),))
+        _, gradients = vjp(loss_of)((*tensors.values(),), (get_grad(loss),))
         for tensor, gradient in zip(tensors.values(), gradients, strict=True):
             put_grad(tensor, gradient)
         return loss
@@ -116,8 +116,8 @@ def _grad(*args: Any, **kwargs: Any) -> TensorProxy:
     grad = get_grad(loss)
     grad = ltorch.reshape(grad, (-1,)) if call.reduction == "none" and grad.ndim != 1 else grad
     gradient = symbols.cross_entropy_bwd(grad, *saved, **call.settings)
-    _, (of_logits,) = vjp(_to_rows)((call.logits,), (gradient,))
-    put_grad(call.logits, of_logits)
+    _, (logits_grad,) = vjp(_to_rows)((call.logits,), (gradient,))
+    put_grad(call.logits, logits_grad)
     return loss
 
 

@@ -36,8 +36,8 @@ def _forward_impl(
     ops = _primitives(logits, target, weight, settings)
     rows = ops.prepare(None)
     z = logits if _is_aligned(logits, ops) else ops.logits_buffer(logits.shape[0]).copy_(logits)
-    found = ops.results(z, rows.target)
-    return ops.loss(rows, found)[0].to(logits.dtype), *found.statistics, rows.valid_count
+    results = ops.results(z, rows.target)
+    return ops.loss(rows, results)[0].to(logits.dtype), *results.statistics, rows.valid_count
 
 
 def _backward_impl(
@@ -48,8 +48,8 @@ def _backward_impl(
     ops = _primitives(logits, target, weight, settings)
     rows = ops.prepare_again(grad, logits.shape[0])
     z = ops.logits_buffer(logits.shape[0]).copy_(logits)
-    found = RowResults(RowStatistics(row_max, row_log_sum), None)
-    return ops.gradient_(z, found, Coefficients(ops, rows).of_chunk(slice(0, rows.count), found), rows.target)[0]
+    results = RowResults(RowStatistics(row_max, row_log_sum), None)
+    return ops.gradient_(z, results, Coefficients(ops, rows).of_chunk(slice(0, rows.count), results), rows.target)[0]
 
 
 def _primitives(logits: Tensor, target: Tensor, weight: Tensor | None, settings: dict[str, Any]) -> Primitives:
