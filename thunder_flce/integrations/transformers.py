@@ -57,8 +57,8 @@ class LossTrainerMixin:
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
-        before = cls.__mro__[: cls.__mro__.index(LossTrainerMixin)]
-        if any(each.__module__ == "transformers.trainer" for each in before):
+        bases = cls.__mro__[: cls.__mro__.index(LossTrainerMixin)]
+        if any(base.__module__ == "transformers.trainer" for base in bases):
             raise TypeError(
                 f"{cls.__name__} has LossTrainerMixin behind the Trainer, where it has no effect: put the mixin first"
             )
@@ -67,7 +67,7 @@ class LossTrainerMixin:
         super().__init__(*args, **kwargs)
         from transformers import Trainer
 
-        if any(each.__module__.startswith("trl.") for each in type(self).__mro__):
+        if any(base.__module__.startswith("trl.") for base in type(self).__mro__):
             raise TypeError(
                 f"{type(self).__name__} has LossTrainerMixin, but TRL computes its losses in a head of its own: remove "
                 "the mixin, and call thunder_flce.replace_trl_head()"
@@ -83,7 +83,7 @@ class LossTrainerMixin:
         self._calls_decoder = True
         # One function for all steps, since Dynamo would recompile for a new one.
         self._decoded: list[Any] = []
-        self._returning = partial(_once, self._decoded)
+        self._decoded_forward = partial(_pop_once, self._decoded)
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
         self._shifts_labels = type(without_peft(self.model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
@@ -129,8 +129,8 @@ class LossTrainerMixin:
         if is_unfused:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
         self._is_settled = True
-        own, loss_of, labels = self.compute_loss_func, None, None
-        if own is None and self.label_smoother is not None and "labels" in inputs:
+        custom, loss_of, labels = self.compute_loss_func, None, None
+        if custom is None and self.label_smoother is not None and "labels" in inputs:
             # The smoother changes tensors in place, so gradients would wait; `_smoothed` computes the same without.
             loss_of, labels = self._smoothed, inputs["labels"]
             inputs = {name: value for name, value in inputs.items() if name != "labels"}
@@ -141,13 +141,13 @@ class LossTrainerMixin:
 
         with _untraced_logs(), self._traceable_checkpoints():
             # The Trainer's own compute_loss is not compiled: Dynamo cannot trace it in every version.
-            stand_in = _StandIn(call if own is None else dict)
+            stand_in = _StandIn(call if custom is None else dict)
             # With a compute_loss_func, the stand-in returns the inputs, which the Trainer passes on as outputs.
-            self.compute_loss_func = None if own is None else partial(self._loss_inside_wrappers, model, own)
+            self.compute_loss_func = None if custom is None else partial(self._loss_inside_wrappers, model, custom)
             try:
                 loss = super().compute_loss(stand_in, inputs, num_items_in_batch=num_items_in_batch)  # type: ignore[misc]
             finally:
-                self.compute_loss_func = own
+                self.compute_loss_func = custom
         return (loss, {}) if return_outputs else loss
 
     def prediction_step(
@@ -176,11 +176,11 @@ class LossTrainerMixin:
             self.model.disable_input_require_grads()
         # With checkpoints, the model itself turns the cache off, but logs a warning that Dynamo cannot trace.
         config = self.model.config
-        before, config.use_cache = getattr(config, "use_cache", None), False
+        use_cache, config.use_cache = getattr(config, "use_cache", None), False
         try:
             yield
         finally:
-            config.use_cache = before
+            config.use_cache = use_cache
 
     def _loss_inside_wrappers(
         self,
@@ -219,13 +219,13 @@ class LossTrainerMixin:
 
         The head and the loss thus are one graph, which the hooks around each sharded layer would break otherwise.
         """
-        own, before, draws_before = decoder.forward, _random_states(inputs), False
+        decoder_forward, states, draws_before = decoder.forward, _random_states(inputs), False
 
         def interrupting(*args: Any, **kwargs: Any) -> NoReturn:
             nonlocal draws_before
-            draws_before = _random_states(inputs) != before
-            with _forward_of(decoder, own):  # A decoder may call itself.
-                self._decoded.append(own(*args, **kwargs))
+            draws_before = _random_states(inputs) != states
+            with _forward_of(decoder, decoder_forward):  # A decoder may call itself.
+                self._decoded.append(decoder_forward(*args, **kwargs))
             raise _Decoded
 
         try:
@@ -235,13 +235,13 @@ class LossTrainerMixin:
             self._calls_decoder = False
         except _Decoded:
             pass
-        before = _random_states(inputs)
-        with _forward_of(decoder, self._returning) if self._decoded else nullcontext():
+        states = _random_states(inputs)
+        with _forward_of(decoder, self._decoded_forward) if self._decoded else nullcontext():
             try:
                 yield
             finally:
                 self._decoded.clear()
-        if draws_before and _random_states(inputs) != before:
+        if draws_before and _random_states(inputs) != states:
             raise RuntimeError(
                 "LossTrainerMixin runs the forward twice up to the layers, but this model draws random numbers there, "
                 f"which its loss may need again: {_CURE}"
@@ -308,31 +308,31 @@ def _untraced_logs() -> Iterator[None]:
 @contextmanager
 def _forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Replaces a module's forward inside the context."""
-    own = vars(module).get("forward")
+    original = vars(module).get("forward")
     module.forward = forward
     try:
         yield
     finally:
-        if own is None:
+        if original is None:
             del module.forward
         else:
-            module.forward = own
+            module.forward = original
 
 
 def _layers_of(model: nn.Module) -> nn.Module | None:
     """Returns the module that a model of transformers calls for its hidden states; None if that is the model."""
-    whole = without_peft(model)
-    found = getattr(whole, "base_model", whole)
-    if hasattr(whole, "get_decoder") and not whole.config.is_encoder_decoder:
-        decoder = whole.get_decoder()
+    unwrapped = without_peft(model)
+    layers = getattr(unwrapped, "base_model", unwrapped)
+    if hasattr(unwrapped, "get_decoder") and not unwrapped.config.is_encoder_decoder:
+        decoder = unwrapped.get_decoder()
         # Gemma 3's base_model is the model itself; OPT's forward calls the decoder inside its base_model.
-        if found is whole or getattr(found, "decoder", None) is decoder:
-            found = decoder
-    if found is whole:
+        if layers is unwrapped or getattr(layers, "decoder", None) is decoder:
+            layers = decoder
+    if layers is unwrapped:
         return None
     # BLIP's decoder is a whole language model, with head and loss: look for the layers inside it.
-    head = found.get_output_embeddings() if hasattr(found, "get_output_embeddings") else None
-    return _layers_of(found) if isinstance(head, nn.Module) and not isinstance(head, nn.Embedding) else found
+    head = layers.get_output_embeddings() if hasattr(layers, "get_output_embeddings") else None
+    return _layers_of(layers) if isinstance(head, nn.Module) and not isinstance(head, nn.Embedding) else layers
 
 
 def _parent_of_sharded_layers(model: nn.Module) -> nn.Module | None:
@@ -342,7 +342,7 @@ def _parent_of_sharded_layers(model: nn.Module) -> nn.Module | None:
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
     sharded = (FSDPModule, FullyShardedDataParallel)
-    paths = [name.split(".") for name, each in model.named_modules() if name and isinstance(each, sharded)]
+    paths = [name.split(".") for name, submodule in model.named_modules() if name and isinstance(submodule, sharded)]
     path = os.path.commonprefix(paths)
     while path:
         module = model.get_submodule(".".join(path))
@@ -361,7 +361,7 @@ def _random_states(inputs: Mapping[str, Any]) -> list[bytes]:
 _CURE = "set compile_layers = True in the class or, under FSDP, remove the mixin"
 
 
-def _once(outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
+def _pop_once(outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
     if not outputs:
         raise RuntimeError(
             f"LossTrainerMixin runs the layers once per step, but this model's forward calls them again: {_CURE}"

@@ -42,13 +42,13 @@ def replace_trl_head(*, options: Options | None = None) -> None:
     options = as_options(options)
     head = getattr(utils, _NAME, None)
     if isinstance(head, _Head):
-        head = head.of_trl
+        head = head.trl_head
     parameters = () if head is None else tuple(inspect.signature(head.forward).parameters)[1:]
     if parameters != _PARAMETERS:
-        found = f"takes {', '.join(parameters)}" if parameters else "does not exist"
+        actual = f"takes {', '.join(parameters)}" if parameters else "does not exist"
         raise ImportError(
             f"replace_trl_head needs trl.trainer.utils.{_NAME} of TRL 1.16, which takes {', '.join(_PARAMETERS)}; in "
-            f"TRL {__version__}, it {found}. Install trl==1.16.*, or do not call replace_trl_head"
+            f"TRL {__version__}, it {actual}. Install trl==1.16.*, or do not call replace_trl_head"
         )
     setattr(utils, _NAME, _Head(head, options))
 
@@ -56,34 +56,34 @@ def replace_trl_head(*, options: Options | None = None) -> None:
 class _Head:
     """Called by TRL in place of its autograd function."""
 
-    def __init__(self, of_trl: Any, options: Options):
-        self.of_trl, self._options = of_trl, options
+    def __init__(self, trl_head: Any, options: Options):
+        self.trl_head, self._options = trl_head, options
 
-    def apply(self, *given: Any) -> tuple[Tensor | None, ...]:
+    def apply(self, *arguments: Any) -> tuple[Tensor | None, ...]:
         """Takes `_PARAMETERS`; returns log-probabilities (N,), then each of `_OUTPUTS`, None if not requested."""
-        call = dict(zip(_PARAMETERS, given, strict=True))
-        hidden, weight, bias = call["hidden"], call["weight"], call["bias"]
+        named = dict(zip(_PARAMETERS, arguments, strict=True))
+        hidden, weight, bias = named["hidden"], named["weight"], named["bias"]
         if hasattr(weight, "ds_id"):
             # DeepSpeed's ZeRO-3 frees the gathered weight after the forward; TRL's backward gathers it again.
             warnings.warn("with ZeRO-3, TRL's own head computes the log-probabilities", stacklevel=2)
-            return self.of_trl.apply(*given)
-        names = [name for name in _OUTPUTS if name in call["outputs"]]
-        softcap, scale = call["final_logit_softcapping"], call["logit_scale"]
+            return self.trl_head.apply(*arguments)
+        names = [name for name in _OUTPUTS if name in named["outputs"]]
+        softcap, scale = named["final_logit_softcapping"], named["logit_scale"]
         # c tanh(s z / c) / T, with the softcap c and the scale s, is that of the softcap c / T and the scale s / T.
         results = linear_cross_entropy(
             hidden,
             weight.to(hidden.dtype),
-            call["targets"],
+            named["targets"],
             linear_bias=None if bias is None else bias.to(hidden.dtype),
             reduction="none",
-            softcap=None if softcap is None else softcap / call["temperature"],
-            logit_scale=scale / call["temperature"],
+            softcap=None if softcap is None else softcap / named["temperature"],
+            logit_scale=scale / named["temperature"],
             outputs=("log_prob", *(_OUTPUTS[name] for name in names)),
             detached=("mean_logit",) if "mean_logits" in names else (),
             options=self._options,
         )
-        _, log_probs, *others = results
-        found = dict(zip(names, others, strict=True))
-        if "is_top1" in found:
-            found["is_top1"] = found["is_top1"] == call["targets"]
-        return log_probs, *(found.get(name) for name in _OUTPUTS)
+        _, log_probs, *outputs = results
+        named_outputs = dict(zip(names, outputs, strict=True))
+        if "is_top1" in named_outputs:
+            named_outputs["is_top1"] = named_outputs["is_top1"] == named["targets"]
+        return log_probs, *(named_outputs.get(name) for name in _OUTPUTS)
