@@ -112,10 +112,10 @@ class Report(list[Compilation]):
         if tuned := tunings():
             yield "products tuned in this process:"
             columns = ("M × N × K", "time", "times as fast as cuBLAS's first choice", "measured in")
-            sizes = [" × ".join(map(str, found.sizes)) for found in tuned]
+            sizes = [" × ".join(map(str, tuning.sizes)) for tuning in tuned]
             rows = [
-                (size, f"{found.milliseconds:.3f} ms", f"{found.gain:.3f}", f"{found.seconds:.2f} s")
-                for found, size in zip(tuned, sizes, strict=True)
+                (size, f"{tuning.milliseconds:.3f} ms", f"{tuning.gain:.3f}", f"{tuning.seconds:.2f} s")
+                for tuning, size in zip(tuned, sizes, strict=True)
             ]
             yield _table(columns, rows, right=(1, 2, 3))
 
@@ -152,14 +152,14 @@ def explain(compiled: Callable | None = None) -> Report:
     """
     if compiled is None:
         return Report([Compilation(decisions=list(LOG), compiled_by="this process")] if LOG else [])
-    for each in _unwrapped(compiled):
-        if (graphs := compiled_graphs(each)) is not None:
+    for candidate in _unwrapped(compiled):
+        if (graphs := compiled_graphs(candidate)) is not None:
             return Report([Compilation(decisions=graph, compiled_by="torch.compile") for graph in graphs])
         if "thunder" in sys.modules:
             from thunder_flce.inspection.thunder_report import compilations
 
-            if (found := compilations(each)) is not None:
-                return Report(found)
+            if (reports := compilations(candidate)) is not None:
+                return Report(reports)
     raise TypeError(
         'compiled must be what thunder_flce.jit, thunder_flce.thunderfx or torch.compile(…, backend="thunder_flce") '
         f"returned, but got {type(compiled).__name__}"
@@ -172,14 +172,14 @@ _WRAPPED = ("_forward_module", "module", "_original_module", "_orig_mod", "__wra
 
 def _unwrapped(compiled: Any) -> Iterator[Any]:
     """Yields a compiled function or module, then all that its attributes `_WRAPPED` hold, such as those of Fabric."""
-    found = [compiled]
-    for each in found:
-        yield each
-        known = vars(each) if hasattr(each, "__dict__") else {}
+    candidates = [compiled]
+    for candidate in candidates:
+        yield candidate
+        attributes = vars(candidate) if hasattr(candidate, "__dict__") else {}
         # A module keeps its submodules in `_modules`, not among its attributes.
-        known = {**known, **(known.get("_modules") or {})}
-        inner = [known[name] for name in _WRAPPED if known.get(name) is not None]
-        found += [each for each in inner if not any(each is other for other in found)]
+        attributes = {**attributes, **(attributes.get("_modules") or {})}
+        inner = [attributes[name] for name in _WRAPPED if attributes.get(name) is not None]
+        candidates += [new for new in inner if not any(new is known for known in candidates)]
 
 
 def _source_line(decision: Decision) -> str:
@@ -199,7 +199,7 @@ def _decision_dict(decision: Decision) -> dict[str, Any]:
         "missing_row_kernels": _missing_row_kernels(region) if region else None,
         "reason": None if decision.reason is None else decision.reason.name,
         "sentence": str(decision).removeprefix(f"{decision.source}: "),
-        "plans": [{**found._asdict(), "plan": asdict(found.plan)} for found in Compilation.plans(decision)],
+        "plans": [{**predicted._asdict(), "plan": asdict(predicted.plan)} for predicted in Compilation.plans(decision)],
         "runs": _runs(region) if region else {},
     }
 
@@ -216,16 +216,16 @@ def _decision_lines(decision: Decision) -> Iterator[str]:
     for direction, lines in _runs(decision.region).items():
         yield "\n".join([f"  {direction}:", *(f"    {line}" for line in lines)])
     rows = [
-        ("▸" if found.chosen else "", found.plan.describe(), format_bytes(found.temporary_bytes))
-        for found in Compilation.plans(decision)
+        ("▸" if predicted.chosen else "", predicted.plan.describe(), format_bytes(predicted.temporary_bytes))
+        for predicted in Compilation.plans(decision)
     ]
     yield _table(("", "plan", "memory, predicted"), rows, right=(2,))
 
 
 def _runs(region: PlannedRegion) -> dict[str, list[str]]:
     """Returns the program of each direction as lines of text."""
-    found = program(*region)
-    return {name: list(lines) for name, lines in (("forward", found.forward), ("backward", found.backward)) if lines}
+    texts = program(*region)
+    return {name: list(lines) for name, lines in (("forward", texts.forward), ("backward", texts.backward)) if lines}
 
 
 # Measured for the default plan on an H200, with hidden sizes of 768 to 4096: the loss takes 2% to 10% longer with
@@ -250,13 +250,13 @@ _LONGEST_TABLE = 12
 
 def _saved_lines(tensors: list[SavedTensor]) -> Iterator[str]:
     arguments = sum(tensor.bytes for tensor in tensors if tensor.is_argument)
-    own = [tensor for tensor in tensors if not tensor.is_argument]
-    total = sum(tensor.bytes for tensor in own)
+    intermediates = [tensor for tensor in tensors if not tensor.is_argument]
+    total = sum(tensor.bytes for tensor in intermediates)
     sizes = f"{format_bytes(total)} ({total:,} bytes), and {format_bytes(arguments)} of arguments"
     yield f"saved for backward: {sizes}"
-    own.sort(key=lambda tensor: (not tensor.role, -tensor.bytes))
-    rows = [(tensor.name, tensor.role, tensor.type, f"{tensor.bytes:,}") for tensor in own[:_LONGEST_TABLE]]
-    if rest := own[_LONGEST_TABLE:]:
+    intermediates.sort(key=lambda tensor: (not tensor.role, -tensor.bytes))
+    rows = [(tensor.name, tensor.role, tensor.type, f"{tensor.bytes:,}") for tensor in intermediates[:_LONGEST_TABLE]]
+    if rest := intermediates[_LONGEST_TABLE:]:
         rows.append((f"{len(rest)} more", "", "", f"{sum(tensor.bytes for tensor in rest):,}"))
     if rows:
         yield _table(("tensor", "of a loss", "type", "bytes"), rows, right=(3,))

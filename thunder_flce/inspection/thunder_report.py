@@ -33,29 +33,29 @@ def compilations(compiled: Any) -> list[Compilation] | None:
         if decisions is None and not _fuses(options.get("executors", ()), options.get("transforms", [])):
             raise ValueError("it has no fusion; compile it with thunder_flce.thunderfx")
         functions = [function for info in backend.subgraph_infos for function in info.thunder_compiled_fns or ()]
-        of_thunder = [each.decisions for function in functions for each in compilations(function) or ()]
-        graphs = (*(decisions or ()), *filter(None, of_thunder))
-        return [Compilation(decisions=each, compiled_by="thunderfx") for each in graphs]
+        thunder_decisions = [report.decisions for function in functions for report in compilations(function) or ()]
+        graphs = (*(decisions or ()), *filter(None, thunder_decisions))
+        return [Compilation(decisions=graph, compiled_by="thunderfx") for graph in graphs]
     data = thunder.compile_data(compiled)
     if data is None:
         return None
     if not _fuses(data.executors_list, data.transforms):
         raise ValueError("it has no fusion; compile it with thunder_flce.jit")
     # One transform may serve many functions, and the executor adds a transform to each program that has a loss.
-    fusions = [each for each in data.transforms if isinstance(each, FuseLinearCrossEntropy)]
-    decided = {id(each.trace): each.decisions for fusion in fusions for each in fusion.compilations}
+    fusions = [transform for transform in data.transforms if isinstance(transform, FuseLinearCrossEntropy)]
+    decided = {id(report.trace): report.decisions for fusion in fusions for report in fusion.compilations}
     reports: list[Compilation] = []
     for forward, backward in _passes(compiled):
-        known = next((decided[id(trace)] for trace in forward if id(trace) in decided), [])
+        trace_decisions = next((decided[id(trace)] for trace in forward if id(trace) in decided), [])
         saved = (saved_tensors(forward[-1]) if is_static(*forward[-1].args) else None) if backward else []
-        reports.append(Compilation(decisions=known, compiled_by="thunder", saved=saved))
+        reports.append(Compilation(decisions=trace_decisions, compiled_by="thunder", saved=saved))
     return reports
 
 
 def _fuses(executors: Any, transforms: Any) -> bool:
     """Whether a program has a fusion, or our executor and a list of transforms, to which the executor adds a fusion."""
     has_executor = any(each in (symbols.executor, "flce") for each in executors) and isinstance(transforms, list)
-    return has_executor or any(isinstance(each, FuseLinearCrossEntropy) for each in transforms)
+    return has_executor or any(isinstance(transform, FuseLinearCrossEntropy) for transform in transforms)
 
 
 def _passes(jitted: Any) -> list[tuple[list[TraceCtx], list[TraceCtx]]]:
@@ -73,16 +73,16 @@ def saved_tensors(forward: TraceCtx) -> list[SavedTensor]:
     producers = {out.name: bsym for bsym in forward.bound_symbols for out in bsym.flat_proxy_outs}
     arguments = {argument.name for argument in forward.args}
 
-    def viewed(name: str) -> str:
+    def base_of(name: str) -> str:
         is_view = name not in arguments and producers[name].sym.name in _VIEWS
-        return viewed(producers[name].flat_proxy_args[0].name) if is_view else name
+        return base_of(producers[name].flat_proxy_args[0].name) if is_view else name
 
     return [
         SavedTensor(
             name=tensor.name,
             type=type_of(tensor),
             bytes=tensor.numel * tensor.dtype.bytes,
-            is_argument=viewed(tensor.name) in arguments,
+            is_argument=base_of(tensor.name) in arguments,
             role=roles.get(tensor.name, ""),
         )
         for tensor in saved

@@ -89,8 +89,8 @@ def _program_and_arguments(parsed: argparse.Namespace, parser: argparse.Argument
             parser.error(f"{parsed.example} must return a function or module and a tuple of its arguments")
         return returned
     if unknown := set(names) - programs.SHAPES.keys():
-        made = ", ".join(sorted(programs.SHAPES))
-        parser.error(f"{parsed.example} has arguments {sorted(unknown)}, but can only have {made}")
+        known = ", ".join(sorted(programs.SHAPES))
+        parser.error(f"{parsed.example} has arguments {sorted(unknown)}, but can only have {known}")
     sizes = programs.Sizes(**{name: getattr(parsed, name) for name in _SIZES})
     if min(vars(sizes).values()) < 1:
         parser.error(f"--{', --'.join(_SIZES)} must be positive")
@@ -107,9 +107,9 @@ def _imported(name: str, parser: argparse.ArgumentParser) -> Callable:
     if not module or not function:
         parser.error(f"an example must be one of {', '.join(EXAMPLES)}, or module:function, but got {name!r}")
     try:
-        found = getattr(importlib.import_module(module), function)
+        program = getattr(importlib.import_module(module), function)
     except (ModuleNotFoundError, AttributeError) as error:
         parser.error(f"{name}: {error}")
-    if not callable(found):
-        parser.error(f"{name} is no function, but a {type(found).__name__}")
-    return found
+    if not callable(program):
+        parser.error(f"{name} is no function, but a {type(program).__name__}")
+    return program

@@ -25,12 +25,12 @@ def readable(trace: TraceCtx) -> str:
         elif not line.startswith("    "):  # A line that is indented more continues a call.
             is_fusion = re.search(r"= (nvFusion\d+|TorchCompile\d+|flce_\w+)\(", line)
         line = re.sub(r" \(took \d+ milliseconds\)", "", line).rstrip()
-        if found := re.match(r"  # .*\.py:\d+: \t\s*(.*)", line):
-            if found[1] == source:
+        if match := re.match(r"  # .*\.py:\d+: \t\s*(.*)", line):
+            if match[1] == source:
                 # thunder repeats the source after an operation without one: drop the repetition and its blank line.
                 lines.pop()
                 continue
-            source = found[1]
+            source = match[1]
             line = f"  # {source}"
         lines.append(line)
     return re.sub(r"_torch_memory_format_\d+", "_torch_memory_format", "\n".join(lines))
@@ -43,7 +43,7 @@ def renumbered(header: str, body: str) -> str:
     for prefix, number in pattern.findall(body):
         numbers[prefix].setdefault(number, len(numbers[prefix]))
     # A word of the header, such as a folder's name, may look like a proxy: without a number it stays.
-    text = pattern.sub(lambda found: f"{found[1]}{numbers[found[1]].get(found[2], found[2])}", f"{header}\n\n{body}")
+    text = pattern.sub(lambda match: f"{match[1]}{numbers[match[1]].get(match[2], match[2])}", f"{header}\n\n{body}")
     return text.rstrip() + "\n"
 
 
