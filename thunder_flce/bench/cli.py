@@ -120,7 +120,7 @@ def main(arguments: Sequence[str], subsets: Mapping[str, Subset] = SUBSETS, prog
         program: the command that help and errors show.
     """
     command = shlex.join([*program.split(), *arguments])
-    arguments = ["rates" if place == 0 and text == "--rates" else text for place, text in enumerate(arguments)]
+    arguments = ["rates" if index == 0 and text == "--rates" else text for index, text in enumerate(arguments)]
     if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
         arguments.insert(0, next(iter(subsets)))
     parser = _parser(subsets, program)
@@ -146,8 +146,8 @@ def main(arguments: Sequence[str], subsets: Mapping[str, Subset] = SUBSETS, prog
     except (ValueError, OSError) as error:
         parser.error(f"--{option}: {error}")
     context = output.context(command, device=parsed.device, commit=parsed.commit)
-    known = ", ".join(f"{name} {value}" for name, value in context.items() if value and name != "command")
-    print(f"`{command}`\n\n{known}\n", flush=True)
+    context_text = ", ".join(f"{name} {value}" for name, value in context.items() if value and name != "command")
+    print(f"`{command}`\n\n{context_text}\n", flush=True)
 
     def write(row: output.Row) -> None:
         if parsed.json:
@@ -172,10 +172,10 @@ def _parser(subsets: Mapping[str, Subset], program: str) -> argparse.ArgumentPar
     )
     names = parser.add_subparsers(dest="subset", required=True, metavar="SUBSET")
     for name, subset in subsets.items():
-        of_subset = names.add_parser(name, help=subset.help, description=subset.help)
-        add = of_subset.add_argument
-        described = GRAMMAR if subset.case == "shape" else f"as {', '.join(subset.cases['cuda'])}"
-        add(f"--{subset.case}s", dest="cases", nargs="+", metavar="CASE", help=described)
+        subset_parser = names.add_parser(name, help=subset.help, description=subset.help)
+        add = subset_parser.add_argument
+        case_help = GRAMMAR if subset.case == "shape" else f"as {', '.join(subset.cases['cuda'])}"
+        add(f"--{subset.case}s", dest="cases", nargs="+", metavar="CASE", help=case_help)
         add("--methods", nargs="+", metavar="METHOD", help="; ".join(subset.methods))
         add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
         add("--json", type=Path, metavar="FILE", help="append the results to this file, one line each")

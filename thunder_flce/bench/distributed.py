@@ -74,7 +74,7 @@ def _loss_parallel(part: Part, *, is_compiled: bool = False) -> Step:
     program = torch.compile(loss, dynamic=False) if is_compiled else loss
 
     def method(inputs: Inputs) -> Tensor:
-        x, target = (DTensor.from_local(each, part.mesh, [Replicate()]) for each in (inputs.x, inputs.target))
+        x, target = (DTensor.from_local(tensor, part.mesh, [Replicate()]) for tensor in (inputs.x, inputs.target))
         # The weight is sharded as by `ColwiseParallel`.
         size, stride = torch.Size((part.vocab, x.shape[1])), (x.shape[1], 1)
         weight = DTensor.from_local(inputs.weight, part.mesh, [Shard(0)], shape=size, stride=stride)
@@ -104,15 +104,15 @@ def _liger(part: Part) -> Step:
 
 def _fully_shard(part: Part) -> Step:
     """FSDP2 with the head as a unit that is gathered once per step; its forward computes the loss of own tokens."""
-    own = part.own_tokens()
-    head = LinearCrossEntropyLoss(own.x.shape[1], part.vocab, device="meta", dtype=own.x.dtype)
+    own_inputs = part.own_tokens()
+    head = LinearCrossEntropyLoss(own_inputs.x.shape[1], part.vocab, device="meta", dtype=own_inputs.x.dtype)
     fully_shard(head, mesh=part.mesh).set_unshard_in_backward(False)
-    head.to_empty(device=own.x.device)
+    head.to_empty(device=own_inputs.x.device)
     weight = cast(DTensor, head.linear.weight)
     weight.to_local().detach().copy_(part.inputs.weight.detach())
 
     def step(mark: Mark) -> Results:
-        results = run_step(own._replace(weight=weight), lambda inputs: head(inputs.x, inputs.target), mark)
+        results = run_step(own_inputs._replace(weight=weight), lambda inputs: head(inputs.x, inputs.target), mark)
         return {**results, "dw": cast(DTensor, results["dw"]).to_local()}
 
     return step
@@ -136,13 +136,13 @@ OWN_TOKENS = (*OWN_MEANS, "sequence_parallel")
 
 def measure(shape: Shape, names: list[str], run: Run, *, ranks: int) -> None:
     """Measures methods, by names of `METHODS`, on `ranks` ranks, each in its own process and on its own GPU."""
-    if run.device == "cuda" and (found := torch.cuda.device_count()) < ranks:
-        raise SystemExit(f"--ranks {ranks} needs as many GPUs, but PyTorch finds {found}")
+    if run.device == "cuda" and (count := torch.cuda.device_count()) < ranks:
+        raise SystemExit(f"--ranks {ranks} needs as many GPUs, but PyTorch finds {count}")
     run.fields |= {**shape.as_record(), "ranks": ranks}
     with tempfile.TemporaryDirectory() as folder:
         # The clock must not decide how often a step runs, and no rank may continue once another rank has failed.
-        of_rank = Run(device=run.device, rounds=run.rounds, calls=run.calls, settle_ms=0, turn_ms=1e9, strict=True)
-        torch.multiprocessing.spawn(_run_rank, (ranks, Path(folder), of_rank, shape, names), nprocs=ranks)
+        rank_run = Run(device=run.device, rounds=run.rounds, calls=run.calls, settle_ms=0, turn_ms=1e9, strict=True)
+        torch.multiprocessing.spawn(_run_rank, (ranks, Path(folder), rank_run, shape, names), nprocs=ranks)
         for row in json.loads(Path(folder, "rows").read_text()):
             run.row(**row)
 
@@ -155,29 +155,29 @@ def _run_rank(rank: int, ranks: int, folder: Path, *arguments: Any) -> None:
     backend = "nccl" if run.device == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=TIMEOUT)
     whole = Inputs.random(shape, run.device)
-    right = mean_reference(whole)
+    expected = mean_reference(whole)
     size, tokens = -(-shape.vocab // ranks), shape.tokens // ranks
-    mine = slice(rank * size, (rank + 1) * size)
+    own_rows = slice(rank * size, (rank + 1) * size)
     part = Part(
-        inputs=whole._replace(weight=whole.weight.detach()[mine].clone().requires_grad_()),
+        inputs=whole._replace(weight=whole.weight.detach()[own_rows].clone().requires_grad_()),
         mesh=init_device_mesh(run.device, (ranks,), mesh_dim_names=("tp",)),
         tokens=slice(rank * tokens, (rank + 1) * tokens),
         vocab=shape.vocab,
     )
-    loss, dx, dw = right["loss"], right["dx"], right["dw"][mine].clone()
-    del whole, right
+    loss, dx, dw = expected["loss"], expected["dx"], expected["dw"][own_rows].clone()
+    del whole, expected
     # The targets do not change the matmuls' time; they must be columns of this rank's weight.
     add_matmuls(run, part.inputs._replace(target=part.inputs.target % len(dw)), 3)
 
     def largest(numbers: Iterable[float]) -> list[float]:
         """Returns the maximum of each number over the ranks."""
-        of_ranks = torch.tensor([*numbers], dtype=torch.float64, device=run.device)
-        dist.all_reduce(of_ranks, dist.ReduceOp.MAX)
-        return of_ranks.tolist()
+        maxima = torch.tensor([*numbers], dtype=torch.float64, device=run.device)
+        dist.all_reduce(maxima, dist.ReduceOp.MAX)
+        return maxima.tolist()
 
     for name in names:
-        right_dx = (dx[part.tokens] if name in OWN_TOKENS else dx) * (ranks if name in OWN_MEANS else 1)
-        reference = {"dx": right_dx, "dw": dw, **({} if name in OWN_MEANS else {"loss": loss})}
+        expected_dx = (dx[part.tokens] if name in OWN_TOKENS else dx) * (ranks if name in OWN_MEANS else 1)
+        reference = {"dx": expected_dx, "dw": dw, **({} if name in OWN_MEANS else {"loss": loss})}
         with run.attempt(name):
             numbers = add(run, name, METHODS[name](part), reference=reference, matmuls=3)
             floats = {field: number for field, number in numbers.items() if isinstance(number, float)}

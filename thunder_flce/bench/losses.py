@@ -28,7 +28,7 @@ Program = Callable[..., Tensor]
 """Computes a loss from x (T, H), weight (V, H), target (T,) and tensors such as token weights (T,) or a teacher."""
 
 
-def _log_probs_of(logits: Tensor, target: Tensor, *given: Tensor) -> Tensor:
+def _log_probs(logits: Tensor, target: Tensor, *extras: Tensor) -> Tensor:
     return logits.log_softmax(-1).gather(-1, target[:, None]).squeeze(-1)
 
 
@@ -39,7 +39,7 @@ def _weights(inputs: Inputs) -> tuple[Tensor, ...]:
     return (torch.rand(target.shape, device=target.device, generator=generator) + 0.1,)
 
 
-def _of_sequences(inputs: Inputs) -> tuple[Tensor, ...]:
+def _sequence_weights(inputs: Inputs) -> tuple[Tensor, ...]:
     """Returns the same weights, if the tokens can be divided into sequences."""
     if len(inputs.x) % SEQUENCES:
         raise Unavailable(f"{len(inputs.x)} tokens cannot be divided into {SEQUENCES} sequences of one length")
@@ -50,10 +50,10 @@ def _of_sequences(inputs: Inputs) -> tuple[Tensor, ...]:
 class Loss:
     """A loss, and the implementations of it."""
 
-    reduce: Callable[..., Tensor]  # the loss, from one number per token (T,) and the given tensors
-    of_rows: Callable[..., Tensor] = _log_probs_of  # these numbers of some tokens
-    given: Callable[[Inputs], tuple[Tensor, ...]] = _weights
-    of_tokens: int = 1  # how many of the given tensors, the first ones, have a row per token
+    reduce: Callable[..., Tensor]  # the loss, from one number per token (T,) and the extra tensors
+    per_token: Callable[..., Tensor] = _log_probs  # these numbers, from logits, targets and extras of some tokens
+    make_extras: Callable[[Inputs], tuple[Tensor, ...]] = _weights
+    token_extras: int = 1  # how many of the extra tensors, the first ones, have a row per token
     matmuls: int = 3  # logits, dX, dW, a teacher's logits; no gradients with 1
     own: Mapping[str, Program] = field(default_factory=dict)  # our "function" and Liger's, "liger"
 
@@ -61,28 +61,28 @@ class Loss:
     def ways(self) -> tuple[str, ...]:
         """Names of the implementations. Our compilers are measured if we have no function for the loss."""
         ours = () if "function" in self.own else ("flce", "flce backend")
-        peers = LOG_PROBS if self.of_rows is _log_probs_of else ()
+        peers = LOG_PROBS if self.per_token is _log_probs else ()
         return (*ours, *self.own, *peers, "torch.compile", "eager")
 
-    def method(self, way: str, given: tuple[Tensor, ...]) -> Method:
+    def method(self, way: str, extras: tuple[Tensor, ...]) -> Method:
         """Returns the implementation that one of `ways` names."""
-        reduce, of_rows = self.reduce, self.of_rows
+        reduce, per_token = self.reduce, self.per_token
 
-        def written(x: Tensor, weight: Tensor, target: Tensor, *given: Tensor) -> Tensor:
+        def written(x: Tensor, weight: Tensor, target: Tensor, *extras: Tensor) -> Tensor:
             # In float32, as users write it: sums of log-probabilities in bfloat16 are off by whole units.
-            return reduce(of_rows(F.linear(x, weight).float(), target, *given), *given)
+            return reduce(per_token(F.linear(x, weight).float(), target, *extras), *extras)
 
         if way in self.own:
             program = self.own[way]
         elif way in LOG_PROBS:
             log_probs = LOG_PROBS[way]()
-            program = lambda x, weight, target, *given: reduce(log_probs(x, weight, target), *given)  # noqa: E731
+            program = lambda x, weight, target, *extras: reduce(log_probs(x, weight, target), *extras)  # noqa: E731
         else:
             program = COMPILERS[way](written)
-        return lambda inputs: program(inputs.x, inputs.weight, inputs.target, *given)
+        return lambda inputs: program(inputs.x, inputs.weight, inputs.target, *extras)
 
 
-def _mean(log_probs: Tensor, *given: Tensor) -> Tensor:
+def _mean(log_probs: Tensor, *extras: Tensor) -> Tensor:
     return -log_probs.mean()
 
 
@@ -123,8 +123,8 @@ def _teacher(inputs: Inputs) -> tuple[Tensor, ...]:
 def _teacher_top_k(inputs: Inputs) -> tuple[Tensor, ...]:
     """Returns the columns (T, 64) of the teacher's largest probabilities, and these probabilities."""
     x, weight = _teacher(inputs)
-    found = [F.linear(x[rows], weight).float().softmax(-1).topk(64) for rows in row_slices(x)]
-    return torch.cat([each.indices for each in found]), torch.cat([each.values for each in found])
+    parts = [F.linear(x[rows], weight).float().softmax(-1).topk(64) for rows in row_slices(x)]
+    return torch.cat([part.indices for part in parts]), torch.cat([part.values for part in parts])
 
 
 def _top_k_log_prob(logits: Tensor, target: Tensor, columns: Tensor, probabilities: Tensor) -> Tensor:
@@ -133,8 +133,8 @@ def _top_k_log_prob(logits: Tensor, target: Tensor, columns: Tensor, probabiliti
 
 def _minus_divergence(logits: Tensor, target: Tensor, *teacher: Tensor) -> Tensor:
     with torch.no_grad():
-        of_teacher = F.linear(*teacher).to(logits.dtype).log_softmax(-1)
-    return -F.kl_div(logits.log_softmax(-1), of_teacher, reduction="none", log_target=True).sum(-1)
+        teacher_log_probs = F.linear(*teacher).to(logits.dtype).log_softmax(-1)
+    return -F.kl_div(logits.log_softmax(-1), teacher_log_probs, reduction="none", log_target=True).sum(-1)
 
 
 def _liger_divergence(x: Tensor, weight: Tensor, _: Tensor, *teacher: Tensor) -> Tensor:
@@ -146,18 +146,18 @@ def _liger_divergence(x: Tensor, weight: Tensor, _: Tensor, *teacher: Tensor) ->
 LOSSES = {
     "mean": Loss(reduce=_mean, own={"function": lambda x, weight, target, _: linear_cross_entropy(x, weight, target)}),
     "GRPO": Loss(reduce=_grpo),
-    "DPO": Loss(reduce=_preference, given=_of_sequences, own={"liger": _liger_preference}),
+    "DPO": Loss(reduce=_preference, make_extras=_sequence_weights, own={"liger": _liger_preference}),
     "weighted tokens": Loss(reduce=lambda log_probs, weights: -(log_probs * weights).sum() / weights.sum()),
     "log-probabilities alone": Loss(
         reduce=lambda log_probs, _: log_probs, matmuls=1,
         own={"function": lambda x, weight, target, _: -linear_cross_entropy(x, weight, target, reduction="none")},
     ),
     "top-64 teacher": Loss(
-        reduce=_mean, of_rows=_top_k_log_prob, given=_teacher_top_k, of_tokens=2,
+        reduce=_mean, per_token=_top_k_log_prob, make_extras=_teacher_top_k, token_extras=2,
         own={"function": lambda x, weight, _, top, shares: linear_cross_entropy(x, weight, top, target_weights=shares)},
     ),
     "KL from a teacher": Loss(
-        reduce=_mean, of_rows=_minus_divergence, given=_teacher, matmuls=4,
+        reduce=_mean, per_token=_minus_divergence, make_extras=_teacher, matmuls=4,
         own={
             "function": lambda x, weight, _, *teacher: linear_kl_divergence(x, weight, *teacher),
             "liger": _liger_divergence,
@@ -178,17 +178,19 @@ def measure(shape: Shape, names: list[str], run: Run) -> None:
     for loss_name, loss in LOSSES.items():
         if not (ways := [way for way in loss.ways if f"{loss_name}, {way}" in names]):
             continue
-        of_loss = inputs.map(Tensor.detach) if loss.matmuls == 1 else inputs
+        loss_inputs = inputs.map(Tensor.detach) if loss.matmuls == 1 else inputs
         matmuls = max(loss.matmuls - shape.frozen, 1)
         # A reference is as large as the gradients, so only one exists at a time.
         reference = Results()
         with run.attempt(loss_name):
-            given = loss.given(inputs)
+            extras = loss.make_extras(inputs)
             with run.attempt(f"{loss_name}, reference"):
-                reference = make_reference(of_loss, loss.of_rows, loss.reduce, given=given, of_tokens=loss.of_tokens)
+                reference = make_reference(
+                    loss_inputs, loss.per_token, loss.reduce, extras=extras, token_extras=loss.token_extras
+                )
             for way in ways:
                 with run.attempt(name := f"{loss_name}, {way}"):
-                    step = partial(run_step, of_loss, loss.method(way, given))
+                    step = partial(run_step, loss_inputs, loss.method(way, extras))
                     add(run, name, step, reference=reference, matmuls=matmuls)
         del reference
     run.report()

@@ -37,10 +37,10 @@ class Unavailable(Exception):
     """Raised by a method that does not support a case; the message has the reason."""
 
 
-def progress(words: str) -> None:
+def progress(text: str) -> None:
     """Overwrites the last line of a terminal; writes nothing if stderr is not a terminal."""
     if sys.stderr.isatty():
-        print(f"\r\033[K{words}", end="", file=sys.stderr, flush=True)
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def synchronize(device: str) -> None:
@@ -76,8 +76,8 @@ class Run:
 
     def row(self, method: str, **numbers: Any) -> None:
         """Adds a row, without numbers that are None."""
-        known = {name: number for name, number in numbers.items() if number is not None}
-        self.rows.append({**self.fields, "method": method, **known})
+        fields = {name: number for name, number in numbers.items() if number is not None}
+        self.rows.append({**self.fields, "method": method, **fields})
         if self.write is not None:
             self.write(self.rows[-1])
 
@@ -92,9 +92,9 @@ class Run:
             is_available = not isinstance(error, Unavailable | ImportError)
             if self.strict and is_available:
                 raise
-            words = f"{type(error).__name__}: {error}" if is_available else str(error)
+            message = f"{type(error).__name__}: {error}" if is_available else str(error)
             is_full = isinstance(error, torch.OutOfMemoryError)
-            self.row(method, failed="out of memory" if is_full else words.partition("\n")[0])
+            self.row(method, failed="out of memory" if is_full else message.partition("\n")[0])
             # The tracebacks keep the local variables of the failed functions alive.
             chain: BaseException | None = error
             while chain is not None:
@@ -105,26 +105,26 @@ class Run:
     def report(self, turn: Callable[[Step], Laps] | None = None) -> None:
         """Times the added methods, by `turn` or by default `Run.turn`, and adds their rows."""
         laps = self.in_turns({name: step for name, (step, _) in self.added.items()}, turn or self.turn)
-        for name, of_method in laps.items():
+        for name, method_laps in laps.items():
             numbers = self.added[name][1]
             times: dict[str, float] = {}
-            for phase in (TOTAL, *of_method[0]):
-                times |= spread((lap[phase] for lap in of_method), "time_ms" if phase == TOTAL else f"{phase}_ms")
+            for phase in (TOTAL, *method_laps[0]):
+                times |= spread((lap[phase] for lap in method_laps), "time_ms" if phase == TOTAL else f"{phase}_ms")
             if (floor := MATMULS.get(numbers.get("matmuls", 0))) in laps:
                 times["ratio"] = times["time_ms"] / statistics.median(lap[TOTAL] for lap in laps[floor])
             self.row(name, **times, **numbers)
 
     def in_turns(self, steps: Mapping[str, Any], turn: Callable[[Any], list[Any]]) -> dict[str, list[Any]]:
         """Returns the results of `turn` for each step, of all rounds; a step that fails is dropped."""
-        found: dict[str, list[Any]] = {name: [] for name in steps}
+        results: dict[str, list[Any]] = {name: [] for name in steps}
         for number in range(1, self.rounds + 1):
-            for name in list(found):
+            for name in list(results):
                 with self.attempt(name):
                     progress(f"round {number} of {self.rounds}: {name}")
-                    found[name] += turn(steps[name])
+                    results[name] += turn(steps[name])
                     continue
-                del found[name]
-        return found
+                del results[name]
+        return results
 
     def turn(self, step: Step) -> Laps:
         """Returns the times of one turn's calls."""
@@ -174,10 +174,10 @@ def laps_ms(steps: Iterable[Step], device: str) -> Laps:
         host_ms.append((time.perf_counter() - start) * 1e3)
     synchronize(device)
     laps = []
-    for of_step in marks:
-        lap = {phase: ms(before, end) for (_, before), (phase, end) in pairwise(of_step)}
+    for step_marks in marks:
+        lap = {phase: ms(before, end) for (_, before), (phase, end) in pairwise(step_marks)}
         lap |= {"host": statistics.median(host_ms[:_STEPS_AHEAD])} if is_cuda else {}
-        laps.append({**lap, TOTAL: ms(of_step[0][1], of_step[-1][1])})
+        laps.append({**lap, TOTAL: ms(step_marks[0][1], step_marks[-1][1])})
     return laps
 
 

@@ -28,8 +28,8 @@ def _program(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = No
 
 
 def _backend(program: Callable[..., Tensor], *, options: Options | None = None) -> Callable[..., Tensor]:
-    given = {**(options or Options()).non_defaults(), "strict": True}
-    return torch.compile(program, fullgraph=True, dynamic=False, backend=compile_graph, options=given)
+    settings = {**(options or Options()).non_defaults(), "strict": True}
+    return torch.compile(program, fullgraph=True, dynamic=False, backend=compile_graph, options=settings)
 
 
 # Ours are strict: a loss that is not fused fails, and is not measured as if it were ours.
@@ -59,8 +59,8 @@ def _method(function: Callable[..., Any], *, bias: str = "bias") -> Method:
     """Makes a method of a function of x, weight, target and, if there is a bias, a keyword argument of that name."""
 
     def method(inputs: Inputs) -> Any:
-        given = {} if inputs.bias is None else {bias: inputs.bias}
-        return function(inputs.x, inputs.weight, inputs.target, **given)
+        bias_argument = {} if inputs.bias is None else {bias: inputs.bias}
+        return function(inputs.x, inputs.weight, inputs.target, **bias_argument)
 
     return method
 
@@ -153,8 +153,8 @@ def maker(name: str) -> Callable[[], Method]:
     """
     if name in METHODS:
         return METHODS[name]
-    ours, options = with_options(name, METHODS)
-    return partial(METHODS[ours], options=options)
+    method, options = with_options(name, METHODS)
+    return partial(METHODS[method], options=options)
 
 
 def with_options(name: str, known: Iterable[str] = OURS) -> tuple[str, Options]:
@@ -166,12 +166,12 @@ def with_options(name: str, known: Iterable[str] = OURS) -> tuple[str, Options]:
         except (SyntaxError, ValueError):
             return text
 
-    ours, *given = name.split(", ")
-    pairs = dict(part.split("=", 1) for part in given if "=" in part)
-    if ours not in OURS or len(pairs) < len(given):
+    method, *settings = name.split(", ")
+    pairs = dict(part.split("=", 1) for part in settings if "=" in part)
+    if method not in OURS or len(pairs) < len(settings):
         names = f"{'; '.join(known)}; and {', '.join(OURS)} with options, as in 'flce, chunk_rows=1024'"
         raise ValueError(f"a method must be one of {names}, but got {name!r}")
     try:
-        return ours, Options(**{option: value(text) for option, text in pairs.items()})
+        return method, Options(**{option: value(text) for option, text in pairs.items()})
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name!r}: {error}") from None

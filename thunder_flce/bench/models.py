@@ -60,24 +60,24 @@ class _WithLoss(nn.Module):
         return self.loss(self.model, tokens, labels)
 
 
-def _litgpt(layers: int, length: int, **config: Any) -> tuple[nn.Module, int]:
+def _litgpt(layers: int, length: int, **settings: Any) -> tuple[nn.Module, int]:
     litgpt = import_module("litgpt")
-    make = litgpt.Config.from_name if "name" in config else litgpt.Config
-    made = make(**config, n_layer=layers, block_size=length)
+    make = litgpt.Config.from_name if "name" in settings else litgpt.Config
+    config = make(**settings, n_layer=layers, block_size=length)
 
     def loss(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
         """The loss of litgpt's training loop."""
         return F.cross_entropy(model(tokens).flatten(0, -2), labels.flatten())
 
-    return _WithLoss(litgpt.GPT(made), loss), made.padded_vocab_size
+    return _WithLoss(litgpt.GPT(config), loss), config.padded_vocab_size
 
 
-def _llama(layers: int, length: int, **config: Any) -> tuple[nn.Module, int]:
+def _llama(layers: int, length: int, **settings: Any) -> tuple[nn.Module, int]:
     transformers = import_module("transformers")
     sizes = {"num_hidden_layers": layers, "max_position_embeddings": length}
-    made = transformers.LlamaConfig(**config, **sizes, attn_implementation="sdpa")
-    model = transformers.LlamaForCausalLM(made)
-    return _WithLoss(model, lambda model, x, y: model(input_ids=x, labels=y, use_cache=False).loss), made.vocab_size
+    config = transformers.LlamaConfig(**settings, **sizes, attn_implementation="sdpa")
+    model = transformers.LlamaForCausalLM(config)
+    return _WithLoss(model, lambda model, x, y: model(input_ids=x, labels=y, use_cache=False).loss), config.vocab_size
 
 
 _LLAMA_1B: dict[str, Any] = {
@@ -128,10 +128,10 @@ def parse_model(text: str) -> Model:
     lengths = {"one": "one", "changing": "changing"}.__getitem__
     try:
         fields = given_fields(changes, {"layers": int, "tokens": int, "lengths": lengths})
-        found = replace(MODELS[name], name=name, **fields)
-        if min(found.layers, found.tokens) < 1:
+        model = replace(MODELS[name], name=name, **fields)
+        if min(model.layers, model.tokens) < 1:
             raise ValueError
-        return found
+        return model
     except (KeyError, ValueError):
         raise ValueError(
             f"a model must be one of {', '.join(MODELS)}, perhaps with layers=…, tokens=… and lengths=one or changing, "
@@ -160,7 +160,7 @@ def measure(model: Model, methods: list[str], run: Run) -> None:
             with fresh_cache():
                 numbers = training.first_steps(program)
             if method.startswith("flce") or method == "thunderfx":
-                decisions = [each for graph in thunder_flce.explain(program) for each in graph.decisions]
+                decisions = [decision for graph in thunder_flce.explain(program) for decision in graph.decisions]
                 numbers["fused"] = bool(decisions) and all(decision.fused for decision in decisions)
             run.added[method] = partial(training.step, program, itertools.cycle(training.batches)), numbers
     run.report()

@@ -116,12 +116,12 @@ def draw(title: str, rows: Sequence[Row], folder: Path, *, columns: Columns = CO
     figure = Figure(figsize=(4 * len(drawn) + 2, 1.2 + 0.3 * len(measured)), layout="constrained")
     FigureCanvasAgg(figure)
     for number, name in enumerate(drawn, start=1):
-        heading, form = columns[name]
+        heading, template = columns[name]
         axes = figure.add_subplot(1, len(drawn), number)
-        bars_of = [row for row in measured[::-1] if name in row]
-        bars = axes.barh(range(len(bars_of)), [row[name] for row in bars_of])
-        axes.set_yticks(range(len(bars_of)), labels=[row["method"] for row in bars_of])
-        axes.bar_label(bars, [form.format(bar.get_width()) for bar in bars], padding=3)
+        drawn_rows = [row for row in measured[::-1] if name in row]
+        bars = axes.barh(range(len(drawn_rows)), [row[name] for row in drawn_rows])
+        axes.set_yticks(range(len(drawn_rows)), labels=[row["method"] for row in drawn_rows])
+        axes.bar_label(bars, [template.format(bar.get_width()) for bar in bars], padding=3)
         axes.set_xlabel(heading)
         axes.margins(x=0.15)
         axes.spines[["top", "right"]].set_visible(False)

@@ -34,35 +34,35 @@ def measure(shape: Shape, methods: list[str], run: Run) -> None:
         methods: names of `OURS` with options; "function" alone stands for all that are worth trying on this device.
         run: the device, and how long to measure.
     """
-    place = torch.device(run.device)
-    known = Device.of(place)
-    if run.device == "cuda" and not (torch.version.hip or (known.capability or (8, 0)) >= (8, 0)):
+    torch_device = torch.device(run.device)
+    assumed = Device.of(torch_device)
+    if run.device == "cuda" and not (torch.version.hip or (assumed.capability or (8, 0)) >= (8, 0)):
         shape = replace(shape, dtype=torch.float16)
-    call = Call.of_mean(shape.tokens, shape.vocab, shape.hidden, dtype=shape.dtype, device=place)
-    measured = measured_rates(known, shape.dtype)
-    plans = [choose(call, Options(), device) for device in (known, measured)]
-    texts = [f"{plan.describe()}, {temporary_bytes(call, plan, known) / 1e9:.2f} GB" for plan in plans]
-    print(f"- device: {known}")
-    print(f"- rates: {_rates_words(measured)} measured; plans count on {_rates_words(known)}")
+    call = Call.of_mean(shape.tokens, shape.vocab, shape.hidden, dtype=shape.dtype, device=torch_device)
+    measured = measured_rates(assumed, shape.dtype)
+    plans = [choose(call, Options(), device) for device in (assumed, measured)]
+    texts = [f"{plan.describe()}, {temporary_bytes(call, plan, assumed) / 1e9:.2f} GB" for plan in plans]
+    print(f"- device: {assumed}")
+    print(f"- rates: {_rates_words(measured)} measured; plans count on {_rates_words(assumed)}")
     print(f"- plan: {texts[0]}; by the measured rates {'the same' if plans[0] == plans[1] else texts[1]}")
     run.fields |= {"matmul_rate": measured.matmul_rate, "bandwidth": measured.bandwidth}
     run.fields |= {"plan": texts[0], "by_rates": texts[1]}
     inputs = prepared(shape, run)
-    names = ways(*plans, tokens=shape.tokens, device=known) if methods == ["function"] else methods
+    names = ways(*plans, tokens=shape.tokens, device=assumed) if methods == ["function"] else methods
     for name in names:
         with run.attempt(name):
             add(run, name, partial(run_step, inputs, maker(name)()), reference={})
     run.report()
-    of_defaults: dict[str, Any] = next((row for row in run.rows if row["method"] == names[0]), {})
-    for tuned in of_defaults.get("tuned_products", []):
-        sizes = " × ".join(map(str, tuned["sizes"]))
-        print(f"- {sizes} by another algorithm of cuBLAS: {tuned['gain']:.3f} times as fast")
+    default_row: dict[str, Any] = next((row for row in run.rows if row["method"] == names[0]), {})
+    for tuning in default_row.get("tuned_products", []):
+        sizes = " × ".join(map(str, tuning["sizes"]))
+        print(f"- {sizes} by another algorithm of cuBLAS: {tuning['gain']:.3f} times as fast")
     print(f"- better: {better(run.rows, names[0]) or 'none of the options tried is better than the defaults'}\n")
 
 
-def measured_rates(known: Device, dtype: torch.dtype) -> Device:
+def measured_rates(assumed: Device, dtype: torch.dtype) -> Device:
     """Returns the device with measured rates: of the three matmuls of a chunk, and of a pass over memory in place."""
-    device = known.kind
+    device = assumed.kind
     tokens, vocab, hidden = (2048, 32768, 4096) if device == "cuda" else (512, 4096, 512)
     shape = Shape(name="", tokens=tokens, vocab=vocab, hidden=hidden, dtype=dtype)
     release(device)
@@ -78,7 +78,7 @@ def measured_rates(known: Device, dtype: torch.dtype) -> Device:
     run.report()
     seconds = {row["method"]: row["time_ms"] / 1e3 for row in run.rows}
     matmul = 3 * 2 * tokens * vocab * hidden / seconds[MATMULS[3]]
-    return replace(known, matmul_rate=matmul, bandwidth=2 * memory.nbytes / seconds["pass"])
+    return replace(assumed, matmul_rate=matmul, bandwidth=2 * memory.nbytes / seconds["pass"])
 
 
 def ways(plan: Plan, by_rates: Plan, *, tokens: int, device: Device) -> list[str]:
@@ -94,11 +94,11 @@ def ways(plan: Plan, by_rates: Plan, *, tokens: int, device: Device) -> list[str
 
 def better(rows: list[dict[str, Any]], default: str) -> str:
     """Returns as text the options of rows that are better than the default's by `WORTH_TIME` or `WORTH_MEMORY`."""
-    found = {row["method"]: (row["time_ms"], row["above_outputs_gb"]) for row in rows if "failed" not in row}
-    time_ms, memory = found.pop(default, (float("inf"), float("inf")))
+    numbers = {row["method"]: (row["time_ms"], row["above_outputs_gb"]) for row in rows if "failed" not in row}
+    time_ms, memory = numbers.pop(default, (float("inf"), float("inf")))
     gains = [
         f"Options({', '.join(f'{name}={value!r}' for name, value in with_options(method)[1].non_defaults().items())})"
-        for method, (ms, gb) in found.items()
+        for method, (ms, gb) in numbers.items()
         if ms <= WORTH_TIME * time_ms or (gb <= WORTH_MEMORY * memory and ms <= SAME_TIME * time_ms)
     ]
     return ", ".join(gains)

@@ -87,24 +87,24 @@ def add(run: Run, name: str, step: Step, *, reference: Results, matmuls: int | N
     Returns:
         The fields that the method's row will have beside times; the caller may add more.
     """
-    own: dict[Any, Any] = {}
+    measurements: dict[Any, Any] = {}
 
     def alone(mark: Mark) -> Any:
-        with algorithms.alone(own):
+        with algorithms.alone(measurements):
             return step(mark)
 
     start = time.perf_counter()
     results = alone(no_mark)
     synchronize(run.device)
     numbers: dict[str, Any] = {"matmuls": matmuls, "first_call_s": time.perf_counter() - start}
-    for of, right in reference.items():
-        difference = torch.linalg.vector_norm(results[of].to(right.dtype) - right)
-        numbers[f"{of}_error"] = (difference / torch.linalg.vector_norm(right)).item()
-    outputs = sum(result.nbytes for of, result in results.items() if of != "loss")
+    for field, expected in reference.items():
+        difference = torch.linalg.vector_norm(results[field].to(expected.dtype) - expected)
+        numbers[f"{field}_error"] = (difference / torch.linalg.vector_norm(expected)).item()
+    outputs = sum(result.nbytes for field, result in results.items() if field != "loss")
     del results
     peak = peak_bytes(partial(alone, no_mark), run.device)
     numbers |= {"memory_gb": peak / 1e9, "above_outputs_gb": (peak - outputs) / 1e9}
-    with algorithms.alone(own):
+    with algorithms.alone(measurements):
         if tuned := [tuning.to_dict() for tuning in algorithms.tunings()]:
             numbers["tuned_products"] = tuned
     run.added[name] = alone, numbers
@@ -113,34 +113,34 @@ def add(run: Run, name: str, step: Step, *, reference: Results, matmuls: int | N
 
 def mean_reference(inputs: Inputs) -> Results:
     """Returns the right results of the mean loss."""
-    of_rows = partial(F.cross_entropy, reduction="none")
-    return make_reference(inputs, of_rows, lambda losses: losses.sum() / (inputs.target != -100).sum())
+    row_losses = partial(F.cross_entropy, reduction="none")
+    return make_reference(inputs, row_losses, lambda losses: losses.sum() / (inputs.target != -100).sum())
 
 
 def make_reference(
-    inputs: Inputs, of_rows: Callable[..., Tensor], reduce: Callable[..., Tensor], *, given: Sequence[Tensor] = (),
-    of_tokens: int = 0,
+    inputs: Inputs, per_token: Callable[..., Tensor], reduce: Callable[..., Tensor], *, extras: Sequence[Tensor] = (),
+    token_extras: int = 0,
 ) -> Results:  # fmt: skip
     """Returns the right results, computed a few rows at a time, in float32 for 16-bit inputs, otherwise in float64.
 
     Args:
         inputs: the inputs; they are not changed.
-        of_rows: computes one number per token from the logits, targets and given tensors of some tokens.
-        reduce: computes the loss from the numbers of all tokens and the given tensors.
-        given: tensors that the loss takes beside the inputs.
-        of_tokens: how many of the given tensors, the first ones, have a row for each token.
+        per_token: computes one number per token from the logits, targets and extra tensors of some tokens.
+        reduce: computes the loss from the numbers of all tokens and the extra tensors.
+        extras: tensors that the loss takes beside the inputs.
+        token_extras: how many of the extra tensors, the first ones, have a row for each token.
     """
     dtype = torch.float32 if inputs.x.element_size() == 2 else torch.float64
     wide = inputs.map(lambda tensor: tensor.detach().to(dtype).requires_grad_(tensor.requires_grad))
-    given = [each.to(dtype) if each.is_floating_point() else each for each in given]
+    extras = [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in extras]
 
-    def numbers(rows: slice) -> Tensor:
-        of_given = (each[rows] for each in given[:of_tokens])
-        return of_rows(wide.logits(rows), wide.target[rows], *of_given, *given[of_tokens:])
+    def row_numbers(rows: slice) -> Tensor:
+        token_values = (tensor[rows] for tensor in extras[:token_extras])
+        return per_token(wide.logits(rows), wide.target[rows], *token_values, *extras[token_extras:])
 
     operands = wide.named_operands()
     settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    loss = reduce(torch.cat([checkpoint(numbers, rows, **settings) for rows in row_slices(inputs.x)]), *given)
+    loss = reduce(torch.cat([checkpoint(row_numbers, rows, **settings) for rows in row_slices(inputs.x)]), *extras)
     gradients = torch.autograd.grad(loss, [*operands.values()]) if operands else ()
     return {"loss": loss.detach(), **dict(zip(operands, gradients, strict=True))}
 

@@ -89,15 +89,15 @@ def parse_shape(text: str, *, without: tuple[str, ...] = ()) -> Shape:
     name, *changes = text.split(",")
     try:
         if name in SHAPES:
-            known = vars(SHAPES[name])
+            fields = vars(SHAPES[name])
         elif name.endswith(".json"):
             config = json.loads(Path(name).read_text(encoding="utf-8"))
             config = config.get("text_config", config)
             model = Path(config.get("_name_or_path") or Path(name).resolve().parent).name
-            known = {"name": model, "vocab": config["vocab_size"], "hidden": config["hidden_size"]}
+            fields = {"name": model, "vocab": config["vocab_size"], "hidden": config["hidden_size"]}
         else:
-            known, changes = {"name": "custom"}, [name, *changes]
-        shape = Shape(**{**known, **given_fields(changes, _FIELDS)})
+            fields, changes = {"name": "custom"}, [name, *changes]
+        shape = Shape(**{**fields, **given_fields(changes, _FIELDS)})
         if min(shape.tokens, shape.vocab, shape.hidden) < 1 or not 0 <= shape.ignored <= 1:
             raise ValueError
     except OSError as error:
@@ -140,7 +140,7 @@ class Inputs(NamedTuple):
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Inputs":
         """Returns inputs with changed operands; after `map(Tensor.detach)`, no operand requires a gradient."""
-        return Inputs(*(each if each is None or each is self.target else change(each) for each in self))  # type: ignore[arg-type]
+        return Inputs(*(tensor if tensor is None or tensor is self.target else change(tensor) for tensor in self))  # type: ignore[arg-type]
 
     def logits(self, rows: slice) -> Tensor:
         """Returns the logits of some tokens, (n, V)."""
