@@ -43,7 +43,7 @@ def measure(shape: Shape, methods: list[str], run: Run) -> None:
     plans = [choose(call, Options(), device) for device in (assumed, measured)]
     texts = [f"{plan.describe()}, {temporary_bytes(call, plan, assumed) / 1e9:.2f} GB" for plan in plans]
     print(f"- device: {assumed}")
-    print(f"- rates: {_rates_words(measured)} measured; plans count on {_rates_words(assumed)}")
+    print(f"- rates: {_rates_text(measured)} measured; plans count on {_rates_text(assumed)}")
     print(f"- plan: {texts[0]}; by the measured rates {'the same' if plans[0] == plans[1] else texts[1]}")
     run.fields |= {"matmul_rate": measured.matmul_rate, "bandwidth": measured.bandwidth}
     run.fields |= {"plan": texts[0], "by_rates": texts[1]}
@@ -104,6 +104,6 @@ def better(rows: list[dict[str, Any]], default: str) -> str:
     return ", ".join(gains)
 
 
-def _rates_words(device: Device) -> str:
+def _rates_text(device: Device) -> str:
     matmul, bandwidth = device.matmul_rate, device.bandwidth
     return f"{matmul / 1e12:.3g} TFLOP/s and {bandwidth / 1e12:.3g} TB/s ({matmul / bandwidth:.0f} operations per byte)"

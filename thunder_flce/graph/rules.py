@@ -59,7 +59,7 @@ def _lookaside(*args: Any, **kwargs: Any) -> Any:
             literal = parallel.value if is_literal else _literal(parallel.value)
         except (NotImplementedError, TypeError, ValueError) as error:
             return do_raise(error)
-        if not is_literal and not _add_check(parallel) and literal is not None:
+        if not is_literal and not _guard_vocab_parallel(parallel) and literal is not None:
             return do_raise(NotImplementedError(UNGUARDED))
         constants["vocab_parallel"] = literal
     # In a sequence, recursively_proxy stops after the first item that holds a tensor.
@@ -99,7 +99,7 @@ torch_to_thunder_functions[torch.ops.thunder_flce.linear_cross_entropy.default] 
 torch_to_thunder_functions[inspect.unwrap(functional.linear_cross_entropy)] = symbols.linear_cross_entropy
 
 
-def _add_check(wrapped: Any) -> bool:
+def _guard_vocab_parallel(wrapped: Any) -> bool:
     """Has thunder recompile if vocab_parallel changes. False if thunder cannot look the value up again."""
     if not should_register_for_prologue(wrapped.provenance):
         return False

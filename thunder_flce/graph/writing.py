@@ -56,7 +56,7 @@ class _Writer:
         """Adds an operation of the program as it is; a region that the user wrote gets a plan."""
         bsym = op.handle
         if symbols.is_region(bsym) and settings_of(bsym.kwargs).options is not None and is_static(*bsym.flat_args):
-            self._add(bsym, lambda: self._plan_written_region(op))
+            self._add_recorded(bsym, lambda: self._plan_written_region(op))
         else:
             self.add(bsym)
 
@@ -66,9 +66,9 @@ class _Writer:
 
     def write(self, region: Region) -> None:
         """Adds a region."""
-        self._add(region.place.handle, lambda: write(region, self, self._interpreter, self._options))
+        self._add_recorded(region.place.handle, lambda: write(region, self, self._interpreter, self._options))
 
-    def _add(self, source: BoundSymbol, write: Callable[[], tuple[dict[Tensor, Tensor], Decision]]) -> None:
+    def _add_recorded(self, source: BoundSymbol, write: Callable[[], tuple[dict[Tensor, Tensor], Decision]]) -> None:
         """Adds the symbols that `write` records, with the source line and tags of `source`."""
         scope: list[BoundSymbol] = []
         with tracectx(self.trace):
@@ -77,8 +77,8 @@ class _Writer:
                 results, decision = write()
             finally:
                 self.trace.pop_scope()
-        where = {"source_filename": source.source_filename, "source_positions": source.source_positions}
-        self.trace.bound_symbols += [bsym.from_bsym(**where, tags=source.tags | bsym.tags) for bsym in scope]
+        location = {"source_filename": source.source_filename, "source_positions": source.source_positions}
+        self.trace.bound_symbols += [bsym.from_bsym(**location, tags=source.tags | bsym.tags) for bsym in scope]
         self.decisions.append(decision)
         self._swapped |= {variableify(tensor.handle): new.handle for tensor, new in results.items()}
 
@@ -130,7 +130,7 @@ class _Writer:
                 bsym = op.handle
                 args, kwargs = tree_map(replaced, (tuple(bsym.args), dict(bsym.kwargs)))
                 if op.name in PRODUCTS:
-                    args, kwargs = _in_one_dtype((args, kwargs))
+                    args, kwargs = _cast_to_widest_dtype((args, kwargs))
                 returned = bsym.sym(*args, **kwargs)
                 outs = returned if isinstance(returned, list | tuple) else (returned,)
                 env.update(zip((out.name for out in op.outs), outs, strict=True))
@@ -167,7 +167,7 @@ class _Writer:
         ], planned
 
 
-def _in_one_dtype(arguments: Any) -> Any:
+def _cast_to_widest_dtype(arguments: Any) -> Any:
     """Casts the arguments of a product to their widest dtype: it takes one dtype, but `weights` widens some of them."""
 
     def is_float(value: Any) -> bool:

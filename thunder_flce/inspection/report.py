@@ -104,7 +104,7 @@ class Report(list[Compilation]):
         if not self:
             yield _heading("no decision yet: call the compiled function first")
             return
-        yield _heading(f"thunder_flce: {self._fused()}")
+        yield _heading(f"thunder_flce: {self._fused_counts()}")
         for number, compilation in enumerate(self):
             if len(self) > 1:
                 yield _heading(f"compilation {number}, by {compilation.compiled_by}")
@@ -119,7 +119,7 @@ class Report(list[Compilation]):
             ]
             yield _table(columns, rows, right=(1, 2, 3))
 
-    def _fused(self) -> str:
+    def _fused_counts(self) -> str:
         """Returns how many losses of each kind are fused, such as "1 of 1 cross-entropies fused"."""
         counts = []
         for kind, plural in PLURALS.items():
@@ -131,7 +131,7 @@ class Report(list[Compilation]):
         return "\n".join(self.lines())
 
     def __repr__(self) -> str:
-        return f"<Report: {len(self)} compilations, {self._fused()}>"
+        return f"<Report: {len(self)} compilations, {self._fused_counts()}>"
 
 
 def explain(compiled: Callable | None = None) -> Report:
@@ -200,7 +200,7 @@ def _decision_dict(decision: Decision) -> dict[str, Any]:
         "reason": None if decision.reason is None else decision.reason.name,
         "sentence": str(decision).removeprefix(f"{decision.source}: "),
         "plans": [{**predicted._asdict(), "plan": asdict(predicted.plan)} for predicted in Compilation.plans(decision)],
-        "runs": _runs(region) if region else {},
+        "runs": _programs(region) if region else {},
     }
 
 
@@ -213,7 +213,7 @@ def _decision_lines(decision: Decision) -> Iterator[str]:
         return
     if missing := _missing_row_kernels(decision.region):
         yield missing
-    for direction, lines in _runs(decision.region).items():
+    for direction, lines in _programs(decision.region).items():
         yield "\n".join([f"  {direction}:", *(f"    {line}" for line in lines)])
     rows = [
         ("▸" if predicted.chosen else "", predicted.plan.describe(), format_bytes(predicted.temporary_bytes))
@@ -222,7 +222,7 @@ def _decision_lines(decision: Decision) -> Iterator[str]:
     yield _table(("", "plan", "memory, predicted"), rows, right=(2,))
 
 
-def _runs(region: PlannedRegion) -> dict[str, list[str]]:
+def _programs(region: PlannedRegion) -> dict[str, list[str]]:
     """Returns the program of each direction as lines of text."""
     texts = program(*region)
     return {name: list(lines) for name, lines in (("forward", texts.forward), ("backward", texts.backward)) if lines}
@@ -272,7 +272,7 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequ
     lines = [columns, *rows]
     widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
     # Format specifications, such as ">8".
-    specs = [f"{'>' if at in right else '<'}{width}" for at, width in enumerate(widths)]
+    specs = [f"{'>' if column in right else '<'}{width}" for column, width in enumerate(widths)]
     padded = (map(format, cells, specs) for cells in lines)
     return "\n".join(f"  {'  '.join(cells)}".rstrip() for cells in padded)
 

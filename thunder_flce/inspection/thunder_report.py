@@ -30,7 +30,7 @@ def compilations(compiled: Any) -> list[Compilation] | None:
         # Our backend decides on Dynamo's graphs. thunder adds decisions about regions that the user wrote, whose
         # source is a line of Dynamo's code.
         decisions, options = getattr(backend, "decisions", None), backend.thunder_options
-        if decisions is None and not _fuses(options.get("executors", ()), options.get("transforms", [])):
+        if decisions is None and not _has_fusion(options.get("executors", ()), options.get("transforms", [])):
             raise ValueError("it has no fusion; compile it with thunder_flce.thunderfx")
         functions = [function for info in backend.subgraph_infos for function in info.thunder_compiled_fns or ()]
         thunder_decisions = [report.decisions for function in functions for report in compilations(function) or ()]
@@ -39,26 +39,26 @@ def compilations(compiled: Any) -> list[Compilation] | None:
     data = thunder.compile_data(compiled)
     if data is None:
         return None
-    if not _fuses(data.executors_list, data.transforms):
+    if not _has_fusion(data.executors_list, data.transforms):
         raise ValueError("it has no fusion; compile it with thunder_flce.jit")
     # One transform may serve many functions, and the executor adds a transform to each program that has a loss.
     fusions = [transform for transform in data.transforms if isinstance(transform, FuseLinearCrossEntropy)]
     decided = {id(report.trace): report.decisions for fusion in fusions for report in fusion.compilations}
     reports: list[Compilation] = []
-    for forward, backward in _passes(compiled):
+    for forward, backward in _forward_and_backward_traces(compiled):
         trace_decisions = next((decided[id(trace)] for trace in forward if id(trace) in decided), [])
         saved = (saved_tensors(forward[-1]) if is_static(*forward[-1].args) else None) if backward else []
         reports.append(Compilation(decisions=trace_decisions, compiled_by="thunder", saved=saved))
     return reports
 
 
-def _fuses(executors: Any, transforms: Any) -> bool:
+def _has_fusion(executors: Any, transforms: Any) -> bool:
     """Whether a program has a fusion, or our executor and a list of transforms, to which the executor adds a fusion."""
     has_executor = any(each in (symbols.executor, "flce") for each in executors) and isinstance(transforms, list)
     return has_executor or any(isinstance(transform, FuseLinearCrossEntropy) for transform in transforms)
 
 
-def _passes(jitted: Any) -> list[tuple[list[TraceCtx], list[TraceCtx]]]:
+def _forward_and_backward_traces(jitted: Any) -> list[tuple[list[TraceCtx], list[TraceCtx]]]:
     """Returns, for each compilation, the traces of the forward and those of the backward."""
     stats = thunder.compile_stats(jitted)
     # Without thunder's cache, only the last compilation is known.

@@ -61,16 +61,16 @@ def main(arguments: Sequence[str]) -> int:
         program, tensors = _program_and_arguments(parsed, parser)
         before = thunder.jit(program)
         compile_only(before, tensors)
-        print(_text("before", ["before: thunder.jit"], before))
+        print(_traces_text("before", ["before: thunder.jit"], before))
         after = jit(program, options=Options(row_kernels=parsed.row_kernels))
         compile_only(after, tensors)
         report = explain(after)
         decisions = [str(decision) for decision in report.decisions] or [f"no {', '.join(PLURALS)}"]
-        print(_text("after", ["after: thunder_flce.jit", *decisions], after))
+        print(_traces_text("after", ["after: thunder_flce.jit", *decisions], after))
     return 0
 
 
-def _text(name: str, header: list[str], jitted: Callable) -> str:
+def _traces_text(name: str, header: list[str], jitted: Callable) -> str:
     traces = {"forward": thunder.last_traces(jitted)[-1]}
     # If nothing needs a gradient, there is no backward.
     if backward := thunder.last_backward_traces(jitted):
@@ -80,7 +80,7 @@ def _text(name: str, header: list[str], jitted: Callable) -> str:
 
 
 def _program_and_arguments(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> tuple[Callable, Any]:
-    program = EXAMPLES.get(parsed.example) or _imported(parsed.example, parser)
+    program = EXAMPLES.get(parsed.example) or _import_function(parsed.example, parser)
     names = list(inspect.signature(program).parameters)
     if not names:
         returned = program()
@@ -102,7 +102,7 @@ def _program_and_arguments(parsed: argparse.Namespace, parser: argparse.Argument
     return program, programs.arguments(program, sizes, device=parsed.device, dtype=dtype)
 
 
-def _imported(name: str, parser: argparse.ArgumentParser) -> Callable:
+def _import_function(name: str, parser: argparse.ArgumentParser) -> Callable:
     module, _, function = name.partition(":")
     if not module or not function:
         parser.error(f"an example must be one of {', '.join(EXAMPLES)}, or module:function, but got {name!r}")
