@@ -217,7 +217,7 @@ class LinearCrossEntropyLoss(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
-        """Lists the settings that differ from their defaults."""
+        """Lists reduction, ignore_index, and the other settings that differ from their defaults."""
         settings = Loss(**self._settings()).non_defaults()
         for name in ("token_loss", "vocab_parallel", "options"):
             if getattr(self, name) is not None:

@@ -186,7 +186,7 @@ def backward(
 
 
 def _planned(settings: Settings, tensors: Sequence[Tensor]) -> tuple[Call, Plan]:
-    """Returns the call and its plan; numbers per token (targets, weights) are gathered from all ranks."""
+    """Returns the call and its plan; if ranks divide the tokens, targets and other numbers per token are gathered."""
     call, options = settings.call(tensors), settings.options
     if settings.vocab_parallel is not None:
         call = agreed_call(call, settings.vocab_parallel, options or Options())

@@ -45,7 +45,10 @@ class PlainValues:
     """Fields that a trace shows even if they have their default value."""
 
     def non_defaults(self) -> dict[str, Any]:
-        """Returns the fields that a trace shows, by name: those that differ from their default and have a `repr`."""
+        """Returns the fields that a trace shows, by name: those that have a `repr`, and differ from their default.
+
+        Fields in `written_always` are shown in any case.
+        """
         values = {f.name: (getattr(self, f.name), f.default) for f in fields(cast(Any, self)) if f.repr}
         return {
             name: value.non_defaults() if isinstance(value, PlainValues) else value

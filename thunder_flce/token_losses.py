@@ -109,7 +109,7 @@ class _StandIn:
         raise NotPointwise("control flow that depends on a tensor, or a function of numbers, as those of math")
 
     def __getitem__(self, key: Any) -> Any:
-        raise NotPointwise("indexing, item assignment, iteration or len(), but its tensors are one number per token")
+        raise NotPointwise("indexing, item assignment, iteration or len(), but its tensors have one number per token")
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self[key]

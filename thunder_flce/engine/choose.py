@@ -68,7 +68,7 @@ CPU_CHUNK_BYTES = 512 * 2**20
 CPU_PART_OF_HIDDEN = 1 / 4
 CPU_SMALLEST_CHUNK = 64
 
-# Without a memory budget, a call whose upstream gradient is one number a row saves logits while it takes no more than
+# Without a memory budget, a call whose backward would compute logits again saves them while it takes no more than
 # SAVED_LOGITS_BYTES and PART_OF_MEMORY. Free memory does not count: plans must not depend on when they are made. Saving
 # the logits of fewer than an eighth of the tokens avoids less than 3% of the matmuls.
 SAVED_LOGITS_BYTES = 4 * 2**30
@@ -79,7 +79,7 @@ SMALLEST_SAVED_PART = 1 / 8
 DIVISION_SECONDS = 0.85e-3
 # Part of the traffic of a sum over chunks that is not hidden by the matmul that adds to it, measured on an H100.
 SUM_PART = 1 / 3
-# How many times as long as in 16 bits a matmul takes, roughly, by the itemsize of its dtype, float32 or float64.
+# Time of a matmul in float32 and float64, by itemsize, relative to one in 16 bits; rough.
 SLOWER_MATMULS = {4: 8.0, 8: 16.0}
 # To skip ignored rows, the host waits for the number of valid rows, which pays if the matmuls take at least this long.
 # The wait takes 0.2 to 0.6 ms, but then the host is no longer ahead of the device. In steps of small models it may stay
@@ -90,7 +90,7 @@ _warned: set[tuple[object, ...]] = set()
 
 
 def choose(call: Call, options: Options, device: Device) -> Plan:
-    """Returns the plan for a call of specs: the fastest within the memory budget, else the smallest worth its time.
+    """Returns the plan of a call of specs: the fastest within the memory budget, without one the smallest that pays.
 
     Ranks that divide the vocabulary get the same plan from the same `device`.
 
@@ -346,7 +346,7 @@ class _Choice:
         return temporary_bytes(self.call, plan, self.device)
 
     def _warn(self, text: str) -> None:
-        """Warns once a process for each kind of text and for calls that differ only in the number of tokens."""
+        """Warns once a process for each kind of text, options and call, whatever its number of tokens."""
         key = (text[:6], self.options, self.call.specs(tokens=0))
         if key not in _warned:
             _warned.add(key)

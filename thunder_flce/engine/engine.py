@@ -190,8 +190,8 @@ def _row_work(
         if ops.call.loss.token_loss:
             inputs = [rows.of_chunk(rows.gather(vector), chunk) for vector in ops.call.token_inputs]
             s = None if coefficients is None else rows.of_chunk(rows.s, chunk)
-            row_losses, derived = ops.token_loss(results, inputs, s)
-            results = results._replace(row_losses=row_losses, coefficients=derived)
+            row_losses, token_coefficients = ops.token_loss(results, inputs, s)
+            results = results._replace(row_losses=row_losses, coefficients=token_coefficients)
     if coefficients is None:
         return results, z, None
     return results, *ops.gradient_(z, results, coefficients.of_chunk(chunk, results), target)

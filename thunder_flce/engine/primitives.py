@@ -53,7 +53,10 @@ class Region:
         self.reads_statistics = plan.reads_statistics(call)
 
     def call_of(self, tensors: Sequence[Tensor]) -> Call | None:
-        """Returns the flat call of these tensors, in order; None if one has another dtype, device, layout or shape."""
+        """Returns the flat call of these tensors, in order; None if one has another dtype, device, layout or shape.
+
+        A scalar of another dtype is converted.
+        """
         dimensions, flat = tensors[0].ndim - 1, {}
         for tensor, (name, start, shape, dtype, device) in zip(tensors, self._layouts, strict=True):
             if tensor.dtype is not dtype:
@@ -536,7 +539,7 @@ class Primitives:
             row_losses = row_loss.cross_entropy(self, selected, row) if row_losses is None else row_losses
             return row_loss.reduced(self, selected, row_losses, loss.z_term(row)), {}
         if loss.maps_logits or loss.label_smoothing:
-            # The kernel takes logits, without a map, and has no moments for smoothing.
+            # The kernel neither maps z to logits nor takes the moments that smoothing needs.
             row = results.row(self)
             logit = row.target_logit
             if loss.label_smoothing:

@@ -87,7 +87,7 @@ class Coefficients:
             self._z_factors = 2 * loss.z_loss * z_factors
 
     def of_chunk(self, chunk: slice, results: RowResults | None = None) -> RowCoefficients:
-        """Returns the chunk's coefficients, (C,) each; `results`, its row results, is None if the loss is plain."""
+        """Returns the chunk's coefficients, (C,) each; `results` are its row results, None in one pass."""
         scale, coefficients = self._ops.call.loss.logit_scale, self.all_rows
         if chunk.stop - chunk.start < self._rows.count:
             coefficients = RowCoefficients(*[None if vector is None else vector[chunk] for vector in coefficients])

@@ -234,14 +234,14 @@ _SLOWER = {"nvFuser": "takes 2 to 10% longer", "PyTorch": "takes about 1.4 to 2 
 
 
 def _missing_row_kernels(region: PlannedRegion) -> str | None:
-    """Returns a line that names the library "auto" lacks, and the time this costs; None if nothing is missing."""
+    """Returns a line that names the fastest library if it does not run, and the time this costs; None if it runs."""
     call, plan = region
     logits: dict[str, Any] = {"dtype": plan.logits_dtype(call.dtype), "device_type": call.device.type}
     missing = dispatch.missing(**logits)
     if plan.row_kernels != "auto" or missing is None:
         return None
     instead = dispatch.library(plan.row_kernels, **logits)
-    return f"row kernels: not installed: {missing}; {instead} runs instead, and the loss {_SLOWER[instead]}"
+    return f"row kernels: {missing} does not run here; {instead} runs instead, and the loss {_SLOWER[instead]}"
 
 
 # A large model saves hundreds of tensors: the text shows the largest, `to_dict` has all.

@@ -169,7 +169,7 @@ class Shard(PlainValues):
     weight_rows: int = field(default=0, repr=False)
     """Rows of the whole weight."""
     device: Device | None = field(default=None, repr=False)
-    """The rank's device with the least memory, so that all ranks make the same plan; None without a weight."""
+    """The ranks' device with the least memory, so that all make the same plan; None without a weight."""
     most_tokens: int = field(default=0, repr=False)
     """Number of tokens of the rank with the most, with `data_parallel`."""
 
@@ -183,7 +183,7 @@ class Shard(PlainValues):
 class Call:
     """The tensors of a call, or their `Spec`s, and everything about the call that is a plain value.
 
-    Calls of specs can be compared and hashed; all of this takes part.
+    Calls of specs are compared by all of this, and can be hashed.
     """
 
     tensors: Mapping[str, Any]
@@ -322,7 +322,7 @@ class Call:
         return hash(self._values)
 
     def flat(self) -> "Call":
-        """Returns the call with all tokens in one dimension, and numbers per token and scalars in the row dtype.
+        """Returns the call with tokens in one dimension; scalars and floating-point token tensors get the row dtype.
 
         Numbers per token are those of all ranks, if ranks divide the tokens and these have been gathered.
         """

@@ -165,10 +165,7 @@ class Loss(PlainValues):
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether the loss needs only a row's maximum, log-sum-exp and target logit: no smoothing and no other term.
-
-        Then C is 0, and A and B are known before the statistics.
-        """
+        """Whether A and B are known before a row's statistics, C is 0, and no output needs more than these."""
         replacement = self.token_loss or self.target_rest or self.divergence
         return not (self.label_smoothing or self.z_loss or self.moments or self.needs_argmax or replacement)
 

@@ -33,5 +33,6 @@ MOMENTS = {
     "sum_sq": _sum_sq,
 }
 """Functions from (u - m, u - m made finite, p, w) of a column to its summand. They use only `+`, `-`, `*` and numbers,
-since Triton compiles them. For a logit of -inf, the second argument is the lowest finite number, and p = 0 makes it 0.
+since Triton compiles them. For a logit of -inf, the second argument is the lowest finite number, whose product with the
+probability 0 is 0.
 """

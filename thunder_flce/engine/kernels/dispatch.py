@@ -98,7 +98,7 @@ def _missing_requirement(name: str) -> str | None:
 
 
 def missing(*, dtype: torch.dtype, device_type: str) -> str | None:
-    """Returns the library that "auto" would use for such logits if it ran, and what it lacks; None if it does run."""
+    """Returns the library that "auto" would use for such logits if it ran, and what it lacks; None if nothing."""
     name = FASTEST[0]
     requirement = _missing_requirement(name) if _supports(name, dtype, device_type) else None
     return None if requirement is None else f"{BACKENDS[name].library} ({requirement})"

@@ -10,7 +10,7 @@ from thunder_flce.operation.divergence import Divergence
 def divergence_(
     student: Tensor, teacher: Tensor, divergence: Divergence, *, factors: Tensor | None, out: Tensor
 ) -> Tensor:
-    """Returns each row's divergence, (C,) in float32 (float64 if either logits are): see `dispatch.divergence_for`."""
+    """Returns each row's divergence, (C,), in the wider row dtype of the two logits: see `dispatch.divergence_for`."""
     dtype = torch.promote_types(torch.promote_types(student.dtype, teacher.dtype), torch.float32)
     result = torch.empty(student.shape[0], dtype=dtype, device=student.device)
     # About eight temporaries of the size of a block of logits are alive at a time.

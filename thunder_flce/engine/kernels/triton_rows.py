@@ -278,10 +278,11 @@ def _one_pass_kernel(
     rest_columns, rest = None, None
     if PARTS > 1 or VOCAB % BLOCK:
         rest_columns, rest = _last_block(row, vocab, stride, BLOCK)
-    largest, others = _statistics(row, vocab, rest_columns, rest, SCALE, SOFTCAP, BLOCK)
+    largest, other_sum = _statistics(row, vocab, rest_columns, rest, SCALE, SOFTCAP, BLOCK)
     if PARTS > 1:
-        largest, others = _merge_parts(largest, others, exchange + 1 + index * SLOTS, part, PARTS, SLOTS, IS_EXACT)
-    log_sum = libdevice.log1p(others)
+        slots = exchange + 1 + index * SLOTS
+        largest, other_sum = _merge_parts(largest, other_sum, slots, part, PARTS, SLOTS, IS_EXACT)
+    log_sum = libdevice.log1p(other_sum)
     tl.store(results + index, largest, mask=part == 0)
     tl.store(results + rows + index, log_sum, mask=part == 0)
 

@@ -48,7 +48,7 @@ _MOST_TUNINGS, _MOST_KINDS = 64, 256
 
 # The fastest algorithm for one number of tokens may be the slowest for another: on an H100, 1680 × 128256 × 2048 took
 # 5.2 ms by the algorithm chosen for 1536 tokens, and 4.2 by cuBLAS's first. So each number of tokens is measured by
-# itself: the first _AT_ONCE at once, since most trainings have only the first, and others when they have come _OFTEN
+# itself: the first _AT_ONCE at once, since most trainings have no more, and others when they have come _OFTEN
 # times, so that measuring takes a tenth of the time that their matmuls took. The gain, about 3%, pays for that later.
 # Logits that are computed early, while the host waits, have a number of tokens of their own.
 _AT_ONCE = 2
