@@ -83,7 +83,8 @@ SUM_PART = 1 / 3
 SLOWER_MATMULS = {4: 8.0, 8: 16.0}
 # To skip ignored rows, the host waits for the number of valid rows, which pays if the matmuls take at least this long.
 # The wait takes 0.2 to 0.6 ms, but then the host is no longer ahead of the device. In steps of small models it may stay
-# behind: four layers of Qwen 2.5 0.5B with 2048 tokens, 2.5 ms of matmuls, took 11.1 ms so (H100), torch.compile 8.6.
+# behind: four layers of Qwen 2.5 0.5B with 2048 tokens, 2.5 ms of matmuls, took 11.1 ms with the wait (H100), and 8.6
+# by torch.compile.
 WAIT_SECONDS = 8e-3
 
 _warned: set[tuple[object, ...]] = set()

@@ -60,7 +60,7 @@ def backward(ops: Primitives, saved: Mapping[str, Tensor], upstream: Mapping[str
         saved: by name, the tensors that the forward returned after its outputs, and the entropy if it has an upstream
             gradient. The logits are overwritten.
         upstream: by name, the upstream gradients of the loss and the outputs: () or one number for each of the caller's
-            tokens. None for a result without an upstream gradient.
+            tokens; None for a result without an upstream gradient.
     """
     call = ops.call
     loss_grad = upstream["loss"]

@@ -18,7 +18,7 @@ from thunder_flce.operation.loss import LogitMap, RowCoefficients
 
 
 class RowStatistics(NamedTuple):
-    """Two numbers a row that add up to its log-sum-exp; kept apart, a large common offset costs the loss no digits."""
+    """Two numbers a row that add up to its log-sum-exp, apart so that the loss keeps digits under a large offset."""
 
     row_max: Tensor
     """(C,) the largest logit"""
