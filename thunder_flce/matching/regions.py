@@ -466,19 +466,21 @@ def _moved_across_a_write(order: Sequence[Op | Region], interpreter: Interpreter
 def _reads_of(item: Op | Region, program: Program) -> dict[Tensor, int]:
     """Returns the tensors that an operation or a region reads, with positions.
 
-    For a region, these include the tensors between its rows and its sum.
+    For a region, these include its rows, or with a sum, the rows and other tensors from which the sum is computed.
     """
     if isinstance(item, Op):
         return dict.fromkeys(item.operands, item.position)
-    rows = {result.tensor for part in item.parts for result in part.rows}
-    after_rows, before_sum = {*rows}, set() if item.total is None else {item.total.place}
-    for op in program.ops:
-        if not op.writes and not after_rows.isdisjoint(op.operands):
-            after_rows.update(op.outs)
-    for op in reversed(program.ops):
-        if not before_sum.isdisjoint(op.outs):
-            before_sum.update(op.operands)
-    return dict.fromkeys(rows | (after_rows & before_sum), item.place.position) | item.read_at
+    computed = {result.tensor for part in item.parts for result in part.rows}
+    if item.total is not None:
+        for op in program.ops:
+            if not op.writes and not computed.isdisjoint(op.operands):
+                computed.update(op.outs)
+        before_sum = {item.total.place}
+        for op in reversed(program.ops):
+            if not before_sum.isdisjoint(op.outs):
+                before_sum.update(op.operands)
+        computed &= before_sum
+    return dict.fromkeys(computed, item.place.position) | item.read_at
 
 
 def _is_view(op: Op) -> bool:
