@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from thunder_flce.matching.program import Tensor, hint, same, stored, tensors_in
+from thunder_flce.matching.program import Source, Tensor, hint, same, stored, tensors_in
 
 
 class Unknown(Exception):
@@ -338,6 +338,8 @@ class Labels:
     """`Program.number_at` of each tensor"""
     read_at: int = field(compare=False)
     """Position of the operation that reads them first"""
+    line: Source = field(compare=False)
+    """Line of the user's code that takes the classes at the labels"""
     wraps: bool = False
     """Whether labels from -V to -1 count from the end"""
     ignore_index: int | None = None

@@ -53,7 +53,7 @@ class Part:
     handles: dict[Tensor, Handle] = field(default_factory=dict)
     """Handle of each result in the recorder"""
     line: Source = Source()
-    """Line of the user's code that reads the labels first; without labels, that of the first result"""
+    """`Labels.line`; without labels, the line of the first result"""
 
     @property
     def count(self) -> Any:
@@ -117,8 +117,7 @@ def parts_of(interpreter: Interpreter) -> list[Part]:
         part.rows.append(result)
     for part in parts:
         part.rows.sort(key=lambda each: each.op.position)
-        op = part.first if part.labels is None else interpreter.program.ops[part.labels.read_at]
-        part.line = op.source
+        part.line = part.first.source if part.labels is None else part.labels.line
     return sorted(parts, key=lambda part: part.first.position)
 
 

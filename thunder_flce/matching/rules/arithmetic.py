@@ -38,7 +38,7 @@ def _mul(interpreter: "Interpreter", op: Op, input: Any, other: Any) -> Value:
     if not isinstance(described, Class | Row):
         raise Unknown
     if isinstance(described, Class) and all(user.name == "sum" for user in op.output.users):
-        if (at_labels := at_one_hot(interpreter, described, factor)) is not None:
+        if (at_labels := at_one_hot(interpreter, op, described, factor)) is not None:
             return at_labels
     return _with_factor(interpreter, op, described, factor) or times(described, _as_fraction(factor))
 
@@ -68,7 +68,7 @@ def _with_factor(interpreter: "Interpreter", op: Op, input: Class | Row, factor:
     return replace(input, logits=with_step(input, step, input.rows_shape))
 
 
-def at_one_hot(interpreter: "Interpreter", input: Class, one_hot: Any) -> Class | None:
+def at_one_hot(interpreter: "Interpreter", product: Op, input: Class, one_hot: Any) -> Class | None:
     """Returns the product with one-hot vectors of labels; None if the factor is not that."""
     copies = [one_hot] if isinstance(one_hot, Tensor) else []
     while copies and (producer := copies[-1].op) is not None and producer.name in COPIES:
@@ -79,7 +79,8 @@ def at_one_hot(interpreter: "Interpreter", input: Class, one_hot: Any) -> Class 
     index = op.operands[0]
     if input.dim != len(input.shape) - 1 or interpreter.depends_on(index, input.logits):
         return None
-    return replace(input, labels=Labels((index,), (interpreter.program.number_at(index, op),), op.position))
+    number = interpreter.program.number_at(index, op)
+    return replace(input, labels=Labels((index,), (number,), op.position, product.source))
 
 
 def weighted(p: Class, other: Class) -> Class:

@@ -134,9 +134,9 @@ def _einsum(interpreter: "Interpreter", op: Op, equation: str, *operands: Any) -
             raise Unknown
         return summed(term, op.output.shape)
     for classes, one_hot in ((a, tensors[1]), (b, tensors[0])):
-        taken = at_one_hot(interpreter, classes, one_hot) if isinstance(classes, Class) and a_dims == b_dims else None
-        if taken is not None and result == a_dims[: taken.dim]:
-            return summed(taken, op.output.shape)
+        if isinstance(classes, Class) and a_dims == b_dims and result == a_dims[: classes.dim]:
+            if (taken := at_one_hot(interpreter, op, classes, one_hot)) is not None:
+                return summed(taken, op.output.shape)
     if any(isinstance(each, Class) and not each.is_logits for each in (a, b)):
         raise Unknown
     candidates = [(f"{a_dims},{b_dims}->{result}", *tensors), (f"{b_dims},{a_dims}->{result}", *tensors[::-1])]

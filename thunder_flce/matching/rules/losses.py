@@ -45,7 +45,8 @@ def _loss(
         raise NotFused(Reason.TRANSFORMED_LOGITS, "by a factor after log_softmax")
     if weight is not None:
         _check_class_weights(weight, classes.logits)
-    labels = Labels((target,), (interpreter.program.number_at(target, op),), op.position, ignore_index=ignore_index)
+    number = interpreter.program.number_at(target, op)
+    labels = Labels((target,), (number,), op.position, op.source, ignore_index=ignore_index)
     smoothing = Fraction(label_smoothing)
     if is_nll:
         # Its gradient is that of its input, even if the log-sum-exp was detached.

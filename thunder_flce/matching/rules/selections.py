@@ -157,7 +157,7 @@ def _at_labels(interpreter: "Interpreter", op: Op, input: Class, index: Tensor, 
         # Such as a gate's experts, or a sampled token.
         raise Unknown("at labels that depend on the logits")
     number = interpreter.program.number_at(index, op)
-    labels = Labels((index,), (number,), op.position, wraps, fills=_fills(interpreter, index))
+    labels = Labels((index,), (number,), op.position, op.source, wraps, fills=_fills(interpreter, index))
     return input.row("y", op.output.shape, labels)
 
 
