@@ -215,6 +215,8 @@ expect(IN_FORWARD)({
     "logged in a buffer": lambda s: (s.mean(), _without_gradients(s.new_zeros(B).lerp_, s.sum(1), 0.1)),
     "logged in a part of a buffer": lambda s: (s.mean(), _logged(s.sum(1)[0])),
     "logged less their mean": lambda s: (t := s.detach() * 2, t.sub_(t.mean()), (s.mean(), t))[-1],
+    "log-probabilities, logged less their mean":
+        lambda x: (t := x.detach() * 2, t.sub_(t.mean()), (-x.mean(), t))[-1],
     # Lengths are symbols, and what is made of them is a number.
     "over a root": lambda h, s, m: (s * m).sum() * (1 / h.shape[1]) + s.mean() / h.shape[1] ** 0.5,
     "by einsum": lambda x, m: -torch.einsum("bt,bt->", x, m),
@@ -462,6 +464,14 @@ expect(TRANSFORMED)({
     ),
     "log-probabilities of some classes, after a sum over all":
         lambda z, y: -z.cumsum(-1)[..., :40].log_softmax(-1).gather(-1, y.clamp(max=39)[..., None]).sum(),
+    "log-probabilities of the last classes":
+        lambda z, y: -z.split([40, V - 40], -1)[1].log_softmax(-1).gather(-1, y.clamp(max=12)[..., None]).sum(),
+    "log-probabilities of two heads": lambda h, z, w, y:
+        -torch.cat([z, F.linear(h, w[:9])], -1).log_softmax(-1).gather(-1, y[..., None]).sum(),
+    "log-probabilities with further classes":
+        lambda z, y: -F.pad(z, (0, 3)).log_softmax(-1).gather(-1, y[..., None]).sum(),
+    "several vocabularies":
+        lambda h, w, y: of_rows(F.linear(h, w[:52]).unflatten(-1, (4, 13))[..., 0, :], y.clamp(max=12)),
 })  # fmt: skip
 expect("class weights")({
     "class weights, logged":
@@ -1308,15 +1318,21 @@ def test_attention_is_not_missed():
     check(program, IN_FORWARD, torch.compile(program, backend=compile_graph), (24,))
 
 
-def test_line_of_log_probabilities():
-    """It is where their labels are read, and not where something is made of them."""
+def _gathered(h, w, y, *_):
+    selected = F.linear(h, w).log_softmax(-1).gather(-1, y[..., None])
+    return -(selected - selected.detach()).exp().sum()
 
-    def program(h, w, y, *_):
-        picked = F.linear(h, w).log_softmax(-1).gather(-1, y[..., None])
-        return -(picked - picked.detach()).exp().sum()
 
+def _by_one_hot(h, w, y, *_):
+    one_hot = F.one_hot(y, V)
+    return -(F.linear(h, w).log_softmax(-1) * one_hot).sum()
+
+
+@pytest.mark.parametrize(("program", "line"), [(_gathered, 1), (_by_one_hot, 2)])
+def test_line_of_log_probabilities(program, line):
+    """It is where labels select them, and not where labels are prepared or something is computed from them."""
     (decision,) = check(program, IN_FORWARD, torch.compile(program, backend=compile_graph), (6,))
-    assert decision.line.line == inspect.getsourcelines(program)[1] + 1
+    assert decision.line.line == inspect.getsourcelines(program)[1] + line
 
 
 def test_contrastive_loss_is_not_missed():

@@ -16,6 +16,7 @@ from thunder_flce.matching.decisions import Decision, NotFused, Reason
 from thunder_flce.matching.program import (
     CHANGED,
     PERMUTATIONS,
+    SPLITS,
     Op,
     Program,
     Tensor,
@@ -29,7 +30,10 @@ from thunder_flce.matching.rules import LINEARS, RULES
 
 LOSSES = ("cross_entropy", "nll_loss")
 NORMALISERS = ("log_softmax", "logsumexp")
-_SELECTIONS = ("getitem", "narrow", "select", "index_select", "split", "chunk", "gather", "take_along_dim", "topk")
+_RESIZES_CLASSES = {
+    "getitem", "narrow", "select", "index_select", "gather", "take_along_dim", "topk", *SPLITS, "cat", "pad", "repeat",
+}  # fmt: skip
+"""Operations whose results may have another number of classes than their operands"""
 
 
 @dataclass(eq=False)
@@ -67,7 +71,7 @@ class Escape:
     """None if the program returns the tensor"""
     detail: str = ""
     columns: Any = None
-    """Number of classes in the user's result"""
+    """In `Interpreter._escape_of`: number of classes of the tensor that is computed from it"""
 
     @property
     def problem(self) -> NotFused:
@@ -256,12 +260,11 @@ class Interpreter:
         )
         escape = next(filter(None, escapes), None)
         if escape is not None:
-            shape = op.outs[0].shape if op.name in _SELECTIONS and op.outs else ()
-            if shape and not any(same(size, escape.columns) for size in shape):
-                escape = replace(escape, columns=shape[-1])
-            for out in op.outs:
-                if out not in self.values and any(same(size, escape.columns) for size in out.shape):
+            for out in (out for out in op.outs if out not in self.values and out.shape):
+                if any(same(size, escape.columns) for size in out.shape):
                     self._escape_of.setdefault(out, escape)
+                elif op.name in _RESIZES_CLASSES:
+                    self._escape_of.setdefault(out, replace(escape, columns=out.shape[-1]))
             if op.name in LINEARS or not self._products.isdisjoint(operands):
                 self._products.update(op.outs)
         # Another softmax may be a gate's, or attention's, whose scores may be of as many tokens as a query has columns.
@@ -276,16 +279,18 @@ class Interpreter:
         """Returns the reason why logits have no description: those of a loss, or of a softmax that may be no loss."""
         if logits in self._escape_of:
             return self._escape_of[logits].change
-        origin = logits
+        origin, reader = logits, logits.op
         while (op := origin.op) is not None and op.operands:
             if not (keeps_elements(op) or op.name in (*PERMUTATIONS, "getitem", "div", "mul")):
                 break
             if op.name == "getitem" and isinstance(self.get(op.operands[0]), Class):
                 break  # Selected columns of logits are no longer classes of the vocabulary.
-            origin = op.operands[0]
+            origin, reader = op.operands[0], op
         if op is None and origin.needs_grad:
             return NotFused(Reason.ARGUMENT)
         if op is not None and op.name in LINEARS and (is_loss or _may_be_head(op)):
+            if self.get(origin) is not None and reader is not None:
+                return NotFused(Reason.TRANSFORMED_LOGITS, f"by {reader.name}")
             return NotFused(Reason.ANOTHER_PRODUCT, str(op))
         return NotFused(Reason.NO_LINEAR)
 
