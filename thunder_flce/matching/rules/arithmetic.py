@@ -198,7 +198,8 @@ def _in_terms_of(row: Row, logits: Logits) -> Row | None:
 def _with_bias(input: Class, bias: Tensor, changes: int) -> Class:
     logits = input.logits
     is_plain = input.is_logits and input.dim == len(input.shape) - 1 and logits.is_linear and len(input.shape) > 1
-    is_row = bias.ndim <= len(input.shape) and same_shape(bias.shape, (*[1] * (bias.ndim - 1), input.columns))
+    row_shape = [input.columns if dim == input.dim else 1 for dim in range(len(input.shape))]
+    is_row = same_shape((*[1] * (len(input.shape) - bias.ndim), *bias.shape), row_shape)
     if not is_row:
         raise Unknown("with a tensor that is no bias, which has one number for each column")
     if not is_plain:
