@@ -55,7 +55,7 @@ def compile_graph(
     except NotFusedError as error:
         return raising(error)
     compiled = inductor(gm, example_inputs)
-    # Only now: Dynamo may have had to trace the program again, and then drops the graph.
+    # Only now: Inductor may have had Dynamo trace the program again, and then this graph is dropped.
     _graphs_of(_caller()).append(decisions)
     return compiled
 

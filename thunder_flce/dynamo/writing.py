@@ -345,7 +345,7 @@ class _Graph:
             return self.call(torch.full, (), operand, dtype=call.row_dtype, device=call.device).handle
         node = self._node(operand)
         if argument(name).differentiable and name not in call.needs_grad and value_of(node).requires_grad:
-            # The operator raises where an operand requires a gradient that needs_grad does not name.
+            # The operator raises if an operand requires a gradient that needs_grad does not name.
             return self.call(torch.detach, operand).handle
         return node
 
@@ -403,7 +403,7 @@ _DECOMPOSITIONS: dict[Any, Callable] = {
     torch.ops.aten.split.Tensor: _split_alike,
     torch.ops.aten.unbind.int: _unbind,
 }
-"""Decompositions of operations that thunder lacks, or leaves to Inductor and so divides a part without gradients"""
+"""Decompositions of operations that thunder lacks, or leaves to Inductor, which would split a part without gradients"""
 
 
 def _set_example_value(node: Node) -> None:

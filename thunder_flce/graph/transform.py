@@ -183,9 +183,8 @@ def _copy_overwritten_logits(trace: TraceCtx) -> TraceCtx:
         for index, bsym in enumerate(trace.bound_symbols):
             if bsym.sym.id == ltorch.cross_entropy.id:
                 written = [tensor.dtype for later in trace.bound_symbols[index:] for tensor in tensors_written(later)]
-                if (
-                    logits := bsym.flat_proxy_args[0]
-                ).dtype in written:  # A written view of the logits has their dtype.
+                # By dtype, which a written view of the logits shares with them.
+                if (logits := bsym.flat_proxy_args[0]).dtype in written:
                     bsym = bsym.from_bsym_swap_proxies({variableify(logits): ltorch.clone(logits)})
             copied.bound_symbols.append(bsym)
     copied.set_provenance(TraceProvenance("Copy logits that are changed in place"))

@@ -75,7 +75,7 @@ SHAPES = {
 
 
 def arguments(program: Callable, sizes: Sizes, *, device: str, dtype: torch.dtype) -> list[Tensor]:
-    """Returns tensors for a program's arguments, by their names in `SHAPES`; parameters and hidden need a gradient."""
+    """Returns tensors for a program's arguments by name; parameters and hidden states need a gradient."""
 
     def tensor(name: str) -> Tensor:
         shape = [getattr(sizes, size) for size in SHAPES[name]]

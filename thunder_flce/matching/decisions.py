@@ -48,7 +48,7 @@ class Reason(Enum):
     CLASS_WEIGHTS = "it has class weights that are not supported"
     DTYPE = "the linear's operands have different dtypes, or a dtype that is not supported"
     DISTRIBUTED = "an operand is a distributed tensor, or belongs to a torch.func transform such as grad or vmap"
-    TENSOR_PARALLEL = "thunder.distributed shards the linear otherwise than by column_parallel of one linear layer"
+    TENSOR_PARALLEL = "thunder.distributed shards its linear, but not by column_parallel of that layer alone"
     OPERAND_MODIFIED = "a tensor that the loss, or a prediction beside it, may depend on is changed in place"
     DYNAMIC = (
         'with cache="symbolic values", sizes are not known when the trace is compiled; linear_cross_entropy plans when '

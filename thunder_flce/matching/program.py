@@ -114,7 +114,7 @@ class Op:
 
     @property
     def leaves_gradient(self) -> bool:
-        """Whether it changes a tensor that needs a gradient unknown to autograd: the tensor keeps its old gradient."""
+        """Whether it changes a tensor that needs a gradient, unrecorded by autograd: the gradient stays the old one."""
         return not self.grad_mode and any(tensor.needs_grad for tensor in self.writes)
 
     def may_pass_gradient(self, unreached: Container[Tensor]) -> bool:

@@ -58,7 +58,7 @@ class Region:
 
     @property
     def reads_again(self) -> bool:
-        """Whether the backward may read its operands again: if gradients wait for it, and in float16.
+        """Whether the backward may read its operands again: if gradients wait for it, or in float16.
 
         The program's own linear does not read its input in the backward if its weight is frozen, so the program may
         change that input in place.

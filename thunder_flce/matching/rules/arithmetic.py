@@ -120,7 +120,7 @@ _Scaled = TypeVar("_Scaled", bound=Class | Row)
 
 
 def times(input: _Scaled, factor: Fraction) -> _Scaled:
-    """Returns a description times a number that is not 0, which becomes the factor of logits alone."""
+    """Returns a description times a number that is not 0; for logits alone, the number becomes their factor."""
     if factor == 0:
         raise Unknown
     if input.form == "exp":

@@ -129,10 +129,11 @@ def _einsum(interpreter: "Interpreter", op: Op, equation: str, *operands: Any) -
     )
     a, b = map(interpreter.get, tensors)
     if isinstance(a, Class) and isinstance(b, Class) and (a.form or b.form):
-        term = weighted(a, b) if a.form == "exp" else weighted(b, a)
-        if a_dims != b_dims or len(set(a_dims)) < len(a_dims) or result != a_dims[: term.dim] + a_dims[term.dim + 1 :]:
+        product = weighted(a, b) if a.form == "exp" else weighted(b, a)
+        is_row_sum = a_dims == b_dims and result == a_dims[: product.dim] + a_dims[product.dim + 1 :]
+        if not is_row_sum or len(set(a_dims)) < len(a_dims):
             raise Unknown
-        return summed(term, op.output.shape)
+        return summed(product, op.output.shape)
     for classes, one_hot in ((a, tensors[1]), (b, tensors[0])):
         if isinstance(classes, Class) and a_dims == b_dims and result == a_dims[: classes.dim]:
             if (taken := at_one_hot(interpreter, op, classes, one_hot)) is not None:
