@@ -495,6 +495,26 @@ def test_training_without_the_compiled_loss(trainer_class, tmp_path, not_fused):
     not_fused(step, f"{name} trains without the loss of LossTrainerMixin.* {own}")
 
 
+def test_a_loss_function_without_labels(tmp_path):
+    """What the Trainer makes of it depends on the version of transformers."""
+
+    class Model(torch.nn.Module):
+        def forward(self, start_positions):
+            return {"loss": start_positions.mean(), "logits": start_positions}
+
+    class Ours(thunder_flce.LossTrainerMixin, transformers.Trainer):
+        pass
+
+    def compute_loss_func(outputs, labels, num_items_in_batch=None):
+        return outputs["logits"].sum()
+
+    given, kwargs = torch.arange(4.0), {"args": arguments(tmp_path), "compute_loss_func": compute_loss_func}
+    theirs, ours = (each(model=Model(), **kwargs) for each in (transformers.Trainer, Ours))
+    with pytest.warns(NotFusedWarning, match='the batch has no "labels"'):
+        found = ours.compute_loss(ours.model, {"start_positions": given})
+    assert found == theirs.compute_loss(theirs.model, {"start_positions": given})
+
+
 def test_a_compute_loss_around_the_compiled_one(tmp_path):
     class Scales(OurTrainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):

@@ -126,6 +126,9 @@ class LossTrainerMixin:
                 "process see one GPU"
             )
             is_unfused = True
+        elif self.compute_loss_func is not None and "labels" not in inputs and not is_unfused:
+            self._report_unfused('the batch has no "labels", without which transformers 4 ignores a compute_loss_func')
+            is_unfused = True
         if is_unfused:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
         self._is_settled = True
