@@ -125,7 +125,8 @@ class Report(list[Compilation]):
         for kind, plural in PLURALS.items():
             fused = [decision.fused for decision in self.decisions if decision.kind == kind]
             counts += [f"{sum(fused)} of {len(fused)} {plural}"] if fused else []
-        return f"{', '.join(counts)} fused" if counts else f"no {', '.join(PLURALS)} to fuse"
+        nothing = f"no {', '.join(PLURALS)} to fuse; a call of linear_cross_entropy is fused as it is"
+        return f"{', '.join(counts)} fused" if counts else nothing
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
