@@ -23,10 +23,11 @@ class LossTrainerMixin:
     """Makes a Trainer of transformers compile its loss with the backend "thunder_flce", so that it needs no logits.
 
     Usage: `class MyTrainer(thunder_flce.LossTrainerMixin, Trainer): pass`. Training, and evaluation without metrics,
-    fuse the loss: the model's own, a `compute_loss_func`, or that of `label_smoothing_factor`. Predictions, evaluation
-    with `compute_metrics` and custom label smoothers need the logits, and run as in the Trainer. The head and the loss
-    are compiled, which takes seconds; the layers run as in the Trainer, unless `compile_layers` is set. Leave
-    `torch_compile` off. Numbers, checkpoints and everything else stay the same.
+    fuse the loss: the model's own, that of a `compute_loss_func` for batches with "labels", or that of
+    `label_smoothing_factor`. Predictions, evaluation with `compute_metrics` and custom label smoothers need the logits,
+    and run as in the Trainer. The head and the loss are compiled, which takes seconds; the layers run as in the
+    Trainer, unless `compile_layers` is set. Leave `torch_compile` off. Numbers, checkpoints and everything else stay
+    the same.
     `thunder_flce.explain(trainer.compiled_loss)` reports what was fused. If the Trainer's training step gets its loss
     elsewhere, such as from a `compute_loss` of your class or under `nn.DataParallel`, a `NotFusedWarning` says so;
     with `strict`, an error.
@@ -258,7 +259,7 @@ class LossTrainerMixin:
         labels: Tensor | None,
         num_items_in_batch: Tensor | int | None,
     ) -> Tensor | None:
-        """Computes the loss, compiled: `loss_of` the outputs; without it the model's own loss, None if it has none."""
+        """Computes the loss by `loss_of`, or without it takes the model's own, None if it returns none; compiled."""
         outputs = model(**inputs)
         if loss_of is not None:
             return loss_of(outputs, labels, num_items_in_batch=num_items_in_batch)
