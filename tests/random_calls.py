@@ -68,7 +68,6 @@ class Call:
     options: Options
     token_weights: torch.dtype | None = None
     several: int = 0  # K with target weights, or 0
-    target_rest: bool = False
     token_loss: Callable[..., Tensor] | None = None
     expected: str | float | None = None  # The expected gradient: a number, or the name of a tensor's value
     detached: tuple[str, ...] = ()
@@ -175,7 +174,7 @@ class Call:
             # The weights of some tokens add up to more than 1.
             of_targets = (rand(*tokens, self.several) * 1.5 / self.several).to(device, self.dtype)
             of_targets = of_targets.masked_fill(case.target == self.loss["ignore_index"], torch.nan)
-            arguments |= {"target_weights": of_targets, "target_rest": self.target_rest}
+            arguments["target_weights"] = of_targets
         if self.token_loss is not None:
             old = (rand(*tokens) - 0.5 - float(torch.tensor(self.vocab).log())).to(device, self.dtype)
             advantage, mask = (rand(*tokens) * 2 - 1).to(device), (rand(*tokens) < 0.5).to(device)
@@ -451,14 +450,9 @@ def drawn_call(one_of: Callable, device: str, way: str = "eager") -> Call:
         call = one_pass(call, one_of)
     loss = dict(call.loss)
     if kind == "several targets":
-        several, target_rest = one_of(1, 2, 5), one_of(False, False, True) and call.vocab > 3
         outputs = tuple(name for name in loss["outputs"] if name not in ("log_prob", "accuracy"))
         loss |= {"label_smoothing": 0.0, "outputs": outputs}
-        call = replace(call, class_weight=None, several=several, target_rest=target_rest)
-        if target_rest:
-            # If every column is a target, hardly any rest is left: a quotient of rounding errors.
-            loss |= {"reduction": one_of("mean", "sum"), "ignore_index": -100, "vocab_size": None}
-            call = replace(call, scale=1.0)
+        call = replace(call, class_weight=None, several=one_of(1, 2, 5))
     elif kind == "special":
         # In PyTorch, ignored rows and columns beyond vocab_size bring NaN into gradients: 0 · NaN.
         special, loss["ignore_index"] = one_of(*SPECIAL), -100
@@ -470,7 +464,7 @@ def drawn_call(one_of: Callable, device: str, way: str = "eager") -> Call:
         token_loss = one_of(*(TOKEN_LOSSES if call.dtype.itemsize >= 4 else SMOOTH))
         loss |= {"label_smoothing": 0.0, "reduction": one_of("mean", "sum")}
         call = replace(call, class_weight=None, token_loss=token_loss)
-    if call.token_loss is not None or call.target_rest:
+    if call.token_loss is not None:
         # Their gradients can be computed in the forward only.
         call = replace(call, options=replace(call.options, strategy=one_of(None, "gradients_in_forward")))
         if call.dtype is torch.float16:

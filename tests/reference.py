@@ -139,7 +139,7 @@ def composed(
     *, reduction: str = "mean", ignore_index: int = -100, label_smoothing: float = 0.0, softcap: float | None = None,
     logit_scale: float = 1.0, z_loss: float = 0.0, vocab_size: int | None = None,
     num_items: Tensor | float | None = None, outputs: tuple[str, ...] = (), detached: tuple[str, ...] = (),
-    token_weights: Tensor | None = None, target_weights: Tensor | None = None, target_rest: bool = False,
+    token_weights: Tensor | None = None, target_weights: Tensor | None = None,
     token_loss: Callable[..., Tensor] | None = None, token_inputs: tuple[Tensor, ...] = (),
     expected_gradient: Tensor | float | None = None,
 ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
@@ -163,7 +163,7 @@ def composed(
 
     if target_weights is not None:
         of_rows = target_weights.reshape(target.shape)[valid]
-        row_loss = of_all(_of_several(valid_logits, valid_target, of_rows, is_label[valid], has_rest=target_rest))
+        row_loss = of_all(_of_several(valid_logits, valid_target, of_rows, is_label[valid]))
     elif token_loss is not None:
         of_tokens = (log_probs.gather(1, valid_target[:, None]).squeeze(1), _entropy(log_probs))
         by_name = {"log_sum_exp": valid_logits.logsumexp(1), "mean_logit": valid_logits.mean(1)}
@@ -200,7 +200,7 @@ def composed(
     }
     results = {name: found[name]() for name in outputs}
     results = {name: value.reshape(shape) if value.ndim else value for name, value in results.items()}
-    if token_loss is not None or target_rest:
+    if token_loss is not None:
         detached = outputs
     return (loss, *(of.detach() if name in detached else of for name, of in results.items())) if outputs else loss
 
@@ -211,16 +211,11 @@ def _entropy(log_probs: Tensor) -> Tensor:
     return -(probabilities * log_probs.masked_fill(probabilities == 0, 0)).sum(1)
 
 
-def _of_several(logits: Tensor, target: Tensor, weights: Tensor, is_label: Tensor, *, has_rest: bool) -> Tensor:
+def _of_several(logits: Tensor, target: Tensor, weights: Tensor, is_label: Tensor) -> Tensor:
     """Returns losses (N,) of rows with K targets, (N, K), and weights of these targets."""
     log_probs, target = logits.log_softmax(-1), target.where(is_label, 0)
     weights = weights.where(is_label, 0).to(logits.dtype)
-    of_rows = -(log_probs.gather(-1, target) * weights).sum(-1)
-    if not has_rest:
-        return of_rows
-    columns = torch.zeros_like(logits, dtype=torch.bool).scatter_add(-1, target, is_label)
-    log_rest = log_probs.masked_fill(columns, -torch.inf).logsumexp(-1)
-    return of_rows - (1 - weights.sum(-1)).clamp(min=0) * log_rest
+    return -(log_probs.gather(-1, target) * weights).sum(-1)
 
 
 def _by_rows(logits: Tensor) -> Tensor:

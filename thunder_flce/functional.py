@@ -65,7 +65,6 @@ def linear_cross_entropy(
     vocab_size: int | None = None,
     token_weights: Tensor | None = None,
     target_weights: Tensor | None = None,
-    target_rest: bool = False,
     token_loss: Callable[..., Tensor] | str | None = None,
     token_inputs: Sequence[Tensor] = (),
     num_items: Tensor | float | None = None,
@@ -111,10 +110,6 @@ def linear_cross_entropy(
             is ignored if all its targets are. The weights get no gradient, and do not combine with class weights, label
             smoothing, "log_prob" or "accuracy". The loss minus the teacher's entropy, -Σ_k q_k log q_k, is the
             Kullback-Leibler divergence KL(q‖p), which has the same gradients.
-        target_rest: whether all columns that are not targets together form one more class, with the weight that
-            target_weights leave of 1. This adds -(1 - Σ_k q_k) log(1 - Σ_k p_k) to a token's loss, or nothing if its
-            weights sum to 1 or more. The sum over p takes each target column once; 1 - Σ_k p_k is clamped to at least
-            6e-8. reduction must be "mean" or "sum". Gradients are computed in the forward, and outputs get none.
         token_loss: function whose value replaces a token's cross-entropy (its negative log-probability), such as GRPO's
             clipped ratio. Its arguments are the token's log-probability, its entropy and token_inputs. Parameters named
             log_sum_exp, as for a z-loss, or mean_logit, as for label smoothing, are passed by name. The function is
@@ -183,7 +178,7 @@ def linear_cross_entropy(
         loss = loss_of(
             reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing, logit_scale=logit_scale,
             softcap=softcap, z_loss=z_loss, vocab_size=vocab_size, outputs=outputs, detached=detached,
-            token_loss=token_loss or "", target_rest=target_rest,
+            token_loss=token_loss or "",
         )  # fmt: skip
         call: Callable[[], Sequence[Tensor]] = functools.partial(run, tensors, loss, options)
         if parallel is not None or has_dtensor([*tensors.values()]):

@@ -42,7 +42,7 @@ class LinearCrossEntropyLoss(nn.Module):
         weight: (V,) class weights, kept as a buffer of that name.
         ignore_index: as in `thunder_flce.linear_cross_entropy`; None for -100.
         reduction: as in `thunder_flce.linear_cross_entropy`, as are label_smoothing, softcap, logit_scale, z_loss,
-            vocab_size, outputs, detached, target_rest, token_loss and options.
+            vocab_size, outputs, detached, token_loss and options.
         vocab_parallel: the ranks that divide the vocabulary. Assign the weight and the bias of `linear` as DTensors,
             `Shard(0)` over these ranks. They are cast to input's dtype, as by the mixed precision of FSDP.
 
@@ -76,7 +76,6 @@ class LinearCrossEntropyLoss(nn.Module):
         vocab_size: int | None = None,
         outputs: tuple[str, ...] = (),
         detached: tuple[str, ...] = (),
-        target_rest: bool = False,
         token_loss: Callable[..., Tensor] | None = None,
         vocab_parallel: "VocabParallel | ProcessGroup | DeviceMesh | None" = None,
         options: Options | None = None,
@@ -108,7 +107,6 @@ class LinearCrossEntropyLoss(nn.Module):
         self.vocab_size = vocab_size
         self.outputs = outputs
         self.detached = detached
-        self.target_rest = target_rest
         self.token_loss = token_loss
         self.vocab_parallel = None if vocab_parallel is None else VocabParallel.of(vocab_parallel)
         self.options = options

@@ -85,10 +85,7 @@ BAD_TARGETS = [
     ({"weight": torch.rand(9)}, ValueError, "weight must be None with target_weights"),
     ({"label_smoothing": 0.1}, ValueError, "label_smoothing must be 0 with target_weights"),
     ({"outputs": ("accuracy",)}, ValueError, "outputs must not have 'accuracy' with target_weights"),
-    ({"target_rest": 1}, TypeError, "target_rest must be True or False, but got 1"),
-    ({"target_rest": True, "reduction": "none"}, ValueError, 'target_rest needs reduction "mean" or "sum"'),
     ({"target_weights": None}, ValueError, "target must have input's shape without its last dimension"),
-    ({"target": Y, "target_weights": None, "target_rest": True}, ValueError, "target_rest must be False without"),
 ]
 BAD += [({"target": SEVERAL, "target_weights": torch.ones(6, 5), **change}, *of) for change, *of in BAD_TARGETS]
 NEEDS_GRAD = {"input": X.clone().requires_grad_(), "token_loss": OF_ONE}
@@ -106,11 +103,6 @@ EAGER = [
     ({"options": Options(row_kernels="triton")}, ValueError, 'row_kernels="triton" runs on CUDA'),
     ({**NEEDS_GRAD, "input": X.half().requires_grad_(), "linear_weight": W.half()}, ValueError, "expected_gradient"),
     ({"target": SEVERAL + 9, "target_weights": torch.ones(6, 5)}, IndexError, "target has 6 of 6 rows with values"),
-    (
-        {"target": SEVERAL, "target_weights": torch.ones(6, 5), "target_rest": True, "options": ALL,
-         "input": X.clone().requires_grad_()},
-        ValueError, "target_rest needs its gradients computed in the forward",
-    ),
 ]  # fmt: skip
 TERM = (torch.zeros(6, 3), torch.zeros(9, 3))
 BAD_TERMS = [

@@ -40,7 +40,7 @@ def test_results_may_change_in_place(shape, outputs, is_frozen):
 
 @pytest.mark.parametrize(("name", "good", "bad"), [
     ("ignore_index", 1, True), ("vocab_size", V, float(V)), ("label_smoothing", 0, False),
-    ("target_rest", False, 0), ("num_items", Fraction(3), -1), ("expected_gradient", 3.0, 0.0),
+    ("num_items", Fraction(3), -1), ("expected_gradient", 3.0, 0.0),
     ("linear_weight", torch.ones(V, H).double(), torch.ones(V, H).double().to_sparse()),
     ("token_weights", torch.ones(6), torch.ones(7)), ("target", torch.ones(6).long(), torch.ones(5).long()),
 ])  # fmt: skip

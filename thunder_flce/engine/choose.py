@@ -132,11 +132,10 @@ def strategy_of(call: Call, options: Options) -> str:
     # float16 gradients must be multiplied by the upstream gradient (the loss scale) before rounding, or they underflow.
     is_scaled = options.expected_gradient is not None or "expected_gradient" in call.tensors
     has_loss_scale = call.dtype is not torch.float16 or is_scaled
-    only_in_forward = loss.needs_gradients_in_forward
-    if only_in_forward and (strategy not in (None, GRADIENTS_IN_FORWARD) or not has_loss_scale):
+    if loss.token_loss and (strategy not in (None, GRADIENTS_IN_FORWARD) or not has_loss_scale):
         raise ValueError(
-            f"{only_in_forward} needs its gradients computed in the forward: leave strategy=None and, for float16, "
-            "give expected_gradient, such as a GradScaler's scale"
+            "token_loss needs its gradients computed in the forward: leave strategy=None and, for float16, give "
+            "expected_gradient, such as a GradScaler's scale"
         )
     waits = needs_later_sums or not (has_loss_scale or loss.has_row_gradients)
     return strategy or (RECOMPUTE_LOGITS if waits else GRADIENTS_IN_FORWARD)

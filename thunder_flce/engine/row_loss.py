@@ -11,7 +11,7 @@ from torch import Tensor
 
 from thunder_flce.engine.kernels.interface import RowStatistics
 from thunder_flce.engine.rows import Rows
-from thunder_flce.operation.loss import OUTPUTS, Rest, Row, RowCoefficients, rest_coefficients, row_coefficients
+from thunder_flce.operation.loss import OUTPUTS, Row, RowCoefficients, row_coefficients
 from thunder_flce.operation.pointwise import VARIABLES, evaluate, input_name, uses, value_and_derivatives
 
 if TYPE_CHECKING:
@@ -59,7 +59,6 @@ class Coefficients:
         if call.whole_vocab == 1 and not loss.token_loss:
             # With one column, p is 1 and the gradient of the cross-entropy 0, however the exponentials are rounded.
             s = torch.zeros_like(s)
-        self._s = s
         result = row_coefficients(
             loss, s, call.whole_vocab, at_target=rows.at_target, total=ops.class_total,
             target_weights=rows.target_weights,
@@ -99,15 +98,9 @@ class Coefficients:
 
     def _with_statistics(self, coefficients: RowCoefficients, results: RowResults, chunk: slice) -> RowCoefficients:
         """Returns the coefficients with the terms that depend on the chunk's row results, `results`."""
-        ops, loss = self._ops, self._ops.call.loss
         row_max, log_sum = results.statistics
         if results.coefficients is not None:
             coefficients = results.coefficients
-        if loss.target_rest:
-            weights, first_targets = self._rows.target_weights[chunk], self._rows.first_targets[chunk]
-            rest = Rest.of(results.row(ops), weights, first_targets)
-            probability, one_hot = rest_coefficients(self._s[chunk], weights, rest)
-            coefficients = coefficients._replace(probability=probability, one_hot=one_hot)
         if self._z_factors is not None:
             z_term = self._z_factors[chunk] * (row_max + log_sum)
             coefficients = coefficients._replace(probability=coefficients.probability + z_term)
@@ -170,10 +163,8 @@ def joined(ops: "Primitives", rows: Rows, chunks: list[RowResults]) -> RowResult
 
 def cross_entropy(ops: "Primitives", rows: Rows, row: Row) -> Tensor:
     """Returns (N,) each row's cross-entropy, with class weights, smoothing and target weights."""
-    call, weights, first_targets = ops.call, rows.target_weights, rows.first_targets
-    rest = None if first_targets is None else Rest.of(row, weights, first_targets)
-    return call.loss.cross_entropy(
-        row, call.whole_vocab, at_target=rows.at_target, total=ops.class_total, target_weights=weights, rest=rest
+    return ops.call.loss.cross_entropy(
+        row, ops.call.whole_vocab, at_target=rows.at_target, total=ops.class_total, target_weights=rows.target_weights
     )
 
 

@@ -68,8 +68,6 @@ class Rows:
 
     target_weights: Any = None
     """(N, K) the weight of each of a row's targets, 0 for ignored ones"""
-    first_targets: Any = None
-    """(N, K) 1 for the first of a row's targets in a column, 0 for further and ignored ones; with `Loss.target_rest`"""
 
     def __init__(self, prepared: Prepared, count: int, *, index: Any = None, order: Tensor | None = None):
         """Selects the rows from `prepared` by `index`, or takes all of them.
@@ -174,18 +172,8 @@ def with_target_weights(call: Call, rows: Rows) -> Rows:
     weights, target = call.tensors["target_weights"], call.tensors["target"].long()
     is_counted = (rows.gather(target) != call.loss.ignore_index) & (rows.weight != 0).unsqueeze(1)
     weights = torch.where(is_counted, rows.gather(weights), 0)
-    if call.loss.target_rest:
-        rows.first_targets = _first_in_column(rows.target, is_counted).to(weights.dtype)
     rows.target, rows.target_weights = torch.where(is_counted, rows.target, 0), weights
     return rows
-
-
-def _first_in_column(target: Tensor, is_counted: Tensor) -> Tensor:
-    """Returns (N, K) bool: True for a row's first target in a column, among the targets that `is_counted` marks."""
-    columns, order = torch.where(is_counted, target, -1).sort(dim=1, stable=True)
-    is_first = torch.ones_like(is_counted)
-    is_first[:, 1:] = columns[:, 1:] != columns[:, :-1]
-    return torch.zeros_like(is_counted).scatter(1, order, is_first) & is_counted
 
 
 # Number of rows that a forward has computed, by the storage of `computed_rows`, so that its backward need not wait for

@@ -155,8 +155,6 @@ def check_loss(loss: Loss, vocab: int) -> None:
     nonzero = ("not be 0, which makes all logits equal", lambda x: x != 0)
     _check_number("logit_scale", loss.logit_scale, _FINITE, nonzero)
     _check_number("z_loss", loss.z_loss, _FINITE)
-    if not isinstance(loss.target_rest, bool):
-        raise TypeError(f"target_rest must be True or False, but got {loss.target_rest!r}")
     if not isinstance(loss.outputs, tuple) or any(name not in OUTPUTS for name in loss.outputs):
         raise ValueError(f"outputs must be a tuple of names among {tuple(OUTPUTS)}, but got {loss.outputs!r}")
     if len(set(loss.outputs)) < len(loss.outputs):
@@ -180,12 +178,10 @@ def _check_combinations(names: Collection[str], loss: Loss) -> None:
          'detached=("mean_logit",) if none is needed'),
         ("num_items" in names and loss.reduction != "mean", 'num_items must be None unless reduction is "mean", whose '
          f"divisor it is, but reduction is {loss.reduction!r}"),
-        (loss.target_rest and not has_targets, "target_rest must be False without target_weights, whose rest it is"),
         (has_targets and has_weight, "weight must be None with target_weights: multiply these by the class weights of "
          "the targets"),
         (has_targets and loss.token_loss, "token_loss must be None with target_weights, which belong to the "
          "cross-entropy that it replaces"),
-        (loss.target_rest and has_each_row, 'target_rest needs reduction "mean" or "sum"'),
         (has_targets and loss.label_smoothing, "label_smoothing must be 0 with target_weights, which are soft targets "
          "already"),
         (has_targets and refused, f"outputs must not have {refused} with target_weights: a token has no single "

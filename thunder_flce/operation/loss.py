@@ -36,12 +36,6 @@ class weights nor smoothing:
     cross_entropy = Σ_k q_k (l − (u_{y_k} − m))
     A = g Σ_k q_k + 2 ζ g_z (m + l) + g_e E + g_l,   B [v = y] becomes Σ_k g q_k [v = y_k]
 
-With `target_rest`, all columns that are not targets form one more class. Its probability is r, and its weight q_r is
-what the weights q leave of 1. P is the set of the columns that are targets, each once:
-
-    r = 1 − Σ_P p_v,  q_r = max(1 − Σ_k q_k, 0),   cross_entropy = Σ_k q_k (l − (u_{y_k} − m)) − q_r log r
-    A = g (Σ_k q_k + q_r − q_r / r) + …,   B [v = y] becomes Σ_k g q_k [v = y_k] − g p_v q_r / r for v in P
-
 All terms are relative to m, so that the loss keeps its digits when all logits share a large offset. So that loss and
 gradient keep their digits if one column dominates, kernels compute l as log1p of the sum without m's own term, 1, and
 p_y A − B as (p_y − 1) A + (A − B) with expm1.
@@ -148,8 +142,6 @@ class Loss(PlainValues):
     """Differentiable outputs through which no gradient flows, for example because they are only logged."""
     token_loss: TokenLoss = ""
     """Function of a row that replaces its cross-entropy; "" for the cross-entropy."""
-    target_rest: bool = False
-    """Whether all other columns together have the weight that the target weights leave of 1."""
     divergence: Divergence | None = None
     """Divergence of a student from a teacher that replaces the cross-entropy; None for the cross-entropy."""
 
@@ -166,18 +158,13 @@ class Loss(PlainValues):
     @cached_property
     def is_plain(self) -> bool:
         """Whether A and B are known before a row's statistics, C is 0, and no output needs more than these."""
-        replacement = self.token_loss or self.target_rest or self.divergence
+        replacement = self.token_loss or self.divergence
         return not (self.label_smoothing or self.z_loss or self.moments or self.needs_argmax or replacement)
-
-    @cached_property
-    def needs_gradients_in_forward(self) -> str | None:
-        """Name of the field that requires gradients to be computed in the forward; None if there is none."""
-        return "token_loss" if self.token_loss else "target_rest" if self.target_rest else None
 
     @cached_property
     def differentiable_outputs(self) -> tuple[str, ...]:
         """Names of the outputs through which a gradient may flow."""
-        if self.needs_gradients_in_forward:
+        if self.token_loss:
             return ()
         return tuple(name for name in DIFFERENTIABLE_OUTPUTS if name in self.outputs and name not in self.detached)
 
@@ -216,9 +203,8 @@ class Loss(PlainValues):
         return any(OUTPUTS[name].ignored is None for name in self.outputs)
 
     def cross_entropy(
-        self, row: Row, columns: int, *, at_target: Any = None, total: Any = None, target_weights: Any = None,
-        rest: "Rest | None" = None,
-    ) -> Any:  # fmt: skip
+        self, row: Row, columns: int, *, at_target: Any = None, total: Any = None, target_weights: Any = None
+    ) -> Any:
         """Returns each row's cross-entropy, (N,).
 
         Args:
@@ -227,12 +213,10 @@ class Loss(PlainValues):
             at_target: (N,) w_y; None without class weights.
             total: Σ w, or `columns` without class weights; needed for smoothing only.
             target_weights: (N, K) weights of K targets, 0 for ignored ones.
-            rest: the columns that are not targets, with `target_rest`.
         """
         if target_weights is not None:
             target_row = Row(row.max.unsqueeze(-1), row.log_sum.unsqueeze(-1), row.target_logit, {})
-            value = (target_weights * self.cross_entropy(target_row, columns)).sum(-1)
-            return value if rest is None else value - rest.weight * torch.log(rest.probability)
+            return (target_weights * self.cross_entropy(target_row, columns)).sum(-1)
         # In this order, the loss keeps its digits when all logits share a large offset. It is clamped because a
         # kernel's softcap may differ from PyTorch's in the last digit, which must not make a loss negative.
         value = row.log_sum - (row.target_logit - row.max).clamp(max=0)
@@ -246,30 +230,6 @@ class Loss(PlainValues):
     def z_term(self, row: Row) -> Any | None:
         """Returns the z-loss of each row, (N,); None without a z-loss."""
         return self.z_loss * (row.max + row.log_sum).square() if self.z_loss else None
-
-
-# Upper bound of the sum of the targets' probabilities, the largest float32 below 1, so that the rest is not 0.
-_LARGEST_SUM = 1 - 2.0**-24
-
-
-class Rest(NamedTuple):
-    """The class of all columns of a row that are not targets, with `Loss.target_rest`."""
-
-    probability: Any
-    """(N,) r"""
-    weight: Any
-    """(N,) q_r"""
-    target_probabilities: Any
-    """(N, K) p at each target, 0 for ignored targets and for repetitions of a column"""
-
-    @classmethod
-    def of(cls, row: Row, weights: Any, first: Any) -> "Rest":
-        """Returns the class of a row; `weights` and `first`, 1 for the first target in each column, are (N, K)."""
-        log_probability = row.target_logit - row.max.unsqueeze(-1) - row.log_sum.unsqueeze(-1)
-        target_probabilities = first * torch.exp(log_probability)
-        total, weight = target_probabilities.sum(-1), weights.sum(-1)
-        probability = torch.where(total < _LARGEST_SUM, 1 - total, 1 - _LARGEST_SUM)
-        return cls(probability, torch.where(weight < 1, 1 - weight, 0.0), target_probabilities)
 
 
 class RowCoefficients(NamedTuple):
@@ -301,10 +261,3 @@ def row_coefficients(
     if at_target is not None:
         probability = one_hot + upstream * (total * (loss.label_smoothing / columns))
     return RowCoefficients(probability, one_hot, upstream * (loss.label_smoothing / columns))
-
-
-def rest_coefficients(upstream: Any, weights: Any, rest: Rest) -> tuple[Any, Any]:
-    """Returns the terms of A and B with `Loss.target_rest` that have the upstream gradient of a row's cross-entropy."""
-    ratio = rest.weight / rest.probability
-    probability = upstream * (weights.sum(-1) + rest.weight - ratio)
-    return probability, upstream.unsqueeze(-1) * (weights - ratio.unsqueeze(-1) * rest.target_probabilities)
