@@ -30,14 +30,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thunder_flce.device import Device
-from thunder_flce.operation.call import COLUMN, TOKEN_ROLES, Call, Shard, argument, is_tensor
+from thunder_flce.operation.call import COLUMN, TOKEN_ROLES, Call, Shard, is_tensor, operand_names
 from thunder_flce.operation.checks import check_call, check_is_dense
 from thunder_flce.operation.loss import Loss
 from thunder_flce.options import Options
-from thunder_flce.vocab_parallel import VocabParallel, is_dtensor
+from thunder_flce.vocab_parallel import VocabParallel
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+Part = tuple[Call, Callable[[Sequence[Tensor]], Sequence[Tensor]]]
+"""This rank's part of a call, and a function that makes the results of the call from those of the part."""
 
 # Environment variable: any value but "" and "0" makes ranks also compare the values of target and of num_items.
 CHECK_EVERY_CALL = "THUNDER_FLCE_CHECK_RANKS"
@@ -74,23 +77,26 @@ def agreed_call(call: Call, vocab_parallel: str, options: Options) -> Call:
     return call
 
 
-def agreement_on(parallel: VocabParallel, call: Call, options: Options) -> Callable[[], Shard]:
+def agreement_on(
+    parallel: VocabParallel, call: Call, options: Options, *, placements: Mapping[str, str] | None = None
+) -> Callable[[], Shard]:
     """Returns a function that has the ranks agree on a call; it compares their calls and returns this rank's `Shard`.
 
     Errors before that function is called are errors of this rank alone, so `share_error` must tell the other ranks.
 
     Args:
         parallel: the ranks.
-        call: a call of tensors or specs, not checked yet; a weight that is a DTensor has its rows divided among the
-            ranks. `needs_grad` is set for the call of a program; in an eager call, the operands' `requires_grad` holds.
+        call: a call of tensors or specs, not checked yet. `needs_grad` is set for the call of a program; in an eager
+            call, the operands' `requires_grad` holds.
         options: the options of the call.
+        placements: in words, by name, those of DTensors, of which `call` has specs with this rank's rows.
 
     Raises:
         ValueError: on all ranks, by the returned function, if their calls differ; the message names the difference.
     """
     group, weight, input = parallel.process_group, call.tensors.get("linear_weight"), call.tensors.get("input")
     device = Device.of(weight.device) if is_tensor(weight) else None
-    description = _description(parallel, call, options)
+    description = _description(parallel, call, options, placements or {})
     if os.environ.get(CHECK_EVERY_CALL, "") not in ("", "0"):
         description |= _value_descriptions(parallel, call.tensors)
     contribution = _Contribution(
@@ -126,7 +132,7 @@ def agreement_on(parallel: VocabParallel, call: Call, options: Options) -> Calla
 def share_error(error: Exception, parallel: VocabParallel | None, weight: Any) -> None:
     """Tells the other ranks, which wait for an agreement, of an error in this rank's arguments; they raise it, too."""
     group = None if parallel is None else parallel.process_group
-    if group is None and is_dtensor(weight):
+    if group is None and hasattr(weight, "device_mesh"):
         dim = next((dim for dim, placement in enumerate(weight.placements) if placement.is_shard(0)), None)
         group = None if dim is None else weight.device_mesh.get_group(dim)
     if group is not None and torch._guards.detect_fake_mode() is None and not _is_capturing(group):
@@ -216,13 +222,16 @@ def _raise_difference(descriptions: list[Any]) -> NoReturn:
 # Descriptions of calls.
 
 
-def _description(parallel: VocabParallel, call: Call, options: Options) -> dict[str, str]:
+def _description(
+    parallel: VocabParallel, call: Call, options: Options, placements: Mapping[str, str]
+) -> dict[str, str]:
     """Describes everything that must be equal on all ranks, in words, by the names of arguments."""
     for name, value in call.tensors.items():
         check_is_dense(name, value)
     input = call.tensors.get("input")
     tokens = input.shape[:-1] if parallel.data_parallel and is_tensor(input) else None
     rows, device = _rows(call.tensors.get("linear_weight")), getattr(input, "device", None)
+    operands = operand_names(call.tensors)
     descriptions: dict[str, str] = {}
     details: dict[str, str] = {}
     for name, value in call.tensors.items():
@@ -231,19 +240,18 @@ def _description(parallel: VocabParallel, call: Call, options: Options) -> dict[
             if isinstance(value, Real):
                 details[f"the value of {name}"] = str(value)
             continue
-        properties, shape = argument(name), tuple[Any, ...](value.shape)
-        if properties.role == COLUMN and (is_dtensor(value) or _rows(value) == rows):
+        role, shape = call.roles[name], tuple[Any, ...](value.shape)
+        if role == COLUMN and _rows(value) == rows:
             shape = ("V", *shape[1:])
-        elif tokens is not None and properties.role in TOKEN_ROLES and shape[: len(tokens)] == tokens:
+        elif tokens is not None and role in TOKEN_ROLES and shape[: len(tokens)] == tokens:
             shape = ("T", *shape[len(tokens) :])
-        needs_grad = value.requires_grad and (torch.is_grad_enabled() or not properties.differentiable)
+        needs_grad = value.requires_grad and (torch.is_grad_enabled() or name not in operands)
         needs_grad = needs_grad or name in call.needs_grad
-        kind, dtype = "a DTensor, " if is_dtensor(value) else "", str(value.dtype).removeprefix("torch.")
+        kind, dtype = "a DTensor, " if name in placements else "", str(value.dtype).removeprefix("torch.")
         location = value.device.type if device == value.device else value.device
         gradient = ", which requires a gradient" if needs_grad else ""
         descriptions[name] = f"{kind}{dtype} ({', '.join(map(str, shape))}) on {location}{gradient}"
-        if is_dtensor(value):
-            details[f"the placement of {name}"] = f"{value.placements} on {value.device_mesh}"
+    details |= {f"the placement of {name}": placement for name, placement in placements.items()}
     # A compiled program agrees again in its backward; ranks that run eagerly would not take part.
     details["whether a program computes gradients"] = str(bool(call.needs_grad))
     names = [field.name for field in fields(parallel) if field.name not in ("group", "start")]
@@ -257,7 +265,7 @@ def _value_descriptions(parallel: VocabParallel, tensors: Mapping[str, Any]) -> 
     """Describes the values of tensors that must be equal on all ranks. In words, since a NaN does not equal itself."""
     target, number = tensors.get("target"), tensors.get("num_items")
     values = {}
-    # Not for DTensors, and not for a trace's stand-ins for tensors, which have no values.
+    # Specs, as of DTensors, and a trace's stand-ins for tensors have no values.
     if type(target) is Tensor and not parallel.divides_tokens:
         weights = torch.arange(1, target.numel() + 1, device=target.device)
         values["the values of target"] = str(int((target.reshape(-1).long() * weights).sum()))
@@ -268,8 +276,7 @@ def _value_descriptions(parallel: VocabParallel, tensors: Mapping[str, Any]) -> 
 
 def _rows(weight: Any) -> int:
     """Returns the number of rows in this rank's part of a weight; 0 if it is no tensor with rows."""
-    local = weight.to_local() if is_dtensor(weight) else weight
-    return local.shape[0] if is_tensor(local) and len(local.shape) else 0
+    return weight.shape[0] if is_tensor(weight) and len(weight.shape) else 0
 
 
 # Parts of the vocabulary.

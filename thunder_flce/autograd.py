@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 from thunder_flce import operators
 from thunder_flce.engine.kernels.scaling import factor_of, graph_is_kept, scaled_gradients
 from thunder_flce.inductor import scale_gradient
+from thunder_flce.operation.call import is_traced
 from thunder_flce.operators import Settings
 
 _NO_SECOND_DERIVATIVE = "linear_cross_entropy has no second derivative"
@@ -90,7 +91,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if settings.finishes_in_forward:
             # With finished gradients, the backward does not read the operands.
             kept = _expected_gradient(settings, tensors)
-            if not is_direct and operators.is_traced(tensors[0]):
+            if not is_direct and is_traced(tensors[0]):
                 # AOTAutograd detects second derivatives by those of the program's inputs that the backward reads. Their
                 # node is an `Error`. They are alive anyway, so saving them takes no memory.
                 needed = [tensors[position] for position in settings.grad_positions]
@@ -157,26 +158,26 @@ def _backward(settings: Settings, *tensors: Any) -> Any:
     """Returns the needed gradients from the upstream gradients of `Settings.upstream_names`, then the saved tensors."""
     count = len(settings.upstream_names)
     upstream, saved_tensors = tensors[:count], tensors[count:]
-    is_traced = torch.compiler.is_compiling() or type(saved_tensors[0]) is not Tensor or saved_tensors[0].is_meta
+    is_recorded = torch.compiler.is_compiling() or type(saved_tensors[0]) is not Tensor or saved_tensors[0].is_meta
     # `make_fx` also traces with tensors that have values.
-    is_traced = is_traced or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    is_recorded = is_recorded or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
     # With is_grads_batched=True, an upstream gradient is a batch of several.
     is_batch = torch._C._functorch.is_legacy_batchedtensor
-    if not is_traced and any([is_batch(grad) for grad in upstream if grad is not None]):
+    if not is_recorded and any([is_batch(grad) for grad in upstream if grad is not None]):
         raise RuntimeError("linear_cross_entropy has no vmap; call backward without is_grads_batched=True")
-    may_overwrite = not is_traced and not graph_is_kept()
+    may_overwrite = not is_recorded and not graph_is_kept()
     if settings.finishes_in_forward:
         needed = 1 + len(settings.needs_grad)
         valid_count, gradients = saved_tensors[0], saved_tensors[1:needed]
         expected = saved_tensors[needed] if "expected_gradient" in settings.names else None
-        if is_traced:
+        if is_recorded:
             factor = factor_of(upstream[0], None, expected)
             return tuple(scale_gradient(each, factor, valid_count, saved_tensors[needed:]) for each in gradients)
         return scaled_gradients(
             gradients, upstream[0], valid_count=valid_count, expected=expected, may_overwrite=may_overwrite
         )
     saved, operands = saved_tensors[: len(settings.saved_names)], saved_tensors[len(settings.saved_names) :]
-    if is_traced:
+    if is_recorded:
         call = torch.ops.thunder_flce.linear_cross_entropy_backward
         return tuple(call(list(upstream), list(saved), list(operands), str(settings)))
     return tuple(operators.backward(settings, upstream, saved, operands, may_overwrite=may_overwrite))

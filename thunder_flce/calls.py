@@ -4,53 +4,52 @@ The settings of a call are kept. Calls with the same planned number of tokens (`
 in nothing but the number of tokens reuse them, and are neither checked nor planned again.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from thunder_flce.agreement import Part
 from thunder_flce.autograd import differentiable_forward, requires_grad
 from thunder_flce.engine.choose import strategy_of
 from thunder_flce.engine.plan import LOSS_ONLY, SAVE_LOGITS, Plan
-from thunder_flce.operation.call import Call, Shard, have_token_dimensions, operand_names
+from thunder_flce.operation.call import Call, have_token_dimensions, is_traced, operand_names
 from thunder_flce.operation.checks import check_call, check_scalar
-from thunder_flce.operation.loss import Loss
-from thunder_flce.operators import Settings, is_traced, is_watched, plan_for, planned_tokens
+from thunder_flce.operators import Settings, is_watched, plan_for, planned_tokens
 from thunder_flce.options import Options, plain
 
 _settings_cache: dict[Any, Settings] = {}
-"""Settings of direct calls that were checked and planned before. The key is `_cache_key` of the tensors, the loss's id
-and the other arguments of `run`. The settings keep the loss alive, so that no other object gets its id."""
+"""Settings of direct calls that were checked and planned before. The key is `_cache_key` of the tensors, the loss's id,
+the shard and the options. The settings keep the loss alive, so that no other object gets its id."""
 _MOST_CACHED = 4096
 _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 """Tensor types that the engine may take without the dispatcher; subclasses may have a `__torch_dispatch__`"""
 
 
-def run(
-    arguments: Mapping[str, Any], loss: Loss, options: Options, *, ranks: Shard | str | None = None
-) -> Sequence[Tensor]:
+def run(call: Call, options: Options, ranks: Callable[[], Part] | str | None = None) -> Sequence[Tensor]:
     """Runs a call; returns the loss and its outputs.
 
     Args:
-        arguments: tensors by name, from `named_tensors`, not checked yet; num_items and expected_gradient may be
-            numbers.
-        loss: from `loss_of`.
+        call: not checked yet, with tensors from `named_tensors` and a loss from `loss_of`; num_items and
+            expected_gradient may be numbers.
         options: choices about time and memory.
-        ranks: the shard on which the ranks that divide the vocabulary have agreed; or, in a traced program, the ranks
-            that will agree, from `as_literal`.
+        ranks: for a call of several ranks, what `ranks.on_ranks` returns.
     """
-    tensors = scalars_as_tensors(arguments)
+    whole_results: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = None
+    if ranks is not None and not isinstance(ranks, str):
+        call, whole_results = ranks()
+        ranks = None
+    tensors, loss = scalars_as_tensors(call.tensors), call.loss
     # Inside transforms of torch.func, `requires_grad` does not tell whether an outer transform needs the gradient.
     key = None if torch._C._are_functorch_transforms_active() else _cache_key(tensors)
     if key is not None:
         # By id, since an equal loss may have a number of another type, which has to be checked.
-        key = (key, id(loss), options, ranks, torch.is_grad_enabled())
+        key = (key, id(loss), options, call.shard, ranks, torch.is_grad_enabled())
     settings = _settings_cache.get(key)
     if settings is None:
-        settings = _prepared(tensors, loss, options, ranks=ranks)
+        settings = _prepared(replace(call, tensors=tensors), options, vocab_parallel=ranks)
         if settings.options is not None:  # The operator makes the plan.
             key = None
         if key is not None:
@@ -58,7 +57,8 @@ def run(
                 _settings_cache.clear()
             _settings_cache[key] = settings
     is_direct = key is not None and not is_watched()
-    return differentiable_forward(settings, [*tensors.values()], is_direct=is_direct)[: 1 + len(loss.outputs)]
+    results = differentiable_forward(settings, [*tensors.values()], is_direct=is_direct)[: 1 + len(loss.outputs)]
+    return results if whole_results is None else whole_results(results)
 
 
 def _cache_key(tensors: Mapping[str, Any]) -> tuple[Any, ...] | None:
@@ -85,15 +85,14 @@ def _cache_key(tensors: Mapping[str, Any]) -> tuple[Any, ...] | None:
     return tuple(key)
 
 
-def _prepared(tensors: Mapping[str, Any], loss: Loss, options: Options, *, ranks: Shard | str | None) -> Settings:
+def _prepared(call: Call, options: Options, *, vocab_parallel: str | None) -> Settings:
     """Checks and plans a call; returns its settings."""
-    if isinstance(ranks, str):  # The ranks agree, and check the call, when the operator runs.
-        call = Call(tensors=tensors, loss=loss, needs_grad=names_needing_grad(tensors))
-        return unplanned_settings(call, options, vocab_parallel=ranks)
-    call = Call(tensors=tensors, loss=loss, shard=ranks)
-    check_call(call)
-    call = replace(call, needs_grad=names_needing_grad(tensors))
-    if ranks is None and is_traced(call.tensors["input"]):
+    if vocab_parallel is None:  # Otherwise the ranks agree, and check the call, when the operator runs.
+        check_call(call)
+    call = replace(call, needs_grad=names_needing_grad(call.tensors))
+    if vocab_parallel is not None:
+        return unplanned_settings(call, options, vocab_parallel=vocab_parallel)
+    if call.shard is None and is_traced(call.tensors["input"]):
         return unplanned_settings(call, options)
     return settings_of_call(call, plan_for(call, options))
 
@@ -148,20 +147,6 @@ def scalars_as_tensors(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
             tensor = torch.full((), 1 if is_symbol else plain(number), dtype=dtype, device=input.device)
             tensors = {**tensors, name: tensor * number if is_symbol else tensor}
     return tensors
-
-
-_loss = lru_cache(maxsize=_MOST_CACHED, typed=True)(Loss)
-_PLAIN_TYPES = frozenset((int, float, bool, str, tuple, type(None)))
-
-
-def loss_of(**fields: Any) -> Loss:
-    """Returns the loss with these fields: the same object for equal fields of the same types."""
-    if not _PLAIN_TYPES.issuperset(map(type, fields.values())):
-        fields = {name: plain(value) for name, value in fields.items()}
-    try:
-        return _loss(**fields)
-    except TypeError:  # A field is not hashable; the checks will name it.
-        return Loss(**fields)
 
 
 def autocast(operands: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -14,6 +14,7 @@ each rank has the part of its tokens. This module is imported only if there is a
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,9 +25,8 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from thunder_flce.agreement import agreement_on
-from thunder_flce.calls import run
-from thunder_flce.operation.call import COLUMN, HIDDEN, SCALAR, TOKEN, Call, argument
+from thunder_flce.agreement import Part, agreement_on
+from thunder_flce.operation.call import COLUMN, HIDDEN, SCALAR, TOKEN, Call, Spec
 from thunder_flce.operation.loss import OUTPUTS, Loss
 from thunder_flce.options import Options
 from thunder_flce.vocab_parallel import VocabParallel
@@ -40,13 +40,21 @@ _IN_FSDP = (
 )
 
 
-def local_weight(name: str, value: DTensor, parallel: VocabParallel) -> Tensor:
-    """Returns this rank's rows of a DTensor weight that is passed with `vocab_parallel`; class weights as they are.
+def with_local_weights(call: Call, parallel: VocabParallel) -> Call:
+    """Returns a call with `vocab_parallel` in which DTensor weights are this rank's rows; class weights stay DTensors.
 
     Raises:
-        ValueError: if the argument is not a weight, or its rows are not divided among these ranks.
+        ValueError: if a DTensor is not a weight, or its rows are not divided among these ranks.
     """
-    role, mesh = argument(name).role, value.device_mesh
+
+    def local(name: str, value: Any) -> Any:
+        return _local_weight(name, value, parallel, call.roles[name]) if isinstance(value, DTensor) else value
+
+    return call.map(local)
+
+
+def _local_weight(name: str, value: DTensor, parallel: VocabParallel, role: str) -> Tensor:
+    mesh = value.device_mesh
     if role in (HIDDEN, TOKEN, SCALAR):
         raise ValueError(
             f"{name} must be a plain tensor with vocab_parallel, but got a DTensor; leave vocab_parallel out, and the "
@@ -63,16 +71,32 @@ def local_weight(name: str, value: DTensor, parallel: VocabParallel) -> Tensor:
     return _waited(value.to_local())
 
 
-def on_mesh(tensors: Mapping[str, Any], loss: Loss, options: Options) -> Callable[[], tuple[Tensor, ...]]:
+def agreement_with_dtensors(parallel: VocabParallel, call: Call, options: Options) -> Callable[[], Any]:
+    """Does what `agreement_on` does for a call in which some tensors are DTensors."""
+    placements: dict[str, str] = {}
+
+    def described(name: str, value: Any) -> Any:
+        if not isinstance(value, DTensor):
+            return value
+        placements[name] = f"{value.placements} on {value.device_mesh}"
+        # Ranks may have different numbers of the weight's rows.
+        shape = (value.to_local() if call.roles[name] == COLUMN else value).shape
+        return Spec(tuple(shape), value.dtype, value.device, value.requires_grad)
+
+    return agreement_on(parallel, call.map(described), options, placements=placements)
+
+
+def on_mesh(call: Call, options: Options) -> Callable[[], Part]:
     """Does what `ranks.on_ranks` does for calls in which some tensors are DTensors.
 
     Raises:
         TypeError: if a tensor is plain that must be a DTensor; the message names it and the cure.
         ValueError: for unsupported placements, likewise; and as `agreement.agreement_on`.
     """
-    for name in ("input", "linear_weight", *tensors):
-        if argument(name).role in (HIDDEN, COLUMN):
-            _check_operand(name, tensors)
+    tensors, loss = call.tensors, call.loss
+    operands = (name for name, role in call.roles.items() if role in (HIDDEN, COLUMN))
+    for name in ("input", "linear_weight", *operands):
+        _check_operand(name, tensors)
     input, weight = tensors["input"], tensors["linear_weight"]
     mesh, placements, weight_placements = input.device_mesh, input.placements, weight.placements
     divides_tokens = _divides("input", input, range(input.ndim - 1), expected="a Shard of a dimension of tokens")
@@ -92,14 +116,14 @@ def on_mesh(tensors: Mapping[str, Any], loss: Loss, options: Options) -> Callabl
         at = divides_columns.index(True)
         _check_even(input, at)
         parallel = VocabParallel(group=mesh.get_group(at), sequence_parallel=divides_tokens[at])
-        agree = agreement_on(parallel, Call(tensors=tensors, loss=loss), options)
+        agree = agreement_with_dtensors(parallel, call, options)
     weight_grads = tuple(Partial() if at in summed else placement for at, placement in enumerate(weight_placements))
     sum_placements = tuple(Partial() if at in summed else Replicate() for at in range(mesh.ndim))
     shape = input.shape[:-1]
     strides = tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
 
     def local_part(name: str, value: Any, local_input: Tensor) -> Any:
-        role = argument(name).role
+        role = call.roles[name]
         if role == HIDDEN:
             return local_input if name == "input" else _local(value, placements, placements)
         if role == COLUMN:
@@ -116,14 +140,14 @@ def on_mesh(tensors: Mapping[str, Any], loss: Loss, options: Options) -> Callabl
             return DTensor.from_local(result.clone(), mesh, placements, run_check=False, shape=shape, stride=strides)
         return DTensor.from_local(result, mesh, sum_placements, run_check=False).full_tensor() if summed else result
 
-    def run_agreed() -> tuple[Tensor, ...]:
+    def agreed_part() -> Part:
         # Agree first: redistributing runs collectives.
         shard = None if agree is None else agree()
         local_input = _local(input, placements, placements)
-        parts = {name: local_part(name, value, local_input) for name, value in tensors.items()}
-        return tuple(map(global_result, run(parts, loss, options, ranks=shard)))
+        part = replace(call.map(lambda name, value: local_part(name, value, local_input)), shard=shard)
+        return part, lambda results: tuple(map(global_result, results))
 
-    return run_agreed
+    return agreed_part
 
 
 def _tokens_part(name: str, tensor: Tensor, input: DTensor, tokens: torch.Size, last: torch.Size | tuple[()]) -> Tensor:

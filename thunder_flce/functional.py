@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from thunder_flce.agreement import share_error
-from thunder_flce.calls import autocast, loss_of, run
+from thunder_flce.calls import autocast, run
 from thunder_flce.importing import when_imported, without_dynamo
-from thunder_flce.operation.call import named_tensors
+from thunder_flce.operation.call import Call, named_tensors
+from thunder_flce.operation.loss import loss_of
 from thunder_flce.options import FIELDS, OPTIONS, Options, as_options
 from thunder_flce.ranks import on_ranks
 from thunder_flce.token_losses import token_loss_of
@@ -180,11 +181,11 @@ def linear_cross_entropy(
             softcap=softcap, z_loss=z_loss, vocab_size=vocab_size, outputs=outputs, detached=detached,
             token_loss=token_loss or "",
         )  # fmt: skip
-        call: Callable[[], Sequence[Tensor]] = functools.partial(run, tensors, loss, options)
+        call, ranks = Call(tensors=tensors, loss=loss), None
         if parallel is not None or has_dtensor([*tensors.values()]):
-            call = on_ranks(tensors, loss, options, parallel=parallel)
+            ranks = on_ranks(call, options, parallel)
     except Exception as error:
         share_error(error, parallel, linear_weight)
         raise
-    results = call()
+    results = run(call, options, ranks)
     return tuple(results) if outputs else results[0]

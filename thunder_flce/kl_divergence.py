@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from thunder_flce.calls import autocast, loss_of, run
+from thunder_flce.calls import autocast, run
 from thunder_flce.functional import one_call
-from thunder_flce.operation.call import named_tensors
+from thunder_flce.operation.call import Call, named_tensors
 from thunder_flce.operation.divergence import Divergence
-from thunder_flce.operation.loss import NOTHING_IGNORED
+from thunder_flce.operation.loss import NOTHING_IGNORED, loss_of
 from thunder_flce.options import Options, as_options, plain
 
 _NO_THUNDER = "linear_kl_divergence does not run inside thunder.jit: call it outside, or compile with torch.compile"
@@ -91,4 +91,4 @@ def linear_kl_divergence(
         ignore_index = NOTHING_IGNORED
     kind = Divergence(kind=divergence, beta=plain(beta), temperature=plain(temperature))
     loss = loss_of(reduction=reduction, ignore_index=ignore_index, divergence=kind)
-    return run(named_tensors(tensors), loss, options)[0]
+    return run(Call(tensors=named_tensors(tensors), loss=loss), options)[0]

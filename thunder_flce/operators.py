@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 
 from thunder_flce.agreement import agreed_call
 from thunder_flce.device import TILE_ROWS, Device
@@ -335,9 +334,3 @@ def is_watched() -> bool:
         or torch._C._are_functorch_transforms_active()
         or torch.autograd._profiler_enabled()
     )
-
-
-def is_traced(tensor: Any) -> bool:
-    """Whether a value is a tensor in a program that is compiled, traced or exported, or a tensor without values."""
-    is_of_program = torch.compiler.is_compiling() or torch._C._is_tracing()
-    return isinstance(tensor, Tensor) and (is_of_program or tensor.is_meta or is_fake(tensor))

@@ -1,61 +1,56 @@
 """Calls of several ranks: the agreement of the ranks and the part of this rank, before that part runs."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from thunder_flce.agreement import agreement_on
-from thunder_flce.calls import loss_of, run
-from thunder_flce.operation.call import TOKEN_ROLES, Call, argument
+from thunder_flce.agreement import Part, agreement_on
+from thunder_flce.operation.call import TOKEN_ROLES, Call, is_traced
 from thunder_flce.operation.checks import check_call
-from thunder_flce.operation.loss import Loss
-from thunder_flce.operators import is_traced
+from thunder_flce.operation.loss import loss_of
 from thunder_flce.options import Options
 from thunder_flce.vocab_parallel import ONLY_EAGER, VocabParallel, as_literal, has_dtensor, is_dtensor
 
 
-def on_ranks(
-    tensors: Mapping[str, Any], loss: Loss, options: Options, *, parallel: VocabParallel | None
-) -> Callable[[], Sequence[Tensor]]:
-    """Returns a function that runs a call of several ranks, and returns the loss and its outputs.
+def on_ranks(call: Call, options: Options, parallel: VocabParallel | None) -> Callable[[], Part] | str:
+    """Returns the function that has the ranks agree on a call; in a traced program, the ranks that will agree.
 
-    The tensors are not checked yet. The returned function begins with the agreement of the ranks; errors that are
-    raised before it is called are errors of this rank alone, so the caller has to `share_error`.
+    The call is not checked yet. Errors that are raised before the returned function is called are errors of this rank
+    alone, so the caller has to `share_error`.
     """
+    has_dtensors = has_dtensor([*call.tensors.values()])
     if parallel is None:
         from thunder_flce.dtensor import on_mesh
 
-        return on_mesh(tensors, loss, options)
-    if is_traced(tensors.get("input")) and all(is_traced(t) for t in tensors.values() if isinstance(t, Tensor)):
-        if has_dtensor([*tensors.values()]):
+        return on_mesh(call, options)
+    tensors = [value for value in call.tensors.values() if isinstance(value, Tensor)]
+    if is_traced(call.tensors.get("input")) and all(map(is_traced, tensors)):
+        if has_dtensors:
             raise NotImplementedError(ONLY_EAGER)
         # The ranks agree, and the arguments are checked, when the operator runs.
-        return partial(run, tensors, loss, options, ranks=as_literal(parallel))
-    local_tensors = dict(tensors)
-    for name, value in tensors.items():
-        if is_dtensor(value):
-            from thunder_flce.dtensor import local_weight
+        return as_literal(parallel)
+    if has_dtensors:
+        from thunder_flce.dtensor import agreement_with_dtensors, with_local_weights
 
-            local_tensors[name] = local_weight(name, value, parallel)
-    agree = agreement_on(parallel, Call(tensors=local_tensors, loss=loss), options)
+        call = with_local_weights(call, parallel)
+        agree = agreement_with_dtensors(parallel, call, options)
+    else:
+        agree = agreement_on(parallel, call, options)
 
-    def run_agreed() -> Sequence[Tensor]:
-        shard = agree()
-        if is_dtensor(weight := local_tensors.get("weight")):
-            local_tensors["weight"] = weight.full_tensor()
-        if parallel.data_parallel:
-            return _run_averaged(Call(tensors=local_tensors, loss=loss, shard=shard), options)
-        return run(local_tensors, loss, options, ranks=shard)
+    def agreed_part() -> Part:
+        part = replace(call, shard=agree())
+        if is_dtensor(weight := call.tensors.get("weight")):
+            part = replace(part, tensors={**call.tensors, "weight": weight.full_tensor()})
+        return _averaged(part) if parallel.data_parallel else (part, tuple)
 
-    return run_agreed
+    return agreed_part
 
 
-def _run_averaged(call: Call, options: Options) -> tuple[Tensor, ...]:
-    """Runs a call with `VocabParallel.data_parallel` that the ranks have agreed on; returns the loss and its outputs.
+def _averaged(call: Call) -> Part:
+    """Returns this rank's part of a call with `VocabParallel.data_parallel` that the ranks have agreed on.
 
     FSDP and DDP average gradients over the ranks, so the loss to differentiate is the mean over ranks of their losses.
     A call with `sequence_parallel` computes it if all ranks have equally many tokens, so ranks with fewer tokens are
@@ -65,12 +60,10 @@ def _run_averaged(call: Call, options: Options) -> tuple[Tensor, ...]:
     assert call.shard is not None
     loss, shape, count = call.loss, call.shape, call.own_tokens
     ranks, most = call.shard.ranks, call.shard.most_tokens
-    # Without the number of tokens, calls that differ only in it share their settings.
-    shard = replace(call.shard, most_tokens=0)
 
     def padded(name: str, tensor: Any) -> Any:
         """Pads a tensor of this rank's tokens to (most, ...); returns others as they are."""
-        if argument(name).role not in TOKEN_ROLES:
+        if call.roles[name] not in TOKEN_ROLES:
             return tensor
         # A narrow dtype might not hold ignore_index.
         values, fill = (tensor.long(), loss.ignore_index) if name == "target" else (tensor, 0)
@@ -95,4 +88,6 @@ def _run_averaged(call: Call, options: Options) -> tuple[Tensor, ...]:
             rank_result.register_hook(lambda grad: grad / ranks)
         return rank_result
 
-    return tuple(map(unpadded, run(changed, loss, options, ranks=shard)))
+    # Without the number of tokens, calls that differ only in it share their settings.
+    part = Call(tensors=changed, loss=loss, shard=replace(call.shard, most_tokens=0))
+    return part, lambda results: tuple(map(unpadded, results))

@@ -12,6 +12,7 @@ from math import prod
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
 
 from thunder_flce.device import Device
 from thunder_flce.operation.loss import OUTPUTS, Loss
@@ -122,6 +123,12 @@ def is_tensor(value: Any) -> TypeGuard[Any]:
     return hasattr(value, "shape") and hasattr(value, "dtype") and hasattr(value, "requires_grad")
 
 
+def is_traced(tensor: Any) -> bool:
+    """Whether a value is a tensor in a program that is compiled, traced or exported, or a tensor without values."""
+    is_of_program = torch.compiler.is_compiling() or torch._C._is_tracing()
+    return isinstance(tensor, torch.Tensor) and (is_of_program or tensor.is_meta or is_fake(tensor))
+
+
 class Spec(NamedTuple):
     """A tensor's properties without its values."""
 
@@ -204,6 +211,11 @@ class Call:
     def map(self, function: Callable[[str, Any], Any]) -> "Call":
         """Returns the same call with each tensor replaced by `function(name, tensor)`."""
         return replace(self, tensors={name: function(name, tensor) for name, tensor in self.tensors.items()})
+
+    @cached_property
+    def roles(self) -> dict[str, str]:
+        """The role of each tensor, by name."""
+        return {name: argument(name).role for name in self.tensors}
 
     @cached_property
     def linears(self) -> tuple[Linear, ...]:

@@ -45,14 +45,14 @@ The functions below are these formulas. Legend: N rows, V vocabulary.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from thunder_flce.operation.divergence import Divergence
 from thunder_flce.operation.pointwise import VARIABLES, TokenLoss, uses
-from thunder_flce.options import PlainValues
+from thunder_flce.options import PlainValues, plain
 
 
 @dataclass(frozen=True)
@@ -230,6 +230,20 @@ class Loss(PlainValues):
     def z_term(self, row: Row) -> Any | None:
         """Returns the z-loss of each row, (N,); None without a z-loss."""
         return self.z_loss * (row.max + row.log_sum).square() if self.z_loss else None
+
+
+_loss = lru_cache(maxsize=4096, typed=True)(Loss)
+_PLAIN_TYPES = frozenset((int, float, bool, str, tuple, type(None)))
+
+
+def loss_of(**fields: Any) -> Loss:
+    """Returns the loss with these fields: the same object for equal fields of the same types."""
+    if not _PLAIN_TYPES.issuperset(map(type, fields.values())):
+        fields = {name: plain(value) for name, value in fields.items()}
+    try:
+        return _loss(**fields)
+    except TypeError:  # A field is not hashable; the checks will name it.
+        return Loss(**fields)
 
 
 class RowCoefficients(NamedTuple):
