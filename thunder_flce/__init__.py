@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from thunder_flce.engine.plan import Plan
 from thunder_flce.functional import linear_cross_entropy
-from thunder_flce.inspection.report import Report, explain
+from thunder_flce.inspection.explain import explain
+from thunder_flce.inspection.report import Report
 from thunder_flce.integrations.transformers import LossTrainerMixin
 from thunder_flce.integrations.trl import replace_trl_head
 from thunder_flce.kl_divergence import linear_kl_divergence

@@ -20,9 +20,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_map
 
-from thunder_flce.matching.interpreter import LOSSES, NORMALISERS
+from thunder_flce.matching.interpreter import LINEARS, LOSSES, NORMALISERS
 from thunder_flce.matching.program import NAMES, Op, Program, Source, Tensor, agree, is_number, same, tensors_in
-from thunder_flce.matching.rules import LINEARS
 
 _NUMPY_PARAMETERS = {"axis": "dim", "keepdims": "keepdim", "x": "input", "x1": "input", "x2": "other"}
 _ATEN_LOSSES = {"cross_entropy_loss": "cross_entropy", "nll_loss_nd": "nll_loss", "nll_loss": "nll_loss"}

@@ -41,15 +41,15 @@ def forward(ops: Primitives) -> dict[str, Tensor]:
         # The backward multiplies rows by factors that include the class weights, but not the target weights.
         unit_rows = copy(rows)
         unit_rows.at_target, unit_rows.s = None, torch.ones(rows.count, dtype=call.row_dtype, device=rows.target.device)
-        coefficients = Coefficients(ops, unit_rows)
+        coefficients = Coefficients(call, unit_rows)
     elif plan.finishes_in_forward:
         expected = call.tensors.get("expected_gradient")
         rows = ops.prepare(None if expected is None else usable(expected), meanwhile=logits.start)
-        coefficients = Coefficients(ops, rows)
+        coefficients = Coefficients(call, rows)
     else:
         rows, coefficients = ops.prepare(None, meanwhile=logits.start), None
     chunk_results, gradients = run(ops, rows, coefficients, logits=logits)
-    return _results(ops, rows, row_loss.joined(ops, rows, chunk_results), gradients, logits.kept)
+    return _results(ops, rows, row_loss.joined(call, rows, chunk_results), gradients, logits.kept)
 
 
 def backward(ops: Primitives, saved: Mapping[str, Tensor], upstream: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
@@ -70,11 +70,11 @@ def backward(ops: Primitives, saved: Mapping[str, Tensor], upstream: Mapping[str
         rows = ops.prepare_again(loss_grad, call.tokens)
         rows.target_weights = None
         # The loss has parallel row gradients: coefficient A multiplies dX for an upstream gradient of 1.
-        factors = Coefficients(ops, rows, upstream).all_rows.probability
+        factors = Coefficients(call, rows, upstream).all_rows.probability
         return {"input": ops.scaled_rows(saved["dX"], rows.returned(factors))}
     rows = ops.prepare_again(loss_grad, ops.count_of(saved["computed_rows"]))
     entropy = rows.received(saved["entropy"].reshape(-1)) if "entropy" in saved else None
-    coefficients = Coefficients(ops, rows, upstream, entropy=entropy)
+    coefficients = Coefficients(call, rows, upstream, entropy=entropy)
     return run(ops, rows, coefficients, logits=_Logits(ops, call.linears, saved), saved=saved)[1]
 
 
@@ -205,8 +205,8 @@ def _results(
     results = {"loss": rows.returned(loss) if call.loss.reduction == "none" else loss}
     results |= {name: rows.returned(output) for name, output in outputs.items()}
     if len(outputs) < len(call.loss.outputs):
-        row = row_results.row(ops)
-        results |= {name: row_loss.output(ops, rows, name, row) for name in call.loss.outputs if name not in outputs}
+        row = row_results.row(call)
+        results |= {name: row_loss.output(call, rows, name, row) for name in call.loss.outputs if name not in outputs}
     if plan.strategy != LOSS_ONLY:
         results["valid_count"] = rows.valid_count
     if ops.region.reads_statistics:

@@ -288,23 +288,13 @@ class Primitives:
         """Returns the rows of a chunk from `tensor` (T, H): see `Rows.gather_chunk`."""
         return selected.gather_chunk(tensor, chunk, out)
 
-    @property
-    def class_total(self) -> Any:
-        """Σ w over all columns, for label smoothing with class weights; otherwise the number of columns."""
-        is_weighted = self.call.loss.label_smoothing and "weight" in self.call.tensors
-        return self._all_class_weights.sum() if is_weighted else self.call.whole_vocab
-
-    @cached_property
-    def _all_class_weights(self) -> Tensor:
-        return self.call.tensors["weight"][: self.call.whole_vocab].detach().to(self.call.row_dtype)
-
     @cached_property
     def class_weight(self) -> Tensor | None:
         """(V,) the class weights of this rank's columns, in the row dtype; None unless label smoothing needs them."""
         if "weight" not in self.call.tensors or not self.call.loss.label_smoothing:
             return None
-        shard, class_weights = self.call.shard, self._all_class_weights
-        return class_weights if shard is None else class_weights[shard.start : shard.start + shard.columns]
+        shard, weights = self.call.shard, row_loss.class_weights(self.call)
+        return weights if shard is None else weights[shard.start : shard.start + shard.columns]
 
     def local_columns(self, target: Tensor) -> tuple[Tensor, Tensor | None]:
         """Returns each target's column on this rank, and a mask of the targets that this rank has; None: it has all.
@@ -526,7 +516,7 @@ class Primitives:
         """Returns the token losses of some rows, (C,), and with `s` the coefficients: see `row_loss.token_loss`."""
         kernel = self.region.token_kernel
         if kernel is None or s is None:
-            return row_loss.token_loss(self, results, inputs, s)
+            return row_loss.token_loss(self.call, results, inputs, s)
         return kernel(results.statistics, results.z_y, results.moments, s, inputs, columns=self.call.whole_vocab)
 
     # Results.
@@ -535,15 +525,15 @@ class Primitives:
         """Returns the loss, () or (N,) for reduction "none", from all row results, and outputs of the same kernel."""
         loss, logit, at_target, row_losses = self.call.loss, results.z_y, selected.at_target, results.row_losses
         if self.region.vector_kernels is None:
-            row: Any = None if results.z_y is None else results.row(self)
-            row_losses = row_loss.cross_entropy(self, selected, row) if row_losses is None else row_losses
-            return row_loss.reduced(self, selected, row_losses, loss.z_term(row)), {}
+            row: Any = None if results.z_y is None else results.row(self.call)
+            row_losses = row_loss.cross_entropy(self.call, selected, row) if row_losses is None else row_losses
+            return row_loss.reduced(self.call, selected, row_losses, loss.z_term(row)), {}
         if loss.maps_logits or loss.label_smoothing:
             # The kernel neither maps z to logits nor takes the moments that smoothing needs.
-            row = results.row(self)
+            row = results.row(self.call)
             logit = row.target_logit
             if loss.label_smoothing:
-                row_losses, at_target = row_loss.cross_entropy(self, selected, row), None
+                row_losses, at_target = row_loss.cross_entropy(self.call, selected, row), None
         return self.region.vector_kernels.finish(
             loss, results.statistics, logit, weight=selected.weight, at_target=at_target, divisors=selected.divisors,
             row_losses=row_losses,

@@ -4,18 +4,16 @@ Legend: T tokens, N rows computed, C rows in a chunk, V vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from thunder_flce.engine.kernels.interface import RowStatistics
 from thunder_flce.engine.rows import Rows
+from thunder_flce.operation.call import Call
 from thunder_flce.operation.loss import OUTPUTS, Row, RowCoefficients, row_coefficients
 from thunder_flce.operation.pointwise import VARIABLES, evaluate, input_name, uses, value_and_derivatives
-
-if TYPE_CHECKING:
-    from thunder_flce.engine.primitives import Primitives
 
 
 class RowResults(NamedTuple):
@@ -32,9 +30,9 @@ class RowResults(NamedTuple):
     coefficients: RowCoefficients | None = None
     """Coefficients of a token loss's gradient"""
 
-    def row(self, ops: "Primitives") -> Row:
+    def row(self, call: Call) -> Row:
         """Returns the results as the `Row` that the formulas of `Loss` take."""
-        u_y = ops.call.loss.logit_map(self.z_y.to(ops.call.row_dtype))
+        u_y = call.loss.logit_map(self.z_y.to(call.row_dtype))
         row_max, row_log_sum = self.statistics
         return Row(row_max, row_log_sum, target_logit=u_y, moments=self.moments, argmax=self.argmax)
 
@@ -43,24 +41,23 @@ class Coefficients:
     """Computes the coefficients of the gradient for each chunk of rows.
 
     Args:
-        ops: the region's primitives.
+        call: a flat call.
         rows: the rows that are computed.
         upstream: by name, the upstream gradients of outputs, or None; the loss's is already in the rows' s.
         entropy: (N,) the entropies, if they have an upstream gradient.
     """
 
     def __init__(
-        self, ops: "Primitives", rows: Rows, upstream: Mapping[str, Tensor | None] | None = None, *,
+        self, call: Call, rows: Rows, upstream: Mapping[str, Tensor | None] | None = None, *,
         entropy: Tensor | None = None,
     ):  # fmt: skip
-        call, loss = ops.call, ops.call.loss
-        self._ops, self._rows, self._entropy = ops, rows, entropy
-        s = rows.s
+        self._rows, self._scale, self._entropy = rows, call.loss.logit_scale, entropy
+        loss, s = call.loss, rows.s
         if call.whole_vocab == 1 and not loss.token_loss:
             # With one column, p is 1 and the gradient of the cross-entropy 0, however the exponentials are rounded.
             s = torch.zeros_like(s)
         result = row_coefficients(
-            loss, s, call.whole_vocab, at_target=rows.at_target, total=ops.class_total,
+            loss, s, call.whole_vocab, at_target=rows.at_target, total=class_total(call),
             target_weights=rows.target_weights,
         )  # fmt: skip
         for name, grad in (upstream or {}).items():
@@ -87,7 +84,7 @@ class Coefficients:
 
     def of_chunk(self, chunk: slice, results: RowResults | None = None) -> RowCoefficients:
         """Returns the chunk's coefficients, (C,) each; `results` are its row results, None in one pass."""
-        scale, coefficients = self._ops.call.loss.logit_scale, self.all_rows
+        scale, coefficients = self._scale, self.all_rows
         if chunk.stop - chunk.start < self._rows.count:
             coefficients = RowCoefficients(*[None if vector is None else vector[chunk] for vector in coefficients])
         if results is not None:
@@ -111,13 +108,13 @@ class Coefficients:
 
 
 def token_loss(
-    ops: "Primitives", results: RowResults, inputs: Sequence[Tensor], s: Tensor | None
+    call: Call, results: RowResults, inputs: Sequence[Tensor], s: Tensor | None
 ) -> tuple[Tensor, RowCoefficients | None]:
     """Returns the token losses of some rows, (C,), from their results and the token `inputs`, (C,) each.
 
     With the upstream gradient of each row's loss, `s` (C,), also returns the coefficients of its gradient.
     """
-    text, row, columns = ops.call.loss.token_loss, results.row(ops), ops.call.whole_vocab
+    text, row, columns = call.loss.token_loss, results.row(call), call.whole_vocab
     values = {name: OUTPUTS[name].compute(row, columns) for name in VARIABLES if uses(text, name)}
     values |= {input_name(number): vector for number, vector in enumerate(inputs)}
     if s is None:
@@ -138,14 +135,14 @@ def token_loss(
     return value, RowCoefficients(probability, one_hot, None if g_u is None else g_u / -columns, g_e)
 
 
-def joined(ops: "Primitives", rows: Rows, chunks: list[RowResults]) -> RowResults:
+def joined(call: Call, rows: Rows, chunks: list[RowResults]) -> RowResults:
     """Returns the row results of all chunks as those of all rows."""
     if len(chunks) == 1:
         return chunks[0]
     if not chunks:
-        nothing = ops.empty((0,), ops.call.row_dtype)
+        nothing = torch.empty(0, dtype=call.row_dtype, device=call.device)
         z_y = nothing if rows.target_weights is None else rows.target_weights
-        moments = dict.fromkeys(ops.call.loss.moments, nothing)
+        moments = dict.fromkeys(call.loss.moments, nothing)
         return RowResults(RowStatistics(nothing, nothing), z_y, moments, nothing.to(torch.int64), nothing)
 
     def cat(vectors: list[Any]) -> Any:
@@ -161,14 +158,25 @@ def joined(ops: "Primitives", rows: Rows, chunks: list[RowResults]) -> RowResult
     )
 
 
-def cross_entropy(ops: "Primitives", rows: Rows, row: Row) -> Tensor:
+def class_weights(call: Call) -> Tensor:
+    """Returns the class weights of all columns, (V,), in the row dtype."""
+    return call.tensors["weight"][: call.whole_vocab].detach().to(call.row_dtype)
+
+
+def class_total(call: Call) -> Any:
+    """Returns Σ w over all columns, for label smoothing with class weights; otherwise the number of columns."""
+    is_weighted = call.loss.label_smoothing and "weight" in call.tensors
+    return class_weights(call).sum() if is_weighted else call.whole_vocab
+
+
+def cross_entropy(call: Call, rows: Rows, row: Row) -> Tensor:
     """Returns (N,) each row's cross-entropy, with class weights, smoothing and target weights."""
-    return ops.call.loss.cross_entropy(
-        row, ops.call.whole_vocab, at_target=rows.at_target, total=ops.class_total, target_weights=rows.target_weights
+    return call.loss.cross_entropy(
+        row, call.whole_vocab, at_target=rows.at_target, total=class_total(call), target_weights=rows.target_weights
     )
 
 
-def reduced(ops: "Primitives", rows: Rows, row_losses: Tensor, z_term: Tensor | None = None) -> Tensor:
+def reduced(call: Call, rows: Rows, row_losses: Tensor, z_term: Tensor | None = None) -> Tensor:
     """Returns the loss, () or (N,) for reduction "none", from each row's loss `row_losses` and z term, (N,) each.
 
     The mean over no valid row is NaN, as in `torch.nn.functional`.
@@ -177,20 +185,20 @@ def reduced(ops: "Primitives", rows: Rows, row_losses: Tensor, z_term: Tensor | 
 
     def total(term: Tensor, divisor: Tensor | None) -> Tensor:
         term = rows.masked(term * rows.weight)
-        value = term if ops.call.loss.reduction == "none" else term.sum()
+        value = term if call.loss.reduction == "none" else term.sum()
         return value if divisor is None else value / divisor
 
     loss = total(row_losses, loss_divisor)
     return loss if z_term is None else loss + total(z_term, z_divisor)
 
 
-def output(ops: "Primitives", rows: Rows, name: str, row: Row) -> Tensor:
+def output(call: Call, rows: Rows, name: str, row: Row) -> Tensor:
     """Returns one of the loss's outputs, for each of the caller's tokens, or () for a mean."""
     description = OUTPUTS[name]
-    value = description.compute(row, ops.call.whole_vocab)
+    value = description.compute(row, call.whole_vocab)
     if description.is_mean:
         hits = rows.masked(value, fill=-1) == rows.target
-        return hits.sum().to(ops.call.row_dtype) / rows.valid_count
+        return hits.sum().to(call.row_dtype) / rows.valid_count
     if description.ignored is None:
         return rows.returned(value)
     return rows.returned(rows.masked(value, description.ignored), description.ignored)

@@ -1,1 +1,1 @@
-"""Inspection of compiled programs: `report` (`explain`), `thunder_report` (thunder's programs), `trace_command`."""
+"""Inspection of compiled programs: `explain`, its `report`, `thunder_report` of thunder's traces, `trace_command`."""

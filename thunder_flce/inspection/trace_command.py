@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from thunder_flce.engine.kernels.dispatch import check_available
 from thunder_flce.graph.plugin import jit
 from thunder_flce.inspection import programs
-from thunder_flce.inspection.report import explain
+from thunder_flce.inspection.explain import explain
 from thunder_flce.inspection.trace_text import commented, compile_only, readable, renumbered
 from thunder_flce.matching.decisions import PLURALS, NotFusedWarning
 from thunder_flce.options import ROW_KERNELS, Options

@@ -26,8 +26,9 @@ from thunder_flce.matching.program import (
     same,
     stored,
 )
-from thunder_flce.matching.rules import LINEARS, RULES
+from thunder_flce.matching.rules.registry import RULES
 
+LINEARS = ("linear", "inner", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "tensordot", "conv1d")
 LOSSES = ("cross_entropy", "nll_loss")
 NORMALISERS = ("log_softmax", "logsumexp")
 _RESIZES_CLASSES = {

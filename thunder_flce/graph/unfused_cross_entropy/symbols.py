@@ -49,7 +49,8 @@ def _backward_impl(
     rows = ops.prepare_again(grad, logits.shape[0])
     z = ops.logits_buffer(logits.shape[0]).copy_(logits)
     results = RowResults(RowStatistics(row_max, row_log_sum), None)
-    return ops.gradient_(z, results, Coefficients(ops, rows).of_chunk(slice(0, rows.count), results), rows.target)[0]
+    coefficients = Coefficients(ops.call, rows).of_chunk(slice(0, rows.count), results)
+    return ops.gradient_(z, results, coefficients, rows.target)[0]
 
 
 def _primitives(logits: Tensor, target: Tensor, weight: Tensor | None, settings: dict[str, Any]) -> Primitives:

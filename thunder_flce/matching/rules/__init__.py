@@ -6,8 +6,7 @@ operand's description is not of the annotated type, the rule is not called; if t
 raises `Unknown`. In both cases, `interpreter` demands the operands themselves.
 """
 
-from thunder_flce.matching.rules import arithmetic, joins, losses, reductions, selections, shapes
-from thunder_flce.matching.rules.linears import LINEARS
+from thunder_flce.matching.rules import arithmetic, joins, linears, losses, reductions, selections, shapes
 from thunder_flce.matching.rules.registry import RULES, rule
 
-__all__ = ["LINEARS", "RULES", "arithmetic", "joins", "losses", "reductions", "rule", "selections", "shapes"]
+__all__ = ["RULES", "arithmetic", "joins", "linears", "losses", "reductions", "rule", "selections", "shapes"]

@@ -13,9 +13,6 @@ if TYPE_CHECKING:
     from thunder_flce.matching.interpreter import Interpreter
 
 
-LINEARS = ("linear", "inner", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "tensordot", "conv1d")
-
-
 def _product(
     interpreter: "Interpreter", op: Op, equation: str, input: Tensor, weight: Tensor, *, bias: Tensor | None = None
 ) -> Class:
