@@ -1,6 +1,6 @@
 """Derivatives of the operators, for autograd and torch.func, in eager, traced and exported programs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from thunder_flce import operators
 from thunder_flce.engine.kernels.scaling import factor_of, graph_is_kept, scaled_gradients
 from thunder_flce.inductor import scale_gradient
-from thunder_flce.operation.call import is_traced
+from thunder_flce.operation.call import is_traced, operand_names
 from thunder_flce.operators import Settings
 
 _NO_SECOND_DERIVATIVE = "linear_cross_entropy has no second derivative"
@@ -18,11 +18,18 @@ _NO_FORWARD_MODE = "linear_cross_entropy has no forward-mode derivative: call ba
 _NO_VMAP = "linear_cross_entropy has no vmap; call it once with all rows: input may be (..., H), and target (...)"
 
 
-def requires_grad(tensor: Tensor) -> bool:
+def _requires_grad(tensor: Tensor) -> bool:
     """Whether a tensor requires a gradient in any of the active transforms of torch.func."""
     while not tensor.requires_grad and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor.requires_grad
+
+
+def names_needing_grad(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """Returns the names of the tensors whose gradient is needed."""
+    if not torch.is_grad_enabled():
+        return ()
+    return tuple(name for name in operand_names(tensors) if _requires_grad(tensors[name]))
 
 
 def differentiable_forward(settings: Settings, tensors: Sequence[Tensor], *, is_direct: bool) -> Sequence[Tensor]:

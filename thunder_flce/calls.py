@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from thunder_flce.agreement import Part
-from thunder_flce.autograd import differentiable_forward, requires_grad
-from thunder_flce.engine.choose import strategy_of
-from thunder_flce.engine.plan import LOSS_ONLY, SAVE_LOGITS, Plan
-from thunder_flce.operation.call import Call, have_token_dimensions, is_traced, operand_names
+from thunder_flce.autograd import differentiable_forward, names_needing_grad
+from thunder_flce.operation.call import Call, have_token_dimensions, is_traced
 from thunder_flce.operation.checks import check_call, check_scalar
 from thunder_flce.operators import Settings, is_watched, plan_for, planned_tokens
 from thunder_flce.options import Options, plain
@@ -91,42 +89,10 @@ def _prepared(call: Call, options: Options, *, vocab_parallel: str | None) -> Se
         check_call(call)
     call = replace(call, needs_grad=names_needing_grad(call.tensors))
     if vocab_parallel is not None:
-        return unplanned_settings(call, options, vocab_parallel=vocab_parallel)
+        return Settings.unplanned(call, options, vocab_parallel=vocab_parallel)
     if call.shard is None and is_traced(call.tensors["input"]):
-        return unplanned_settings(call, options)
-    return settings_of_call(call, plan_for(call, options))
-
-
-def settings_of_call(call: Call, plan: Plan, **fields: Any) -> Settings:
-    """Returns the operators' settings for a call and its plan; `fields` are further ones."""
-    return Settings(
-        names=tuple(call.tensors), loss=call.loss, needs_grad=call.needs_grad, plan=plan, shard=call.shard, **fields
-    )
-
-
-def unplanned_settings(call: Call, options: Options, *, vocab_parallel: str | None = None) -> Settings:
-    """Returns settings for any number of tokens: the operator makes the plan when it runs.
-
-    Raises:
-        ValueError: see `engine.choose`; and for "save_logits" if only the ranks' agreement gives the number of columns.
-    """
-    strategy = strategy_of(call, options)
-    if strategy == SAVE_LOGITS and vocab_parallel is not None and call.loss.vocab_size is not None:
-        raise ValueError(
-            'strategy must not be "save_logits" with vocab_size and vocab_parallel in a program that is traced or '
-            "compiled, which has to know how many columns of the logits this rank saves"
-        )
-    if strategy != LOSS_ONLY:
-        options = replace(options, strategy=strategy)
-    plan = Plan(strategy=strategy, float32_logits=options.has_float32_logits(call.dtype))
-    return settings_of_call(call, plan, options=options, vocab_parallel=vocab_parallel)
-
-
-def names_needing_grad(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """Returns the names of the tensors whose gradient is needed."""
-    if not torch.is_grad_enabled():
-        return ()
-    return tuple(name for name in operand_names(tensors) if requires_grad(tensors[name]))
+        return Settings.unplanned(call, options)
+    return Settings.planned(call, plan_for(call, options))
 
 
 def scalars_as_tensors(arguments: Mapping[str, Any]) -> Mapping[str, Any]:

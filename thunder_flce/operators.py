@@ -11,7 +11,7 @@ which Inductor replaces `…_backward` (see `inductor`). `autograd` differentiat
 
 import ast
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
@@ -21,9 +21,9 @@ from torch import Tensor
 from thunder_flce.agreement import agreed_call
 from thunder_flce.device import TILE_ROWS, Device
 from thunder_flce.engine import engine
-from thunder_flce.engine.choose import choose
+from thunder_flce.engine.choose import choose, strategy_of
 from thunder_flce.engine.collectives import gathered
-from thunder_flce.engine.plan import RECOMPUTE_LOGITS, Plan
+from thunder_flce.engine.plan import LOSS_ONLY, RECOMPUTE_LOGITS, SAVE_LOGITS, Plan
 from thunder_flce.engine.primitives import Primitives, Region
 from thunder_flce.engine.rows import remember
 from thunder_flce.importing import when_imported
@@ -58,6 +58,32 @@ class Settings(PlainValues):
     """The ranks that divide the vocabulary, from `as_literal`; they agree when the operator runs"""
     regions: dict[tuple[int, torch.Size], Region] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Cached regions of calls with these settings, by planned number of tokens (0: any) and shape of the weight"""
+
+    @classmethod
+    def planned(cls, call: Call, plan: Plan, **fields: Any) -> "Settings":
+        """Returns the settings of a call with its plan; `fields` are further ones."""
+        return cls(
+            names=tuple(call.tensors), loss=call.loss, needs_grad=call.needs_grad, plan=plan, shard=call.shard, **fields
+        )
+
+    @classmethod
+    def unplanned(cls, call: Call, options: Options, *, vocab_parallel: str | None = None) -> "Settings":
+        """Returns settings for any number of tokens: the operator makes the plan when it runs.
+
+        Raises:
+            ValueError: see `engine.choose`; and for "save_logits" if only the ranks' agreement gives the number of
+                columns.
+        """
+        strategy = strategy_of(call, options)
+        if strategy == SAVE_LOGITS and vocab_parallel is not None and call.loss.vocab_size is not None:
+            raise ValueError(
+                'strategy must not be "save_logits" with vocab_size and vocab_parallel in a program that is traced or '
+                "compiled, which has to know how many columns of the logits this rank saves"
+            )
+        if strategy != LOSS_ONLY:
+            options = replace(options, strategy=strategy)
+        plan = Plan(strategy=strategy, float32_logits=options.has_float32_logits(call.dtype))
+        return cls.planned(call, plan, options=options, vocab_parallel=vocab_parallel)
 
     def __str__(self) -> str:
         return self._text

@@ -25,7 +25,6 @@ from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-from thunder_flce import calls
 from thunder_flce.dynamo.lengths import may_save_logits
 from thunder_flce.dynamo.reading import name_of, value_of
 from thunder_flce.engine.plan import SAVE_LOGITS
@@ -36,7 +35,7 @@ from thunder_flce.matching.regions import Region, ordered
 from thunder_flce.matching.sums import PRODUCTS
 from thunder_flce.matching.writing import write
 from thunder_flce.operation.call import Call, Spec, argument
-from thunder_flce.operators import plan_for
+from thunder_flce.operators import Settings, plan_for
 from thunder_flce.options import Options
 
 _SOURCE_META = ("stack_trace", "nn_module_stack", "source_fn_stack")
@@ -317,7 +316,7 @@ class _Graph:
         specs, options = call.map(lambda _, each: self._spec(each, call)), self._options
         if may_save_logits(specs, math.prod(call.tensors["input"].shape[:-1]), options):
             options = replace(options, strategy=SAVE_LOGITS)
-        settings = calls.unplanned_settings(specs, options)
+        settings = Settings.unplanned(specs, options)
         tensors = [self._operand(name, call) for name in settings.names]
         with self._graph.inserting_before(self._end):
             node = self._graph.call_function(

@@ -169,8 +169,8 @@ register_grad(flce_linear_cross_entropy.id, _region_grad)
 def _planned_settings(call: Call, vocab_parallel: str | None) -> Settings:
     """Returns settings with a plan by default options; if sizes are unknown, the operator plans when it runs."""
     if is_static(*call.tensors.values()):
-        return calls.settings_of_call(*_plan_region(call, vocab_parallel, Options()))
-    return calls.unplanned_settings(specs(call), Options(), vocab_parallel=vocab_parallel)
+        return Settings.planned(*_plan_region(call, vocab_parallel, Options()))
+    return Settings.unplanned(specs(call), Options(), vocab_parallel=vocab_parallel)
 
 
 def _plan_region(call: Call, vocab_parallel: str | None, options: Options) -> PlannedRegion:
@@ -191,7 +191,7 @@ def add_region(
 ) -> tuple[tuple[TensorProxy, ...], PlannedRegion]:
     """Adds a region with its plan to a trace; returns the loss and its outputs, and the planned region."""
     planned = _plan_region(call, vocab_parallel, options)
-    settings = calls.settings_of_call(*planned)
+    settings = Settings.planned(*planned)
     return flce_linear_cross_entropy(tuple(call.tensors.values()), **settings.non_defaults()), planned
 
 
@@ -228,6 +228,6 @@ def linear_cross_entropy(
     call, vocab_parallel = Call(tensors=named_tensors(values), loss=loss), values["vocab_parallel"]
     if vocab_parallel is None and is_static(*tree_flatten(values)[0]):
         check_call(call)
-    unplanned = calls.unplanned_settings(specs(call), Options(), vocab_parallel=vocab_parallel)
+    unplanned = Settings.unplanned(specs(call), Options(), vocab_parallel=vocab_parallel)
     results = flce_linear_cross_entropy(tuple(call.tensors.values()), **unplanned.non_defaults())
     return results if loss.outputs else results[0]
