@@ -20,7 +20,7 @@ from torch._inductor.utils import fresh_cache
 from torch.utils.checkpoint import checkpoint
 
 import thunder_flce
-from front_ends import CLOSE, H, Model, V, assert_agrees, assert_fused, batch, operands, run
+from front_ends import CLOSE, H, Model, V, assert_agrees, assert_fused, batch, flattened_loss, operands, run
 from test_patterns import _arguments, patterns
 from thunder_flce import NotFusedError
 from thunder_flce.backend import compile_graph
@@ -301,6 +301,22 @@ def test_kernels_of_the_user(monkeypatch):
     order = []
     torch.compile(program, backend=backend, fullgraph=True)(*operands(6))
     assert [each for each in order if each in ("linear", "log", "triton")] == ["linear", "triton", "linear"]
+
+
+def test_an_exported_program():
+    """Before each cast, it checks the dtype of its operand, here of the logits."""
+    model, (tokens, labels) = Model(lambda logits, labels: flattened_loss(logits.float(), labels)).bfloat16(), batch()
+    length = {1: torch.export.Dim("length", min=2, max=100)}
+    exported = torch.export.export(model, (tokens, labels), dynamic_shapes=(length, length)).module()
+    compiled = compiled_with(exported, fullgraph=True)
+    arguments = batch(tokens=11)
+    loss, expected = compiled(*arguments), model(*arguments)
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    expected.backward()
+    assert_fused(compiled, times=1)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(exported.get_parameter(name).grad, parameter.grad, rtol=0.02, atol=1e-3)
 
 
 @pytest.fixture

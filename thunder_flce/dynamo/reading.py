@@ -73,6 +73,7 @@ class _Reader:
     def read(self, gm: GraphModule, arguments: Mapping[Node, Any], inside: Node | None) -> Any:
         """Reads all nodes of a graph; returns the graph's output."""
         self._values.update(arguments)
+        _erase_checks(gm)
         _redirect_reads(gm)
         for node in gm.graph.nodes:
             if node.target is torch._C._set_grad_enabled:
@@ -248,6 +249,19 @@ def _has_grad_fn(out: torch.Tensor) -> bool:
         return not out._is_view() or out.grad_fn is not None
     except RuntimeError:  # It was changed in place since.
         return False
+
+
+def _erase_checks(gm: GraphModule) -> None:
+    """Erases checks of a tensor's dtype, device and layout that hold, as before each cast of an exported program.
+
+    Dynamo has guards on them, and the check would be another reader of the logits.
+    """
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default):
+        arguments = dict(zip(("a", "size", "stride", "dtype"), node.args, strict=False)) | node.kwargs
+        value = value_of(arguments.pop("a"))
+        # Sizes and strides are never equal to the methods of these names: such a check stays.
+        if all(getattr(value, name) == expected for name, expected in arguments.items() if expected is not None):
+            gm.graph.erase_node(node)
 
 
 def _redirect_reads(gm: GraphModule) -> None:
