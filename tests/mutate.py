@@ -104,7 +104,7 @@ def _with(node: Any, **fields: Any) -> str:
 def outcome(mutant: Mutant | None, tests: list[str], *, seconds: float | None = None) -> str:
     """Runs the tests on a copy with the change; returns "survived", "caught", or why they proved nothing."""
     with tempfile.TemporaryDirectory() as folder:
-        left_out = shutil.ignore_patterns(".*", "__pycache__", "figures", "*.jsonl")
+        left_out = shutil.ignore_patterns(".*", "__pycache__")
         shutil.copytree(ROOT, folder, dirs_exist_ok=True, ignore=left_out)
         if mutant:
             path = Path(folder, mutant.path)
