@@ -44,6 +44,7 @@ demo: $(STAMP)
 
 # Tests run in parallel, on small matrices: with one thread per process, they take 18% less time on two cores.
 mutants targets test test-all test-fast: export OMP_NUM_THREADS := 1
+# The tests of a file share fixtures and stay in one process, unless an idle process steals them.
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 LONGER := bench examples imports integrations interpreted model_zoo modules pages patterns processes \
 	thunder thunder_ranks trace_command traces two_ranks

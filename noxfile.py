@@ -150,6 +150,6 @@ def _install(session: nox.Session, versions: Versions, *, extras: list[str]) -> 
 def _test(session: nox.Session, *selected: str) -> None:
     """Runs tests; deletes the environment if they pass."""
     # `python -m pytest` would import the checkout instead of the installed package.
-    arguments = session.posargs or ["--numprocesses", "auto", "--maxprocesses", "8"]
+    arguments = session.posargs or ["--numprocesses", "auto", "--maxprocesses", "8", "--dist", "worksteal"]
     session.run("pytest", *selected, "-q", *arguments, env={"GOMP_SPINCOUNT": "10000"})
     shutil.rmtree(session.virtualenv.location, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Fixtures of every test: a seed, devices, poisoned memory and an unchanged registry."""
+"""Fixtures of all tests: a seed, devices, poisoned memory, and compilation without Inductor."""
 
 import os
 
@@ -52,14 +52,6 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason=f"CUDA devices needed: {count}"))
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config, log):
-    """Keeps the tests of a file in one process, which shares their fixtures; idle processes steal tests from others."""
-    from xdist.scheduler import WorkStealingScheduling
-
-    return WorkStealingScheduling(config, log)
-
-
 def pytest_collection_finish():
     """Exempts all modules from garbage collection, which takes a fifth of the time to compile a model."""
     gc.collect()
@@ -80,16 +72,16 @@ BACKENDS = [pytest.param(f"cuda {name}", marks=pytest.mark.gpu) for name in INST
 
 def pytest_generate_tests(metafunc):
     """Runs a test on each device; with `ON_EVERY_BACKEND` in its module, also on each installed backend."""
-    given = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
-    is_given = any("device" in ([names] if isinstance(names, str) else names) for names in given)
-    if "device" in metafunc.fixturenames and not is_given:
-        is_engine = getattr(metafunc.module, "ON_EVERY_BACKEND", False) and torch.cuda.is_available()
-        metafunc.parametrize("device", [*DEVICES, *(BACKENDS if is_engine else ())], indirect=True)
+    parameters = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
+    has_devices = any("device" in ([names] if isinstance(names, str) else names) for names in parameters)
+    if "device" in metafunc.fixturenames and not has_devices:
+        on_backends = getattr(metafunc.module, "ON_EVERY_BACKEND", False) and torch.cuda.is_available()
+        metafunc.parametrize("device", [*DEVICES, *(BACKENDS if on_backends else ())], indirect=True)
 
 
 @pytest.fixture
 def device(request, monkeypatch):
-    """Device that a test runs on."""
+    """The device that a test runs on."""
     device, _, backend = request.param.partition(" ")
     if backend:
         others = [name for name in dispatch.BACKENDS if name != backend]
@@ -101,10 +93,10 @@ def device(request, monkeypatch):
 def poisoned_memory(monkeypatch):
     """See `poison_memory`."""
     # Dynamo looks up PyTorch's functions once, and again after `init_process_group`: drop those that tests replaced.
-    known = trace_rules.get_torch_obj_rule_map
-    if known.cache_info().currsize and torch.empty not in known():
-        known.cache_clear()
-        known()
+    rules = trace_rules.get_torch_obj_rule_map
+    if rules.cache_info().currsize and torch.empty not in rules():
+        rules.cache_clear()
+        rules()
     poison_memory(monkeypatch.setattr)
 
 

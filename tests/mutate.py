@@ -10,6 +10,7 @@ package, in a separate process. A surviving mutant means a missing test, or that
 
 import argparse
 import ast
+import itertools
 import os
 import random
 import shutil
@@ -36,7 +37,7 @@ _OTHER = {one: other for pair in _PAIRS for one, other in (pair, pair[::-1])}
 
 @dataclass(frozen=True)
 class Mutant:
-    """A single change of the source."""
+    """A change of the source at one place."""
 
     path: Path
     line: int
@@ -56,8 +57,7 @@ class Mutant:
 
 def mutants_of(text: str, path: Path) -> Iterator[Mutant]:
     """Yields all mutants of a file."""
-    lines = text.encode().splitlines(keepends=True)
-    starts = [sum(map(len, lines[:at])) for at in range(len(lines))]
+    starts = [0, *itertools.accumulate(map(len, text.encode().splitlines(keepends=True)))]
     for node in _code(ast.parse(text)):
         before = ast.get_source_segment(text, node)
         start = starts[node.lineno - 1] + node.col_offset
@@ -104,17 +104,17 @@ def _with(node: Any, **fields: Any) -> str:
 def outcome(mutant: Mutant | None, tests: list[str], *, seconds: float | None = None) -> str:
     """Runs the tests on a copy with the change; returns "survived", "caught", or why they proved nothing."""
     with tempfile.TemporaryDirectory() as folder:
-        left_out = shutil.ignore_patterns(".*", "__pycache__")
-        shutil.copytree(ROOT, folder, dirs_exist_ok=True, ignore=left_out)
+        shutil.copytree(ROOT, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".*", "__pycache__"))
         if mutant:
             path = Path(folder, mutant.path)
             path.write_text(mutant.applied(path.read_text(encoding="utf-8")), encoding="utf-8")
         search_path = [folder, str(Path(folder, "tests")), os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(search_path)}
-        command = [sys.executable, "-m", "pytest", "-xq", "-p", "no:cacheprovider"]
-        settings = {"cwd": folder, "env": environment, "capture_output": True, "text": True, "timeout": seconds}
+        command = [sys.executable, "-m", "pytest", "-xq", "-p", "no:cacheprovider", *tests]
+        # A failure without a change is shown.
+        settings = {"cwd": folder, "env": environment, "capture_output": mutant is not None, "timeout": seconds}
         try:
-            process = subprocess.run([*command, *tests], check=False, **settings)
+            process = subprocess.run(command, check=False, text=True, **settings)
         except subprocess.TimeoutExpired:
             return "caught"  # An endless loop.
     return {0: "survived", 1: "caught"}.get(process.returncode, f"NO PROOF: {process.stdout[-500:]}{process.stderr}")
@@ -132,16 +132,16 @@ def main(arguments: list[str] | None = None) -> int:
     paths = sorted({path.relative_to(ROOT) for pattern in chosen.files for path in ROOT.glob(pattern)})
     mutants = [m for path in paths for m in mutants_of((ROOT / path).read_text(encoding="utf-8"), path)]
     began = time.perf_counter()
-    if (unchanged := outcome(None, chosen.tests)) != "survived":
-        raise SystemExit(f"the tests do not pass without a change: {unchanged}")
+    if outcome(None, chosen.tests) != "survived":
+        raise SystemExit("the tests do not pass without a change")
     seconds = 60 + 5 * chosen.jobs * (time.perf_counter() - began)
     sample = random.Random(chosen.seed).sample(mutants, min(chosen.count, len(mutants)))
     caught = 0
     with ThreadPoolExecutor(chosen.jobs) as pool:
         outcomes = pool.map(lambda mutant: outcome(mutant, chosen.tests, seconds=seconds), sample)
-        for mutant, found in zip(sample, outcomes, strict=True):
-            print(f"{found:8}  {mutant}", flush=True)
-            caught += found == "caught"
+        for mutant, result in zip(sample, outcomes, strict=True):
+            print(f"{result:8}  {mutant}", flush=True)
+            caught += result == "caught"
     print(f"{caught} of {len(sample)} caught, drawn from {len(mutants)}")
     return 0 if caught == len(sample) else 1
 

@@ -1,4 +1,4 @@
-"""What a step costs the host before it is on the device: calls, of which each takes a part of a microsecond."""
+"""The host's cost of a step, before it is on the device: function calls, each a part of a microsecond."""
 
 import sys
 
@@ -8,8 +8,8 @@ import torch
 from thunder_flce import Options, linear_cross_entropy
 
 
-def calls(run) -> int:
-    """Of Python's functions and of those in C."""
+def count_calls(run) -> int:
+    """Returns how many functions of Python and of C are called."""
     count = 0
 
     def profile(frame, event, argument):
@@ -26,12 +26,12 @@ def calls(run) -> int:
 
 @pytest.fixture(autouse=True)
 def no_poison(monkeypatch, poisoned_memory):
-    """What fills memory with NaN is called, too."""
+    """The functions that fill memory with NaN would count."""
     monkeypatch.undo()
 
 
 def step(tokens=64, *, reduction="mean", options=None):
-    """A step, which makes its own operands when it is made: what is counted is the call."""
+    """Returns a forward and backward; its operands exist before it is called, so they do not count."""
     x, weight = torch.randn(tokens, 32).requires_grad_(), torch.randn(100, 32).requires_grad_()
     target, settings = torch.randint(100, (tokens,)), {"reduction": reduction, "options": options}
     return lambda: linear_cross_entropy(x, weight, target, **settings).sum().backward()
@@ -39,10 +39,11 @@ def step(tokens=64, *, reduction="mean", options=None):
 
 @pytest.mark.parametrize(("strategy", "most"), [(None, 294), ("save_logits", 405), ("recompute_logits", 413)])
 def test_calls_of_an_eager_step(strategy, most):
-    *_, found = (calls(step) for step in [step(options=Options(strategy=strategy))] * 4)
-    # Where Dynamo has been imported, it is kept from looking into what runs.
-    found -= 31 if "torch._dynamo" in sys.modules else 0
-    assert found <= most, found
+    run = step(options=Options(strategy=strategy))
+    *_, calls = (count_calls(run) for _ in range(4))
+    # If Dynamo has been imported, the calls that keep it from tracing the step.
+    calls -= 31 if "torch._dynamo" in sys.modules else 0
+    assert calls <= most, calls
 
 
 @pytest.mark.parametrize(("options", "reduction"), [
@@ -50,8 +51,8 @@ def test_calls_of_an_eager_step(strategy, most):
     (Options(chunk_rows=256), "mean"),
 ], ids=str)  # fmt: skip
 def test_a_new_number_of_tokens_in_a_known_tile(options, reduction):
-    """Above 512 tokens, plans are for whole tiles: a new number costs nothing more."""
+    """Above 512 tokens, plans are for whole tiles: a new number of tokens costs nothing more."""
     for tokens in (1000, 999, 998):
         step(tokens, reduction=reduction, options=options)()
     new, known = (step(tokens, reduction=reduction, options=options) for tokens in (997, 998))
-    assert calls(new) <= calls(known)
+    assert count_calls(new) <= count_calls(known)

@@ -1,4 +1,4 @@
-"""The lines of a call are those of the primitives that it runs, in their order; what they say of the default plan."""
+"""The printed lines of a call are those of the primitives that it runs, in their order."""
 
 import itertools
 from dataclasses import replace
@@ -24,57 +24,58 @@ PRINTED = (
 
 @pytest.fixture
 def called(monkeypatch):
-    """The names of the primitives that a run calls, and of those of `printing`."""
-    found = {Primitives: [], printing._Writer: []}
+    """The names of the primitives that a run calls, and that printing calls, by their class."""
+    names = {Primitives: [], printing._Writer: []}
 
     def logged(kind, name, run):
         def call(ops, *arguments, **settings):
             if type(ops) is kind:
-                found[kind].append(name)
+                names[kind].append(name)
             return run(ops, *arguments, **settings)
 
         return call
 
-    for kind, name in itertools.product(found, PRINTED):
+    for kind, name in itertools.product(names, PRINTED):
         monkeypatch.setattr(kind, name, logged(kind, name, getattr(kind, name)))
-    return found
+    return names
 
 
-IN_FORWARD, SAVE, RECOMPUTE = "gradients_in_forward", "save_logits", "recompute_logits"
+IN_FORWARD = Plan(strategy="gradients_in_forward", chunk_rows=10)
+RECOMPUTE = Plan(strategy="recompute_logits", chunk_rows=10)
+# The plan, then arguments of `make_case` and of the loss.
 CASES = {
-    "one chunk": (Plan(strategy=IN_FORWARD, chunk_rows=64), {}, {}),
-    "chunks": (Plan(strategy=IN_FORWARD, chunk_rows=10), {}, {}),
-    "bias": (Plan(strategy=IN_FORWARD, chunk_rows=10), {"bias": True}, {}),
-    "smoothing": (Plan(strategy=IN_FORWARD, chunk_rows=10), {}, {"label_smoothing": 0.1}),
-    "terms": (Plan(strategy=IN_FORWARD, chunk_rows=10), {"ranks": (4, 9)}, {}),
-    "terms in 16 bits": (Plan(strategy=IN_FORWARD, chunk_rows=10), {"ranks": (2, 9), "dtype": BF16}, {}),
-    "float32 accumulator": (Plan(strategy=IN_FORWARD, chunk_rows=10, float32_accumulator=True), {"dtype": BF16}, {}),
-    "frequent rows": (Plan(strategy=IN_FORWARD, chunk_rows=10, float32_rows=5), {"dtype": BF16}, {}),
-    "float32 logits": (Plan(strategy=IN_FORWARD, chunk_rows=10, float32_logits=True), {"dtype": BF16}, {}),
-    "batch invariant": (Plan(strategy=IN_FORWARD, chunk_rows=10, batch_invariant=True), {}, {}),
-    "save logits": (Plan(strategy=SAVE), {"bias": True}, {}),
-    "save some logits": (Plan(strategy=SAVE, saved_rows=14, chunk_rows=10), {}, {"reduction": "none"}),
-    "recompute logits": (Plan(strategy=RECOMPUTE, chunk_rows=10), {}, {"reduction": "none"}),
-    "outputs": (Plan(strategy=RECOMPUTE, chunk_rows=10), {}, {"outputs": ("entropy", "argmax"), "z_loss": 0.1}),
+    "one chunk": (replace(IN_FORWARD, chunk_rows=64), {}, {}),
+    "chunks": (IN_FORWARD, {}, {}),
+    "bias": (IN_FORWARD, {"bias": True}, {}),
+    "terms": (IN_FORWARD, {"ranks": (4, 9)}, {}),
+    "terms in 16 bits": (IN_FORWARD, {"ranks": (2, 9), "dtype": BF16}, {}),
+    "float32 accumulator": (replace(IN_FORWARD, float32_accumulator=True), {"dtype": BF16}, {}),
+    "frequent rows": (replace(IN_FORWARD, float32_rows=5), {"dtype": BF16}, {}),
+    "float32 logits": (replace(IN_FORWARD, float32_logits=True), {"dtype": BF16}, {}),
+    "batch invariant": (replace(IN_FORWARD, batch_invariant=True), {}, {}),
+    "save logits": (Plan(strategy="save_logits"), {"bias": True}, {"label_smoothing": 0.1}),
+    "save some logits": (Plan(strategy="save_logits", saved_rows=14, chunk_rows=10), {}, {"reduction": "none"}),
+    "recompute logits": (RECOMPUTE, {}, {"reduction": "none"}),
+    "outputs": (RECOMPUTE, {}, {"outputs": ("entropy", "argmax"), "z_loss": 0.1}),
     "loss only": (Plan(strategy="loss_only", chunk_rows=10), {}, {}),
-    "frozen head": (Plan(strategy=IN_FORWARD, chunk_rows=10), {}, {"reduction": "none"}),
-    "weight alone": (Plan(strategy=IN_FORWARD, chunk_rows=10), {}, {}),
-}  # fmt: skip
+    "frozen head": (IN_FORWARD, {}, {"reduction": "none"}),
+    "weight alone": (IN_FORWARD, {}, {}),
+}
 FROZEN = {"frozen head": "linear_weight", "weight alone": "input"}
 
 
 @pytest.mark.parametrize("ignored_rows", ["skip", "compute"])
 @pytest.mark.parametrize("name", CASES)
-def test_what_runs_is_what_is_printed(name, ignored_rows, called, monkeypatch):
+def test_a_call_runs_the_printed_primitives(name, ignored_rows, called, monkeypatch):
     (plan, sizes, settings), frozen = CASES[name], FROZEN.get(name)
     plan, case = replace(plan, ignored_rows=ignored_rows), make_case(**sizes, ignored=0.0)
     run_by(monkeypatch, plan)
-    given = {"input": case.x, "linear_weight": case.weight, "target": case.target, "linear_bias": case.bias}
-    tensors = named_tensors({**given, "terms": case.terms})
-    for of, tensor in tensors.items():
-        tensor.requires_grad_(of not in ("target", frozen) and plan.strategy != "loss_only")
+    operands = {"input": case.x, "linear_weight": case.weight, "target": case.target, "linear_bias": case.bias}
+    tensors = named_tensors({**operands, "terms": case.terms})
+    for argument, tensor in tensors.items():
+        tensor.requires_grad_(argument not in ("target", frozen) and plan.strategy != "loss_only")
     ours(case, **settings)
-    needs_grad = tuple(of for of, tensor in tensors.items() if tensor.requires_grad)
+    needs_grad = tuple(argument for argument, tensor in tensors.items() if tensor.requires_grad)
     program = printing.program(Call(tensors=tensors, loss=Loss(**settings), needs_grad=needs_grad).specs(), plan)
     assert called[printing._Writer] == called[Primitives] != []
     is_scaled = plan.finishes_in_forward and frozen != "linear_weight"
@@ -88,8 +89,8 @@ def test_what_runs_is_what_is_printed(name, ignored_rows, called, monkeypatch):
     (2000, None),
 ])  # fmt: skip
 def test_chunks_of_other_sizes(tokens, title):
-    """Where the host waits for the number of rows, the first chunk is as large as it may be."""
-    program = printing.program(a_call(tokens=tokens), Plan(strategy=IN_FORWARD, chunk_rows=2048))
+    """If the host waits for the number of rows, the first chunk is as large as it may be."""
+    program = printing.program(a_call(tokens=tokens), replace(IN_FORWARD, chunk_rows=2048))
     assert [line for line in program.forward if line.startswith("for ")] == ([title] if title else [])
     sums = [line.split(" dlogits")[0].strip() for line in program.forward if line.strip().startswith("dW")]
     assert sums == [f"dW bf16[128256, 4096] {'+=' if title else '='}"]
@@ -98,7 +99,7 @@ def test_chunks_of_other_sizes(tokens, title):
 @pytest.mark.parametrize("divides_tokens", [False, True])
 def test_what_ranks_exchange(divides_tokens):
     shard = shard_of(2, 100, sequence_parallel=divides_tokens)
-    program = printing.program(a_call(12, 100, 8, shard=shard), Plan(strategy=IN_FORWARD, chunk_rows=12))
+    program = printing.program(a_call(12, 100, 8, shard=shard), replace(IN_FORWARD, chunk_rows=12))
     exchanged = ["row_max, row_log_sum = combined over the ranks", "dX bf16[12, 8] = summed over the ranks"]
     if divides_tokens:
         exchanged = ["y i64[12] = all_gather(y)", "x bf16[12, 8] = all_gather(x)", *exchanged]

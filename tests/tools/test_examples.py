@@ -1,4 +1,4 @@
-"""The examples run to their end, the demo with a smaller model."""
+"""The examples run to their end, with smaller sizes; that results with and without fusion agree, they check."""
 
 import contextlib
 import importlib.util
@@ -24,7 +24,7 @@ NEEDS = {
 
 @pytest.fixture
 def load(monkeypatch):
-    """Gives an example's module by its name."""
+    """Imports an example by its name."""
     monkeypatch.syspath_prepend(str(FOLDER))
 
     def load(name):
@@ -39,8 +39,7 @@ def load(monkeypatch):
     return load
 
 
-def test_cells(load):
-    """Of a notebook."""
+def test_an_example_of_notebook_cells(load):
     load("thunder_jit")
 
 
@@ -53,11 +52,10 @@ def test_cells(load):
     ("llama", {}, ["fused, gradients in forward"]),
     ("trainer", {"VOCAB": 512, "TEXT_BYTES": 2**15}, ["gradients in forward", "evaluation"]),
 ])  # fmt: skip
-def test_runs(name, sizes, words, load, capsys, monkeypatch):
-    """That losses and gradients are the same, the examples check for themselves."""
+def test_an_example(name, sizes, words, load, capsys, monkeypatch):
     example = load(name)
-    for size, number in sizes.items():
-        monkeypatch.setattr(example, size, number)
+    for constant, size in sizes.items():
+        monkeypatch.setattr(example, constant, size)
     assert not example.main()
     printed = capsys.readouterr().out
     assert re.search(".*".join(words), printed, re.DOTALL)
@@ -68,14 +66,14 @@ RANKS = pytest.mark.parametrize("name", ["tensor_parallel", "fsdp2"])
 
 
 def check_losses(printed):
-    """That those of both ways are equal, the example checks for itself."""
+    """Asserts that eight steps were printed, and that they reduce the loss."""
     losses = re.findall(r"loss (\d+\.\d+), with the .* (\d+\.\d+)", printed)
     assert "MiB a step" in printed
     assert len(losses) == 8 and float(losses[-1][0]) < float(losses[0][0]) - 1
 
 
 def _printed(rank, name):
-    """What a rank prints, in a process of its own."""
+    """Returns what a rank prints, in a process of its own."""
     sys.path.insert(0, str(FOLDER))
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         importlib.import_module(name).run_rank("cpu")
@@ -84,9 +82,9 @@ def _printed(rank, name):
 
 @RANKS
 def test_two_ranks(name):
-    printed, of_the_other = as_processes(2, partial(_printed, name=name))
-    assert of_the_other == ""
-    check_losses(printed)
+    first, second = as_processes(2, partial(_printed, name=name))
+    assert second == ""
+    check_losses(first)
 
 
 @pytest.mark.slow

@@ -37,17 +37,17 @@ def mixed(hidden, weight, labels):
     return fused + declined
 
 
-def _explained(program, *, jit=thunder_flce.jit, **settings):
-    jitted = jit(program, **settings)
-    jitted(*programs.arguments(program, SIZES, device="cpu", dtype=torch.float32))
-    return thunder_flce.explain(jitted)
+def _explained(program, *, compiler=thunder_flce.jit, **settings):
+    compiled = compiler(program, **settings)
+    compiled(*programs.arguments(program, SIZES, device="cpu", dtype=torch.float32))
+    return thunder_flce.explain(compiled)
 
 
 def test_fused():
     report = _explained(programs.litgpt, options=Options(chunk_rows=10))
     (compilation,) = report
     (decision,) = report.decisions
-    assert decision.fused and decision is compilation.decisions[0] and report[0] is compilation
+    assert decision.fused and decision is compilation.decisions[0]
     text = str(report)
     assert "1 of 1 cross-entropies fused" in text
     assert f"{decision.source}: fused, gradients in forward, chunks of 10 tokens" in text
@@ -62,7 +62,8 @@ def test_fused():
     assert {plan.plan.strategy for plan in plans} == {"gradients_in_forward", "save_logits", "recompute_logits"}
     assert next(p.temporary_bytes for p in plans if p.plan.strategy == "save_logits") == T * V * 4
     saved = {tensor.role: tensor for tensor in compilation.saved if not tensor.is_argument}
-    assert {role: each.bytes for role, each in saved.items()} == {"dX": T * H * 4, "dW": V * H * 4, "valid_count": 8}
+    sizes = {role: tensor.bytes for role, tensor in saved.items()}
+    assert sizes == {"dX": T * H * 4, "dW": V * H * 4, "valid_count": 8}
     assert saved["dW"].type == f"f32[{V}, {H}]"
 
 
@@ -79,15 +80,15 @@ def test_to_dict_is_plain_values():
 
 
 def test_a_plan_for_any_number_of_tokens():
-    """It is that of the tokens that were compiled for; where their number depends on values, of some."""
+    """The plan is for the tokens that were compiled for; if their number depends on values, for 2048."""
 
-    def of_labels(x, w, y):
+    def labelled_rows_loss(x, w, y):
         (rows,) = (y > 20).nonzero(as_tuple=True)
         return F.cross_entropy(x[rows] @ w.t(), y[rows])
 
     x, w, y = torch.randn(8, H), torch.randn(V, H, requires_grad=True), torch.arange(8) * 5
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        compiled = torch.compile(of_labels, backend=compile_graph)
+        compiled = torch.compile(labelled_rows_loss, backend=compile_graph)
         compiled(x, w, y).backward()
     (decision,) = thunder_flce.explain(compiled).decisions
     assert ", chunks of 2048 tokens (for 2048 tokens; other numbers of tokens have plans of their own)" in str(decision)
@@ -100,48 +101,43 @@ def test_a_plan_for_any_number_of_tokens():
     assert str(second).endswith(", chunks of 6 tokens (for 6 tokens; other numbers of tokens have plans of their own)")
 
 
-def test_a_probability_is_called_one():
-    """Such as that of "yes", which a reranker takes."""
+def test_the_probability_of_a_class_is_not_fused():
+    """Such as the probability of "yes", which a reranker takes."""
     compiled = torch.compile(lambda x, w: F.linear(x, w).softmax(-1)[:, 3].sum(), backend=compile_graph)
-    with pytest.warns(
-        thunder_flce.NotFusedWarning, match="the probability at .*: not fused, because the logits are changed"
-    ):
+    message = "the probability at .*: not fused, because the logits are changed"
+    with pytest.warns(thunder_flce.NotFusedWarning, match=message):
         compiled(torch.randn(8, H), torch.randn(V, H, requires_grad=True))
 
 
-def test_what_we_did_not_compile():
-    """Also an object that is wrapped in itself, such as one that keeps who it belongs to."""
-    wrapped = SimpleNamespace()
-    wrapped.module = SimpleNamespace(module=wrapped)
-    by_eager = torch.compile(programs.litgpt, backend="eager")
-    for compiled, kind in ((programs.litgpt, "function"), (by_eager, "function"), (wrapped, "SimpleNamespace")):
+def test_programs_of_other_compilers_are_an_error():
+    """Also an object that an attribute of its attribute refers to, as a child refers to its parent."""
+    cyclic = SimpleNamespace()
+    cyclic.module = SimpleNamespace(module=cyclic)
+    eager = torch.compile(programs.litgpt, backend="eager")
+    for compiled, kind in ((programs.litgpt, "function"), (eager, "function"), (cyclic, "SimpleNamespace")):
         with pytest.raises(TypeError, match=f"compiled must be what thunder_flce.jit, .* returned, but got {kind}"):
             thunder_flce.explain(compiled)
 
 
-@pytest.mark.parametrize("of_thunder", [thunder.jit, thunderfx])
-def test_thunders_own_front_ends(of_thunder):
-    """Without a fusion there is nothing to say. The executor adds one where there is a loss."""
-    name = "thunderfx" if of_thunder is thunderfx else "thunder"
+@pytest.mark.parametrize(("compiler", "name"), [(thunder.jit, "thunder"), (thunderfx, "thunderfx")])
+def test_thunders_own_front_ends(compiler, name):
+    """Without a fusion, that is an error; the executor adds one if there is a loss."""
     executors = [thunder_flce.executor, *thunder.get_default_executors()]
     with pytest.raises(ValueError, match="it has no fusion; compile it with thunder_flce"):
-        thunder_flce.explain(of_thunder(Model()))
+        thunder_flce.explain(compiler(Model()))
     for transforms in ([FuseLinearCrossEntropy()], []):
-        compiled = of_thunder(Model(), executors=executors, transforms=transforms)
+        compiled = compiler(Model(), executors=executors, transforms=transforms)
         assert "no decision yet" in str(thunder_flce.explain(compiled))
         compiled(*batch()).backward()
         report = thunder_flce.explain(compiled)
         assert report[0].compiled_by == name and [decision.fused for decision in report.decisions] == [True]
-    no_loss = of_thunder(nn.Linear(2, 2), executors=["flce"])
+    no_loss = compiler(nn.Linear(2, 2), executors=["flce"])
     no_loss(torch.ones(2, 2))
     assert thunder_flce.explain(no_loss).decisions == []
 
 
-# Where a trainer compiles, nobody has what was compiled, or only what it is wrapped in.
-
-
 class Forwarding:
-    """No module, but with a `__getattr__` like Fabric's."""
+    """An object that is no module, with a `__getattr__` like that of Fabric's modules."""
 
     def __init__(self, forward_module):
         self._forward_module = forward_module
@@ -150,12 +146,10 @@ class Forwarding:
         return getattr(self.__dict__["_forward_module"], name)
 
 
-# Fabric and accelerate have the module as a submodule.
 WRAPPERS = {
-    "_forward_module": lambda module: nn.ModuleDict({"_forward_module": module}),
-    "module": lambda module: nn.ModuleDict({"module": module}),
-    "both": lambda module: nn.ModuleDict({"_forward_module": nn.ModuleDict({"module": module})}),
-    "an object": lambda module: SimpleNamespace(module=module),
+    # Fabric and accelerate have the module as a submodule.
+    "submodules": lambda module: nn.ModuleDict({"_forward_module": nn.ModuleDict({"module": module})}),
+    "an attribute": lambda module: SimpleNamespace(module=module),
     "an object that forwards": Forwarding,
     "a forward": lambda module: SimpleNamespace(module=nn.Identity(), forward=module),
     "a copy": copy.deepcopy,
@@ -163,60 +157,57 @@ WRAPPERS = {
 }
 
 
-@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
-def test_a_wrapped_module(wrap):
+def test_a_wrapped_module():
+    """A trainer often wraps what it compiles."""
     compiled = torch.compile(Model(), backend=compile_graph)
     compiled(*batch()).backward()
-    report = thunder_flce.explain(wrap(compiled))
-    assert report[0].compiled_by == "torch.compile" and report.decisions == thunder_flce.explain(compiled).decisions
-    assert [decision.fused for decision in report.decisions] == [True]
-    assert report[0].to_dict()["saved_for_backward"] is None
+    (decision,) = thunder_flce.explain(compiled).decisions
+    assert decision.fused
+    for name, wrap in WRAPPERS.items():
+        (compilation,) = thunder_flce.explain(wrap(compiled))
+        assert compilation.compiled_by == "torch.compile" and compilation.decisions == [decision], name
+        assert compilation.to_dict()["saved_for_backward"] is None
 
 
-def test_all_of_the_process():
-    """The latest decisions, whoever compiled."""
+def test_all_decisions_of_the_process():
+    """The latest decisions of all compilers, for programs that only a trainer has."""
     decisions.LOG.clear()
     report = thunder_flce.explain()
     assert len(report) == 0 and "no decision yet" in str(report)
     _explained(programs.litgpt)
-    _explained(programs.logits_returned, jit=thunder_flce.thunderfx)
-    _explained(mixed, jit=lambda program: torch.compile(program, backend=compile_graph))
-    (everything,) = report = thunder_flce.explain()
-    assert everything.compiled_by == "this process" and everything.saved is None
+    _explained(programs.logits_returned, compiler=thunder_flce.thunderfx)
+    _explained(mixed, compiler=lambda program: torch.compile(program, backend=compile_graph))
+    (compilation,) = report = thunder_flce.explain()
+    assert compilation.compiled_by == "this process" and compilation.saved is None
     assert [decision.fused for decision in report.decisions] == [True, False, True, False]
     assert "2 of 4 cross-entropies fused" in str(report) and "saved for backward" not in str(report)
-    assert json.loads(json.dumps(report.to_dict()))["compilations"][0]["compiled_by"] == "this process"
     assert decisions.LOG.maxlen == 1024
 
 
-@pytest.mark.parametrize("value", ["1", "0", "", None])
-def test_each_decision_is_printed_where_the_environment_says_so(value, monkeypatch, capsys):
-    if value is None:
-        monkeypatch.delenv("THUNDER_FLCE_EXPLAIN", raising=False)
-    else:
+@pytest.mark.parametrize(("value", "is_printed"), [("1", True), ("0", False), ("", False), (None, False)])
+def test_each_decision_is_printed_if_the_environment_says_so(value, is_printed, monkeypatch, capsys):
+    monkeypatch.delenv("THUNDER_FLCE_EXPLAIN", raising=False)
+    if value is not None:
         monkeypatch.setenv("THUNDER_FLCE_EXPLAIN", value)
     report = _explained(mixed)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("thunder_flce: ")]
-    assert lines == [f"thunder_flce: the cross-entropy at {decision}" for decision in report.decisions * (value == "1")]
+    assert lines == [f"thunder_flce: the cross-entropy at {decision}" for decision in report.decisions * is_printed]
 
 
 def test_tuned_products(monkeypatch):
-    """What was measured about products, and how long that took."""
+    """The report has the measured matmuls, and how long measuring took."""
     report = _explained(programs.litgpt)
     assert report.to_dict()["tuned_products"] == []
     assert "products tuned in" not in str(report)
-    found = Tuning(sizes=(2048, 128256, 768), algorithm=None, gain=1.0789, milliseconds=2.5, seconds=0.25)
-    other = replace(found, gain=1.0)
-    monkeypatch.setattr(algorithms, "_tunings", {"one": {"": found}, "other": {"": other}})
-    assert [row.split() for row in str(report).splitlines()[-2:]] == [
-        ["2048", "×", "128256", "×", "768", "2.500", "ms", "1.079", "0.25", "s"],
-        ["2048", "×", "128256", "×", "768", "2.500", "ms", "1.000", "0.25", "s"],
-    ]
+    tuning = Tuning(sizes=(2048, 128256, 768), algorithm=None, gain=1.0789, milliseconds=2.5, seconds=0.25)
+    monkeypatch.setattr(algorithms, "_tunings", {"one": {"": tuning}, "other": {"": replace(tuning, gain=1.0)}})
+    rows = [" ".join(row.split()) for row in str(report).splitlines()[-2:]]
+    assert rows == [f"2048 × 128256 × 768 2.500 ms {gain} 0.25 s" for gain in ("1.079", "1.000")]
     assert [entry["gain"] for entry in report.to_dict()["tuned_products"]] == [1.0789, 1.0]
 
 
 def test_missing_row_kernels(monkeypatch, request):
-    """What "auto" would run with, were it installed, and what that costs; nothing where it was not asked for."""
+    """The report names the row kernels that "auto" would choose, unless others were asked for."""
     monkeypatch.setattr(dispatch, "is_installed", lambda name: name == "torch")
     for cached in (printing.program, scaling.library):
         cached.cache_clear()
@@ -224,10 +215,8 @@ def test_missing_row_kernels(monkeypatch, request):
     for row_kernels in ("auto", "torch"):
         jitted = thunder_flce.jit(programs.litgpt, options=Options(row_kernels=row_kernels))
         with FakeTensorMode():
-            of = {"device": "cuda", "dtype": torch.bfloat16}
-            compile_only(jitted, programs.arguments(programs.litgpt, programs.Sizes(), **of))
-        text = str(thunder_flce.explain(jitted))
-        if row_kernels == "auto":
-            assert "Triton (pip install triton) does not run here; PyTorch runs instead" in text
-        else:
-            assert "does not run here" not in text
+            arguments = programs.arguments(programs.litgpt, programs.Sizes(), device="cuda", dtype=torch.bfloat16)
+            compile_only(jitted, arguments)
+        lines = [line for line in str(thunder_flce.explain(jitted)).splitlines() if "does not run here" in line]
+        missing = "Triton (pip install triton) does not run here; PyTorch runs instead"
+        assert [missing in line for line in lines] == [True] * (row_kernels == "auto")

@@ -5,13 +5,66 @@ import re
 import subprocess
 import sys
 import tempfile
-from types import SimpleNamespace
 
 import pytest
 import torch
 
+# Each program runs in a fork of a process that has only imported a package, which takes seconds.
+SERVER = """
+import os, sys, traceback, {package}
+
+for line in sys.stdin:
+    program, sys.argv[1:], errors = eval(line)
+    child = os.fork()
+    if not child:
+        for number, file in (1, os.devnull), (2, errors):
+            os.dup2(os.open(file, os.O_WRONLY), number)
+        try:
+            exec(program)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    print(os.waitpid(child, 0)[1], flush=True)
+"""
+
+
+@functools.cache
+def _server(package):
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, "-c", SERVER.format(package=package)], text=True, **pipes)
+
+
+def _errors(program, *arguments, after="torch", fails=False):
+    """Runs a program in a process that has imported `after`; returns what it prints as errors."""
+    server = _server(after)
+    with tempfile.NamedTemporaryFile("r") as errors:
+        print(repr((program, arguments, errors.name)), file=server.stdin, flush=True)
+        has_failed, printed = server.stdout.readline() != "0\n", errors.read()
+    assert has_failed == fails, printed
+    return printed
+
+
+def test_nothing_heavy_is_imported():
+    """Neither by the package nor by a step on a CPU, what PyTorch imports by itself aside."""
+    _errors("""
+import sys, torch
+before = {*sys.modules}
+import thunder_flce
+x, w = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4)
+thunder_flce.linear_cross_entropy(x, w, torch.tensor([0, 1, 2])).backward()
+thunder_flce.linear_kl_divergence(x, w, x.detach(), w).backward()
+thunder_flce.LinearCrossEntropyLoss(4, 5)(x, torch.tensor([0, 1, 2])).backward()
+heavy = {"torch._dynamo", "torch._inductor", "torch.fx.experimental.proxy_tensor", "torch.distributed.tensor"}
+heavy |= {"torch.distributed.device_mesh", "triton", "thunder", "nvfuser_direct"}
+parts = "graph", "inspection.thunder_report", "bench", "engine.kernels.nvfuser_rows", "engine.kernels.triton_rows"
+imported = {*sys.modules} - before & (heavy | {f"thunder_flce.{part}" for part in parts})
+assert not imported, imported
+""")
+
+
 ABSENT = """
-import sys, warnings, torch, torch._inductor.compile_fx
+import sys, warnings, torch
 
 class Absent:
     def find_spec(self, name, *_):
@@ -21,49 +74,62 @@ class Absent:
 absent = Absent()
 absent.names, absent.prefixes = {"thunder", "triton", "nvfuser", "nvfuser_direct", "litgpt", "transformers"}, ()
 sys.meta_path.insert(0, absent)
+x, w, y = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True), torch.tensor([0, 1, 2])
 """
-WITHOUT = """
+
+
+def test_without_torch_distributed():
+    """As in a PyTorch that was built without it."""
+    _errors(f"""{ABSENT}
+absent.prefixes = ("torch.distributed.", "torch.testing._internal.distributed")
+torch.distributed.is_available = lambda: False
+for name in [*sys.modules]:
+    if name.startswith("torch.distributed."):
+        del sys.modules[name]
 import thunder_flce
-
-x, w = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4)
-thunder_flce.linear_cross_entropy(x, w, torch.tensor([0, 1, 2])).backward()
-thunder_flce.LinearCrossEntropyLoss(4, 5)(x, torch.tensor([0, 1, 2])).backward()
+thunder_flce.linear_cross_entropy(x, w, y).backward()
+thunder_flce.linear_cross_entropy(x, w, y, terms=[(x, w)], reduction="none").sum().backward()
+thunder_flce.LinearCrossEntropyLoss(4, 5)(x, y).backward()
 assert x.grad.isfinite().all()
-# Programs that were compiled by another process, and are found on the disk, call it.
-assert torch.ops.thunder_flce.scale_gradient_
-ours = {name.removeprefix("thunder_flce.") for name in sys.modules if name.startswith("thunder_flce.")}
-heavy = {"graph", "inspection.thunder_report", "bench", "engine.kernels.nvfuser_rows", "engine.kernels.triton_rows"}
-assert not ours & heavy, ours & heavy
-assert set(thunder_flce.__all__) <= set(dir(thunder_flce))
-classes = ["LinearCrossEntropyLoss", "LossTrainerMixin", "NotFusedError", "NotFusedWarning", "Options", "Plan"]
-for attempt in range(2):
-    for name in ("jit", "thunderfx", "executor", "FuseLinearCrossEntropy"):
-        try:
-            getattr(thunder_flce, name)
-        except ImportError as error:
-            cause = "failed with ModuleNotFoundError: no thunder here"
-            assert f"thunder_flce.{name} needs lightning-thunder" in str(error) and cause in str(error), error
-            without = str(error).rpartition("work without it: ")[2].split(", ")
-            functions = ["explain", "linear_cross_entropy", "linear_kl_divergence", "loss_only"]
-            others = ["replace_trl_head", "shift_labels"]
-            assert without == [*classes, "Report", "VocabParallel", "count_items", *functions, *others], error
-        else:
-            raise AssertionError(name)
-assert not hasattr(thunder_flce, "jitt")
+""")
 
+
+def test_without_thunder(tmp_path):
+    """The function, the modules, the backend and `explain` work; what needs thunder says so, at each use."""
+    (tmp_path / "thunder").mkdir()
+    (tmp_path / "thunder" / "__init__.py").write_text("is_another = True")
+    program = """
+import thunder_flce
 import torch.nn.functional as F
 from thunder_flce.__main__ import main
 from thunder_flce.backend import compile_graph
 
+thunder_flce.linear_cross_entropy(x, w, y).backward()
+assert x.grad.isfinite().all()
+# Programs that were compiled by another process, and are found on the disk, call it.
+assert torch.ops.thunder_flce.scale_gradient_
+assert set(thunder_flce.__all__) <= set(dir(thunder_flce)) and not hasattr(thunder_flce, "jitt")
+needs_thunder = {"FlcePlugin", "FuseLinearCrossEntropy", "executor", "jit", "thunderfx"}
+for name in [*needs_thunder] * 2:
+    try:
+        getattr(thunder_flce, name)
+    except ImportError as error:
+        needs, _, without = str(error).rpartition("These names work without it: ")
+        assert f"thunder_flce.{name} needs lightning-thunder" in needs, error
+        assert "failed with ModuleNotFoundError: no thunder here" in needs, error
+        assert {*without.split(", ")} == {*thunder_flce.__all__} - needs_thunder, error
+    else:
+        raise AssertionError(name)
+for name in {*thunder_flce.__all__} - needs_thunder:
+    getattr(thunder_flce, name)
+
 def program(x, w, target):
     return F.cross_entropy(F.linear(x, w), target)
 
-# The backend and `explain` work, and a command that needs thunder says so.
 absent.names = {"thunder"}
 torch._inductor.compile_fx.compile_fx = lambda graph, inputs, **_: graph
-tensors = x, w, torch.tensor([0, 1, 2])
 compiled = torch.compile(program, backend=compile_graph, options={"strict": True})
-torch.testing.assert_close(compiled(*tensors), program(*tensors))
+torch.testing.assert_close(compiled(x, w, y), program(x, w, y))
 assert "1 of 1 cross-entropies fused" in str(thunder_flce.explain(compiled))
 assert "1 of 1 cross-entropies fused" in str(thunder_flce.explain())
 assert not [name for name in sys.modules if name.startswith("thunder_flce.graph")]
@@ -84,96 +150,12 @@ assert thunder.is_another
 (warning,) = [w for w in caught if "thunder_flce" in str(w.message)]
 assert "fails with ModuleNotFoundError: No module named 'thunder." in str(warning.message)
 """
+    printed = _errors(f"import torch._inductor.compile_fx\n{ABSENT}{program}", str(tmp_path))
+    assert "trace needs lightning-thunder" in printed.splitlines()[-1], printed
 
 
-# Runs each program in a copy of a process that has imported PyTorch, and nothing else: that takes seconds.
-COPIES = """
-import os, sys, traceback, torch
-
-for line in sys.stdin:
-    program, sys.argv[1:], errors = eval(line)
-    child = os.fork()
-    if not child:
-        for number, file in (1, os.devnull), (2, errors):
-            os.dup2(os.open(file, os.O_WRONLY), number)
-        try:
-            exec(program)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    print(os.waitpid(child, 0)[1], flush=True)
-"""
-
-
-@functools.cache
-def _copies():
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    return subprocess.Popen([sys.executable, "-c", COPIES], text=True, **pipes)
-
-
-def _run(program, *arguments):
-    """What it ended with, and what it has printed as errors."""
-    with tempfile.NamedTemporaryFile("r") as errors:
-        print(repr((program, arguments, errors.name)), file=_copies().stdin, flush=True)
-        return SimpleNamespace(returncode=int(_copies().stdout.readline()), stderr=errors.read())
-
-
-def _runs(program, *arguments):
-    """What a program prints as errors that has none."""
-    process = _run(program, *arguments)
-    assert process.returncode == 0, process.stderr
-    return process.stderr
-
-
-HEAVY = ["torch._dynamo", "torch._inductor", "torch.fx.experimental.proxy_tensor", "torch.distributed.tensor"]
-HEAVY += ["torch.distributed.device_mesh", "triton", "thunder", "nvfuser_direct"]
-
-
-def test_nothing_heavy_is_imported():
-    """Nor by a step on a CPU; what PyTorch imports by itself aside."""
-    _runs(f"""
-import sys, torch
-before = {{*sys.modules}}
-import thunder_flce
-x, w = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4)
-found = [name for name in {HEAVY} if name in sys.modules and name not in before]
-assert not found, found
-before |= {{*sys.modules}}
-thunder_flce.linear_cross_entropy(x, w, torch.tensor([0, 1, 2])).backward()
-thunder_flce.linear_kl_divergence(x, w, x.detach(), w).backward()
-found = [name for name in {HEAVY} if name in sys.modules and name not in before]
-assert not found, found
-""")
-
-
-def test_without_torch_distributed():
-    """As in a PyTorch that was built without it."""
-    _runs(f"""{ABSENT}
-absent.prefixes = ("torch.distributed.", "torch.testing._internal.distributed")
-torch.distributed.is_available = lambda: False
-for name in [*sys.modules]:
-    if name.startswith("torch.distributed."):
-        del sys.modules[name]
-import thunder_flce
-x, w, y = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True), torch.tensor([0, 1, 2])
-thunder_flce.linear_cross_entropy(x, w, y).backward()
-thunder_flce.linear_cross_entropy(x, w, y, terms=[(x, w)], reduction="none").sum().backward()
-thunder_flce.LinearCrossEntropyLoss(4, 5)(x, y).backward()
-assert x.grad.isfinite().all()
-""")
-
-
-def test_without_thunder(tmp_path):
-    (tmp_path / "thunder").mkdir()
-    (tmp_path / "thunder" / "__init__.py").write_text("is_another = True")
-    errors = _runs(ABSENT + WITHOUT, str(tmp_path)).splitlines()
-    assert "trace needs lightning-thunder" in errors[-1], errors
-
-
-WITH = """
-import torch
-{imports}
+# Runs after an import of thunder and of this package, in either order.
+REGISTERED = """
 import sys
 
 assert thunder.plugins.get_plugin("flce").__module__ == "thunder_flce.graph.plugin"
@@ -190,54 +172,67 @@ torch.testing.assert_close(jitted(*tensors), program(*tensors))
 called = [bsym.sym.id for bsym in thunder.last_traces(jitted)[0].bound_symbols]
 assert "thunder_flce.flce_linear_cross_entropy" in called, called
 """
+thunder_first = pytest.mark.skipif(not hasattr(torch.Tensor, "align_as"), reason="not with torch 2.13 and newer")
 
-UNCHANGED = """
-import thunder
+
+@thunder_first
+def test_after_thunder():
+    """thunder knows the package, and is unchanged until the fusion is first used, when its faults are mended."""
+    program = f"""
+import torch, thunder
 from thunder.dynamo import ThunderCompiler
 from thunder.transforms.autocast import autocast_impls
 
 def now():
     functions = thunder.clang.maybe_broadcast, ThunderCompiler.__call__
-    return functions, {name for name in autocast_impls if "flce" not in str(name)}
+    return functions, {{name for name in autocast_impls if "flce" not in str(name)}}
 
 before = now()
 import thunder_flce
 assert now() == before
-"""
-MENDED = """
+{REGISTERED}
 thunder_flce.FuseLinearCrossEntropy()
 assert not any(mine is its for mine, its in zip(now()[0], before[0])) and now()[1] > before[1]
 """
+    _errors(program, after="thunder")
 
 
-@pytest.mark.skipif(not hasattr(torch.Tensor, "align_as"), reason="torch 2.13 and newer need the other order")
-def test_after_thunder():
-    """It knows of us, and is as it was until the fusion is first used, when what it has wrong is mended."""
-    _runs(WITH.format(imports=UNCHANGED) + MENDED)
+@thunder_first
+def test_a_private_name_that_thunder_lacks():
+    """The import warns of it, and what needs thunder is an error."""
+    program = (
+        "import thunder.dynamo.compiler; del thunder.dynamo.compiler.ThunderCompiler\n"
+        "import thunder_flce; thunder_flce.linear_cross_entropy; thunder_flce.jit"
+    )
+    printed = _errors(program, after="thunder", fails=True)
+    thunder, lacks = r"lightning-thunder >=0\.2\.6,<0\.3", "ImportError: cannot import name 'ThunderCompiler'"
+    warning = rf"UserWarning: thunder_flce works with {thunder}; \S+ fails with {lacks}"
+    assert re.search(warning, printed), printed
+    error = rf"ImportError: thunder_flce\.jit needs {thunder}, .*{lacks}"
+    assert re.match(error, printed.strip().splitlines()[-1]), printed
 
 
-# As it is since torch 2.14: without what thunder's import reads of it.
-BUILTIN_APPLY = """
+def test_before_thunder():
+    """thunder knows the package, though none of its names that need thunder was used before.
+
+    `apply` is a builtin as it is since torch 2.14, without what thunder's import reads of it.
+    """
+    _errors(f"""
+import torch
 torch.autograd.Function.apply = builtin = torch._C._FunctionBase.__dict__["apply"]
 import thunder_flce, thunder
-"""
-AFTERWARDS = """
+{REGISTERED}
 assert vars(torch.autograd.Function)["apply"] is builtin
 x, w = (tensor.requires_grad_() for tensor in tensors[:2])
 expected = torch.autograd.grad(program(x, w, tensors[2]), (x, w))
 torch.testing.assert_close(torch.autograd.grad(jitted(x, w, tensors[2]), (x, w)), expected)
-"""
-
-
-def test_before_thunder():
-    """It knows of us, too, though nothing of ours that needs thunder was touched before."""
-    _runs(WITH.format(imports=BUILTIN_APPLY) + AFTERWARDS)
+""")
 
 
 def test_an_import_of_thunder_that_failed_before():
     """The second time, Python would name something else: what the first has left behind."""
-    _runs("""
-import sys, torch
+    _errors("""
+import torch
 torch.autograd.Function.apply = torch._C._FunctionBase.__dict__["apply"]
 for _ in range(2):
     try:
@@ -249,19 +244,3 @@ for _ in range(2):
     import thunder_flce
 assert message.endswith("import thunder_flce before thunder"), message
 """)
-
-
-def test_a_private_name_that_thunder_lacks():
-    """The import warns of it, and what needs thunder is an error."""
-    if not hasattr(torch.Tensor, "align_as"):
-        pytest.skip("with torch 2.13 and newer, thunder cannot be imported first")
-    program = (
-        "import thunder.dynamo.compiler; del thunder.dynamo.compiler.ThunderCompiler\n"
-        "import thunder_flce; thunder_flce.linear_cross_entropy; thunder_flce.jit"
-    )
-    process = _run(program)
-    thunder, lacks = r"lightning-thunder >=0\.2\.6,<0\.3", "ImportError: cannot import name 'ThunderCompiler'"
-    warning = rf"UserWarning: thunder_flce works with {thunder}; \S+ fails with {lacks}"
-    assert re.search(warning, process.stderr), process.stderr
-    message = process.stderr.strip().splitlines()[-1]
-    assert re.match(rf"ImportError: thunder_flce\.jit needs {thunder}, .*{lacks}", message), process.stderr

@@ -1,4 +1,4 @@
-"""What README.md and the other pages say is there: snippets run, links lead somewhere, and numbers are counted."""
+"""README.md and the other pages are right: snippets run, and links, names, tables and lists are what there is."""
 
 import re
 import runpy
@@ -17,7 +17,7 @@ PAGES = [*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / fo
 
 
 def test_snippets_of_readme_run(tmp_path, capsys):
-    """One after another, as one program; what the comments say it prints is what it prints."""
+    """One after another, as one program, which prints what its comments say."""
     snippets = re.findall(r"^```python\n(.*?)^```$", README.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     program = tmp_path / "model.py"
     program.write_text("\n".join(snippets), encoding="utf-8")
@@ -49,20 +49,20 @@ def test_what_a_page_names_is_there(page):
     assert [path for path, _ in named if not (ROOT / path).exists()] == []
     tests = [(path, test) for path, test in named if test]
     assert [test for path, test in tests if f"def {test}(" not in (ROOT / path).read_text(encoding="utf-8")] == []
-    there = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
-    assert [test for test in re.findall(r"`(test_\w+)`", text) if f"def {test}(" not in there] == []
+    tests_text = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [test for test in re.findall(r"`(test_\w+)`", text) if f"def {test}(" not in tests_text] == []
 
 
-@pytest.mark.parametrize("of", [thunder_flce.Options, thunder_flce.Plan])
-def test_the_reference_has_all_fields(of):
+@pytest.mark.parametrize("kind", [thunder_flce.Options, thunder_flce.Plan])
+def test_the_reference_has_all_fields(kind):
     text = (ROOT / "docs/api.md").read_text(encoding="utf-8")
-    (members,) = re.findall(rf"^::: thunder_flce\.{of.__name__}\n    options:\n      members: \[(.*)\]$", text, re.M)
-    assert members.split(", ") == [field.name for field in fields(of)]
+    (members,) = re.findall(rf"^::: thunder_flce\.{kind.__name__}\n    options:\n      members: \[(.*)\]$", text, re.M)
+    assert members.split(", ") == [field.name for field in fields(kind)]
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/support.md"])
 def test_pages_name_the_devices_that_kernels_are_compiled_for(page):
-    """The first and the last compute capability, and AMD's architectures."""
+    """They name the first and the last compute capability, and AMD's architectures."""
     nvidia = [chip.device.capability for name, chip in CHIPS.items() if name.startswith("sm")]
     first, last = (".".join(map(str, capability)) for capability in (min(nvidia), max(nvidia)))
     text = " ".join((ROOT / page).read_text(encoding="utf-8").split())

@@ -14,15 +14,15 @@ from thunder_flce.inspection.trace_text import renumbered
 SMALL = ["--device", "cpu", "--batch", "2", "--sequence", "24", "--hidden", "16", "--vocab", "100"]
 
 
-def test_as_a_command_of_its_own(monkeypatch, capsys):
+def test_traces_before_and_after(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["thunder_flce", "trace", "litgpt", *SMALL])
     with pytest.raises(SystemExit) as exit:
         runpy.run_module("thunder_flce", run_name="__main__")
     assert not exit.value.code
     printed = capsys.readouterr().out
     names = "before, forward", "before, backward", "after, forward", "after, backward"
-    found = re.search("".join(f"# {name}\n(.*)" for name in names), printed, re.DOTALL)
-    before_forward, before_backward, after_forward, after_backward = found.groups()
+    traces = re.search("".join(f"# {name}\n(.*)" for name in names), printed, re.DOTALL)
+    before_forward, before_backward, after_forward, after_backward = traces.groups()
     assert "torch.nn.functional.linear(" in before_forward and "matmul(" in before_backward
     assert "linear_cross_entropy" not in before_forward + before_backward
     assert "flce_linear_cross_entropy_fwd(" in after_forward and "'strategy': \"gradients_in_forward\"" in after_forward
@@ -32,12 +32,12 @@ def test_as_a_command_of_its_own(monkeypatch, capsys):
 
 
 def test_fake_tensors_have_no_memory(capsys):
-    # Logits and weight would take 147 GB each; as many of more tokens would be more chunks, each of which is run.
+    # Logits and weight would take 147 GB each. More tokens would be more chunks, each of which is run.
     assert main(["trace", "litgpt", "--device", "cpu", "--batch", "1", "--vocab", "9000000"]) == 0
     assert "f32[4096, 9000000]" in capsys.readouterr().out
 
 
-def test_a_folder_with_the_name_of_a_proxy():
+def test_a_header_with_the_name_of_a_proxy_is_unchanged():
     assert renumbered("# in /tmp/t3", "t5 = exp(t7)") == "# in /tmp/t3\n\nt0 = exp(t1)\n"
 
 
@@ -58,7 +58,7 @@ def without_a_loss(hidden, weight):
     ("model_and_arguments", "    # logits f32[24, 97] = x @ W.t() + b"),
     ("without_a_loss", "# after: thunder_flce.jit\n# no cross-entropy, log-probability, entropy, "),
 ])  # fmt: skip
-def test_programs_of_the_user(function, line, capsys):
+def test_programs_of_users(function, line, capsys):
     assert main(["trace", f"{__name__}:{function}", *SMALL]) == 0
     assert line in capsys.readouterr().out
 

@@ -1,4 +1,4 @@
-"""Traces: the printed ones are current, and what is saved, computed and fused is what it should be."""
+"""The printed traces are current, and thunder recomputes no loss in the backward."""
 
 import os
 import re
@@ -34,7 +34,7 @@ def _read(folder: Path, pattern: str) -> dict[str, str]:
 
 
 def _assert_current(files: dict[str, str], versions: str) -> None:
-    """That the files of the same folders in traces/ are these, unless they were printed with other versions."""
+    """Asserts that traces/ has these files in their folders; skips if those were printed with other versions."""
     folders = {Path(path).parent for path in files}
     committed = {name: text for folder in folders for name, text in _read(TRACES, f"{folder}/*.py").items()}
     others = sorted(path for path, text in committed.items() if versions not in text)
@@ -51,9 +51,12 @@ def test_cpu_traces_are_current():
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory):
-    """By a process of its own: numbers of process groups count on, and thunder has nvFuser or not from its import."""
-    offer, of_cuda = ("r._offer_nvfuser()", " | r.build_traces('cuda')") if HAS_NVFUSER else ("", "")
-    files = f"r.build_distributed(){of_cuda}"
+    """The folder of traces for other devices, printed in a fresh process.
+
+    The numbers of process groups count on in a process, and thunder looks for nvFuser when it is imported.
+    """
+    offer, cuda = ("r._offer_nvfuser()", " | r.build_traces('cuda')") if HAS_NVFUSER else ("", "")
+    files = f"r.build_distributed(){cuda}"
     program = f"import sys, regenerate as r\n{offer}\nimport quick\nr.write({files}, r.Path(sys.argv[1]))"
     search_path = os.pathsep.join([*map(str, (TRACES.parent, TRACES, TESTS)), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": search_path}
@@ -62,9 +65,9 @@ def printed(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("of", ["distributed", pytest.param("cuda", marks=needs_nvfuser)])
-def test_traces_of_other_devices_are_current(of, printed):
-    _assert_current(_read(printed, f"{of}/*.py"), regenerate.versions())
+@pytest.mark.parametrize("folder", ["distributed", pytest.param("cuda", marks=needs_nvfuser)])
+def test_traces_of_other_devices_are_current(folder, printed):
+    _assert_current(_read(printed, f"{folder}/*.py"), regenerate.versions())
 
 
 @needs_nvfuser
@@ -73,19 +76,19 @@ def test_nvfuser_definitions_are_current():
 
 
 def _checkpointed(hidden, weight, labels):
-    """Its linear is computed again, of which the unfused loss needs the logits."""
+    """An unfused loss in a checkpoint, whose linear is recomputed for the logits."""
     return checkpoint(_not_fused, hidden, weight, labels, use_reentrant=False)
 
 
 def _not_fused(hidden, weight, labels):
-    # What checkpoint marks is what is not returned; the product makes the loss such a tensor.
+    # checkpoint marks tensors that are not returned; the product makes the loss such a tensor.
     return 2 * F.cross_entropy(F.linear(hidden, weight).relu().flatten(0, 1), labels.flatten())
 
 
 @pytest.mark.filterwarnings("ignore::thunder_flce.NotFusedWarning")
 @pytest.mark.parametrize("program", [programs.litgpt, programs.reduction_none, programs.logits_returned, _checkpointed])
-def test_no_loss_is_computed_again(program):
-    """In the backward, where thunder recomputes what it can or has to."""
+def test_the_backward_recomputes_no_loss(program):
+    """thunder recomputes there what it can or has to."""
     jitted = thunder_flce.jit(program, auto_recompute_intermediates=program is not _checkpointed)
     jitted(*programs.arguments(program, SIZES, device="cpu", dtype=torch.float32))
     forward, backward = (
