@@ -63,7 +63,6 @@ OPERANDS = {"x": "input", "W": "linear_weight", "b": "linear_bias"}
 CASES = [
     ("loss_only", "", {}),
     *((strategy, needs, {}) for strategy in STRATEGIES for needs in ("xWb", *OPERANDS)),
-    *((strategy, "xWb", {"ignored_rows": "compute"}) for strategy in STRATEGIES),
     ("save_logits", "xW", {"saved_rows": 200}),
     *((strategy, "xW", {"dtype": torch.bfloat16, **settings})
       for strategy in ("gradients_in_forward", "recompute_logits")
