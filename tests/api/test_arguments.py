@@ -13,13 +13,12 @@ from thunder_flce import Options, linear_cross_entropy
 X = torch.zeros(6, 4)
 W = torch.zeros(9, 4)
 Y = torch.zeros(6, dtype=torch.long)
-NEEDING = torch.ones(6, requires_grad=True)
-MEAN = {"outputs": ("mean_logit",), "weight": torch.ones(9)}
-OF_ONE = lambda log_prob, entropy, *_: log_prob  # noqa: E731
+WEIGHTED = {"outputs": ("mean_logit",), "weight": torch.ones(9)}
+WITH_GRAD = torch.ones(6, requires_grad=True)
+LOG_PROB = lambda log_prob, entropy, *_: log_prob  # noqa: E731
 
 BAD = [
     ({"input": [1, 2]}, TypeError, "input must be a tensor, but got list"),
-    ({"input": X.long()}, TypeError, "input must have one of the dtypes float16.*got int64"),
     ({"target": X[:, 0]}, TypeError, "target must have one of the dtypes int8.*got float32"),
     ({"input": torch.zeros(())}, ValueError, "input must have at least one dimension"),
     ({"linear_weight": W.view(-1)[:0]}, ValueError, r"linear_weight must be two-dimensional, .* but got \(0,\)"),
@@ -48,21 +47,17 @@ BAD = [
     ({"num_items": float("nan")}, ValueError, "num_items must be finite and not negative, but got nan"),
     ({"num_items": "3"}, TypeError, "num_items must be a number or a tensor without dimensions, but got str"),
     ({"token_loss": X}, TypeError, "token_loss must be a function, but got Tensor"),
-    ({"token_loss": 0}, TypeError, "token_loss must be a function, but got int"),
-    *(({"softcap": n}, ValueError, "softcap must be a float or fit 64 bits") for n in (10**30, 10**400)),
+    ({"softcap": 10**30}, ValueError, "softcap must be a float or fit 64 bits"),
     ({"num_items": 10**400}, ValueError, "num_items must be a float or fit 64 bits"),
     ({"expected_gradient": float("inf")}, ValueError, "expected_gradient must be finite and not 0, but got inf"),
-    ({"expected_gradient": torch.ones(2)}, ValueError, r"expected_gradient must be a number or a tensor without .*2"),
-    ({"expected_gradient": NEEDING[0]}, ValueError, "expected_gradient must not require a gradient"),
     ({"token_weights": torch.ones(5)}, ValueError, r"token_weights must have target's shape, \(6,\), but got \(5,\)"),
     ({"token_weights": Y > 0}, TypeError, r"but got bool; pass mask.to\(input.dtype\)"),
-    ({"token_weights": NEEDING}, ValueError, "token_weights must not require a gradient"),
-    ({"token_loss": OF_ONE, "reduction": "none"}, ValueError, 'reduction "mean" or "sum"'),
-    ({"token_loss": OF_ONE, "label_smoothing": 0.1}, ValueError, "label_smoothing must be 0 with token_loss"),
-    ({"token_loss": OF_ONE, "weight": torch.ones(9)}, ValueError, "weight must be None with token_loss"),
-    ({"token_loss": OF_ONE, "token_inputs": (1.0,)}, TypeError, r"token_inputs\[0\] must be a tensor, but got float"),
-    ({"token_loss": OF_ONE, "token_inputs": (Y, W)}, ValueError, r"token_inputs\[1\] must have target's shape"),
-    ({"token_loss": OF_ONE, "token_inputs": (NEEDING,)}, ValueError, r"token_inputs\[0\] must not require a grad"),
+    ({"token_loss": LOG_PROB, "reduction": "none"}, ValueError, 'reduction "mean" or "sum"'),
+    ({"token_loss": LOG_PROB, "label_smoothing": 0.1}, ValueError, "label_smoothing must be 0 with token_loss"),
+    ({"token_loss": LOG_PROB, "weight": torch.ones(9)}, ValueError, "weight must be None with token_loss"),
+    ({"token_loss": LOG_PROB, "token_inputs": (1.0,)}, TypeError, r"token_inputs\[0\] must be a tensor, but got float"),
+    ({"token_loss": LOG_PROB, "token_inputs": (Y, W)}, ValueError, r"token_inputs\[1\] must have target's shape"),
+    ({"token_loss": LOG_PROB, "token_inputs": (WITH_GRAD,)}, ValueError, r"token_inputs\[0\] must not require a grad"),
     ({"token_loss": lambda p, e: p, "token_inputs": (Y, Y)}, TypeError, "called with log_prob, entropy and the 2"),
     ({"token_loss": lambda p, e, *_: torch.max(p, 0)}, TypeError, "single tokens, .* it has: .*max"),
     ({"token_inputs": [Y]}, ValueError, "token_inputs must be empty without token_loss"),
@@ -70,74 +65,72 @@ BAD = [
     ({"detached": ("argmax",), "outputs": ("argmax",)}, ValueError, "detached must be a tuple of outputs that are"),
     ({"vocab_parallel": "tp"}, TypeError, "vocab_parallel must be a ProcessGroup or a DeviceMesh .*, but got str"),
     ({"outputs": ("entropie",)}, ValueError, "outputs must be a tuple of names among"),
-    ({"outputs": "entropy"}, ValueError, "outputs must be a tuple of names among"),
+    ({"outputs": ["entropy"]}, ValueError, "outputs must be a tuple of names among"),
     ({"outputs": ("entropy", "entropy")}, ValueError, "outputs must name each output once"),
-    (MEAN | {"label_smoothing": 0.1}, ValueError, r'has "mean_logit", .* weight and label_smoothing; pass detached=\('),
+    (WEIGHTED | {"label_smoothing": 0.1}, ValueError, r'"mean_logit", .* weight and label_smoothing; pass detached=\('),
 ]
-SEVERAL = torch.zeros(6, 5, dtype=torch.long)
-ALL = Options(strategy="recompute_logits")
-BAD_TARGETS = [
+TARGETS = torch.zeros(6, 5, dtype=torch.long)
+BAD_WITH_TARGET_WEIGHTS = [
     ({"target_weights": torch.rand(6)}, ValueError, r"target_weights must have target's shape, \(6, 5\)"),
-    ({"target_weights": torch.rand(6, 5) > 0}, TypeError, r"but got bool; pass mask.to\(input.dtype\)"),
-    ({"target_weights": torch.rand(6, 5).requires_grad_()}, ValueError, "target_weights must not require"),
     ({"target": Y}, ValueError, r"target must be \(..., K\)"),
-    ({"target": SEVERAL[:, :0]}, ValueError, "and K ≥ 1"),
+    ({"target": TARGETS[:, :0]}, ValueError, "and K ≥ 1"),
     ({"weight": torch.rand(9)}, ValueError, "weight must be None with target_weights"),
     ({"label_smoothing": 0.1}, ValueError, "label_smoothing must be 0 with target_weights"),
     ({"outputs": ("accuracy",)}, ValueError, "outputs must not have 'accuracy' with target_weights"),
     ({"target_weights": None}, ValueError, "target must have input's shape without its last dimension"),
 ]
-BAD += [({"target": SEVERAL, "target_weights": torch.ones(6, 5), **change}, *of) for change, *of in BAD_TARGETS]
-NEEDS_GRAD = {"input": X.clone().requires_grad_(), "token_loss": OF_ONE}
+BAD += [
+    ({"target": TARGETS, "target_weights": torch.ones(6, 5), **change}, *error)
+    for change, *error in BAD_WITH_TARGET_WEIGHTS
+]
+TRAINED = {"input": X.clone().requires_grad_(), "token_loss": LOG_PROB}
 EAGER = [
     ({"linear_weight": W.to_sparse()}, TypeError, "linear_weight must be a dense tensor, but has the layout torch.sp"),
     ({"input": torch.nested.nested_tensor([X], layout=torch.jagged)}, TypeError, r"input must be a dense .*unbind\(\)"),
     ({"input": torch.nested.nested_tensor([X])}, TypeError, r"input must be a dense tensor, but is nested"),
     ({"target": Y.to("meta")}, ValueError, "target must be on input's device, cpu, but got meta"),
-    ({**NEEDS_GRAD, "options": Options(strategy="save_logits")}, ValueError, "leave strategy=None"),
+    ({**TRAINED, "options": Options(strategy="save_logits")}, ValueError, "leave strategy=None"),
     (
         {"linear_weight": W.clone().requires_grad_(), "reduction": "none",
          "options": Options(strategy="gradients_in_forward")},
         ValueError, 'strategy "gradients_in_forward" needs reduction "mean" or "sum"',
     ),
     ({"options": Options(row_kernels="triton")}, ValueError, 'row_kernels="triton" runs on CUDA'),
-    ({**NEEDS_GRAD, "input": X.half().requires_grad_(), "linear_weight": W.half()}, ValueError, "expected_gradient"),
-    ({"target": SEVERAL + 9, "target_weights": torch.ones(6, 5)}, IndexError, "target has 6 of 6 rows with values"),
+    ({**TRAINED, "input": X.half().requires_grad_(), "linear_weight": W.half()}, ValueError, "expected_gradient"),
+    ({"target": TARGETS + 9, "target_weights": torch.ones(6, 5)}, IndexError, "target has 6 of 6 rows with values"),
 ]  # fmt: skip
 TERM = (torch.zeros(6, 3), torch.zeros(9, 3))
 BAD_TERMS = [
-    ({"terms": torch.zeros(2)}, TypeError, "terms must be a sequence of pairs"),
     ({"terms": 3}, TypeError, r"terms must be a sequence of pairs \(input, weight\), but got int"),
     ({"terms": TERM}, TypeError, r"terms\[0\] must be a pair \(input, weight\), but got Tensor"),
     ({"terms": [TERM, (X,)]}, TypeError, r"terms\[1\] must be a pair \(input, weight\), but has length 1"),
-    ({"terms": [TERM, (X, None)]}, TypeError, r"terms\[1\].weight must be a tensor, but got NoneType"),
     ({"terms": [(Y, W)]}, TypeError, r"terms\[0\].input must have one of the dtypes float16.*got int64"),
     ({"terms": [TERM, (X, W.half())]}, TypeError, r"terms\[1\].weight must have input's dtype, float32, but got"),
-    ({"terms": [(X, W[0])]}, ValueError, r"terms\[0\].weight must be \(V, h\) with V = 9, but got \(4,\)"),
+    ({"terms": [(X, W[:, 0])]}, ValueError, r"terms\[0\].weight must be \(V, h\) with V = 9, but got \(9,\)"),
     ({"terms": [TERM, (X, W[:8])]}, ValueError, r"terms\[1\].weight must be \(V, h\) with V = 9, but got \(8, 4\)"),
-    ({"terms": [(X, TERM[1])]}, ValueError, r"terms\[0\].input must be \(6, 3\): .* but got \(6, 4\)"),
     ({"terms": [TERM, (X[:5], W)]}, ValueError, r"terms\[1\].input must be \(6, 4\): .* but got \(5, 4\)"),
 ]
 
 
-def _call(change):
+def call(change):
+    """Returns the tensors of a call with bad arguments, and the call as a function of them."""
     arguments = {"input": X, "linear_weight": W, "target": Y, **change}
-    return arguments.pop("input"), arguments.pop("linear_weight"), arguments.pop("target"), arguments
+    tensors = [arguments.pop(name) for name in ("input", "linear_weight", "target")]
+    return tensors, lambda *tensors: linear_cross_entropy(*tensors, **arguments)
 
 
 @pytest.mark.parametrize(("change", "exception", "message"), BAD + EAGER)
 def test_eager(change, exception, message):
-    *tensors, settings = _call(change)
+    tensors, function = call(change)
     with pytest.raises(exception, match=message):
-        linear_cross_entropy(*tensors, **settings)
+        function(*tensors)
 
 
 @pytest.mark.parametrize(("change", "exception", "message"), BAD + BAD_TERMS)
-def test_traced(change, exception, message):
-    *tensors, settings = _call(change)
-    jitted = thunder_flce.jit(lambda *tensors: linear_cross_entropy(*tensors, **settings))
+def test_traced_by_thunder(change, exception, message):
+    tensors, function = call(change)
     with pytest.raises(exception, match=message):
-        jitted(*tensors)
+        thunder_flce.jit(function)(*tensors)
 
 
 def test_an_error_keeps_no_operand_alive():
