@@ -35,18 +35,18 @@ def composed(
     """By PyTorch's own divergence, as TRL's GKD has it; logits of 16 bits in float32."""
     logits = (F.linear(x, weight), F.linear(teacher_x, teacher_weight).detach())
     log_p, log_q = ((z.float() if z.dtype.itemsize < 4 else z).div(temperature).log_softmax(-1) for z in logits)
-    kl = lambda of, log: F.kl_div(of, log, reduction="none", log_target=True).sum(-1)  # noqa: E731
+    kl = partial(F.kl_div, reduction="none", log_target=True)
     if divergence == "jensen_shannon":
         share = torch.tensor(beta, dtype=log_p.dtype, device=log_p.device)
         log_m = torch.logsumexp(torch.stack([log_p + torch.log1p(-share), log_q + share.log()]), 0)
-        of_rows = beta * kl(log_m, log_q) + (1 - beta) * kl(log_m, log_p)
+        row_losses = (beta * kl(log_m, log_q) + (1 - beta) * kl(log_m, log_p)).sum(-1)
     else:
-        of_rows = kl(log_p, log_q) if divergence == "forward" else kl(log_q, log_p)
-    valid = torch.ones_like(of_rows, dtype=torch.bool) if target is None else target != ignore_index
-    of_rows = torch.where(valid, of_rows, 0)
+        row_losses = (kl(log_p, log_q) if divergence == "forward" else kl(log_q, log_p)).sum(-1)
+    valid = torch.ones_like(row_losses, dtype=torch.bool) if target is None else target != ignore_index
+    row_losses = torch.where(valid, row_losses, 0)
     if reduction == "none":
-        return of_rows
-    return of_rows.sum() / (valid.sum() if reduction == "mean" else 1)
+        return row_losses
+    return row_losses.sum() / (valid.sum() if reduction == "mean" else 1)
 
 
 OPTIONS = (
@@ -55,14 +55,14 @@ OPTIONS = (
 )  # fmt: skip
 
 
-def check_call(number: int, *, dtype=torch.float64, is_compiled=False) -> None:
-    """What needs no gradient gets none, and the teacher's weight none even if it requires one."""
+def check_call(number: int, *, dtype: torch.dtype = torch.float64, is_compiled: bool = False) -> None:
+    """Also that what needs no gradient gets none, and the teacher's weight none even if it requires one."""
     one_of = chooser(number)
     *tensors, target = operands(dtype, tokens=one_of(*[T] * 7, 0))
     settings = {"reduction": one_of("mean", "sum", "none"), "divergence": one_of(*KINDS)}
     settings |= {"beta": one_of(0.5, 0.3), "temperature": one_of(1.0, 1.7), "ignore_index": one_of(-100, 0)}
-    options, needed = one_of(*OPTIONS), one_of((True, True), (True, False), (False, True), (False, False))
-    for tensor, is_needed in zip(tensors[:2], needed, strict=True):
+    options, needs_grad = one_of(*OPTIONS), one_of((True, True), (True, False), (False, True), (False, False))
+    for tensor, is_needed in zip(tensors[:2], needs_grad, strict=True):
         tensor.requires_grad_(is_needed)
     tensors[3] = torch.nn.Parameter(tensors[3])
     target = one_of(*[target] * 5, None, None, torch.full_like(target, settings["ignore_index"]))
@@ -72,20 +72,21 @@ def check_call(number: int, *, dtype=torch.float64, is_compiled=False) -> None:
     if is_compiled:
         torch._dynamo.reset()
         call = torch.compile(call, backend="aot_eager", fullgraph=True)
-    exact = tuple(map(doubled, tensors))
+    exact_tensors = tuple(map(doubled, tensors))
     close = {} if dtype is torch.float64 else {"rtol": 1e-4, "atol": 1e-6, "check_dtype": False}
-    close["equal_nan"] = True
-    with named((number, settings, options, needed, target is None)):
-        loss, right = call(*tensors, target), composed(*exact, target, **settings)
-        torch.testing.assert_close(loss, right, **close)
-        assert loss.requires_grad == any(needed)
+    with named((number, settings, options, needs_grad, target is None)):
+        loss, exact = call(*tensors, target), composed(*exact_tensors, target, **settings)
+        torch.testing.assert_close(loss, exact, equal_nan=True, **close)
+        assert loss.requires_grad == any(needs_grad)
         upstream = torch.randn_like(loss)
-        needing, of_exact = ([each for each in of[:2] if each.requires_grad] for of in (tensors, exact))
-        if needing:
-            got = torch.autograd.grad(loss, needing, upstream, retain_graph=True)
-            torch.testing.assert_close(got, torch.autograd.grad(right, of_exact, upstream.double()), **close)
+        if loss.requires_grad:
+            loss.backward(upstream, retain_graph=True)
             loss.backward(upstream)
-            assert [tensor.grad is not None for tensor in tensors] == [*needed, False, False]
+            exact.backward(2 * upstream.double())
+        for tensor, exact_tensor, is_needed in zip(tensors, exact_tensors, (*needs_grad, False, False), strict=True):
+            assert (tensor.grad is not None) == is_needed
+            if is_needed:
+                torch.testing.assert_close(tensor.grad, exact_tensor.grad, equal_nan=True, **close)
 
 
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "torch.compile"])
@@ -97,48 +98,45 @@ def test_any_call(is_compiled):
 @pytest.mark.parametrize("divergence", KINDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_error_beside_pytorchs(dtype, divergence, device):
-    """Also of a wider logits' dtype, and where the teacher's is another."""
+    """Also with logits in float32, and with a teacher of another dtype."""
     *tensors, target = operands(dtype, device, tokens=25, vocab=1009)
     settings, upstream = {"divergence": divergence, "temperature": 1.3}, torch.tensor(1024.0, device=device)
+
+    def results(function, tensors):
+        loss = function(*tensors, target, **settings)
+        return loss, *torch.autograd.grad(loss, tensors[:2], upstream.to(loss.dtype))
+
     for teacher_dtype, options in ((dtype, None), (torch.bfloat16, Options(chunk_rows=32, logits_dtype="float32"))):
-        found = []
-        for run in (partial(linear_kl_divergence, options=options), composed, composed):
-            of = [*tensors[:2], *(tensor.to(teacher_dtype) for tensor in tensors[2:])]
-            of = [*map(doubled, of)] if len(found) == 2 else of
-            loss = run(*of, target, **settings)
-            found.append((loss, *torch.autograd.grad(loss, of[:2], upstream.to(loss.dtype))))
-        assert found[0][0].dtype == torch.float32
-        for got, eager, right in zip(*found, strict=True):
-            assert got.dtype == eager.dtype
-            assert error(got, right) <= 1.25 * error(eager, right) + 2e-6
+        tensors[2:] = (tensor.to(teacher_dtype) for tensor in tensors[2:])
+        ours = results(partial(linear_kl_divergence, options=options), tensors)
+        eager, exact = results(composed, tensors), results(composed, [*map(doubled, tensors)])
+        assert ours[0].dtype == torch.float32
+        for result, peer, right in zip(ours, eager, exact, strict=True):
+            assert result.dtype == peer.dtype
+            assert error(result, right) <= 1.25 * error(peer, right) + 2e-6
 
 
 INPUT, WEIGHT, TEACHER_INPUT, TEACHER_WEIGHT, TARGET = operands()
 
 
-@pytest.mark.parametrize(("change", "kind", "message"), [
+@pytest.mark.parametrize(("change", "exception", "message"), [
     ({"teacher_weight": TEACHER_WEIGHT[:50]}, ValueError, r"teacher_weight must be \(V, H'\) with V = 101"),
-    ({"teacher_weight": TEACHER_WEIGHT[:, :5]}, ValueError, r"teacher_input must be \(3, 7, 5\)"),
     ({"teacher_input": TEACHER_INPUT[0]}, ValueError, r"teacher_input must be \(3, 7, 24\)"),
     ({"teacher_weight": TEACHER_WEIGHT.float()}, TypeError, "teacher_weight must have teacher_input's dtype, flo"),
-    ({"linear_weight": WEIGHT.float()}, TypeError, "linear_weight must have input's dtype, float64"),
     ({"teacher_input": TEACHER_INPUT.clone().requires_grad_()}, ValueError, "teacher_input must not require a gr"),
-    ({"teacher_input": 1.0}, TypeError, "teacher_input must be a tensor, but got float"),
     ({"input": torch.nested.nested_tensor([*INPUT]), "target": None}, TypeError, "input must be a dense tensor, but"),
     ({"target": TARGET + 3 * V}, IndexError, r"target has 21 of 21 values that are neither in \[0, 101\)"),
-    ({"target": TARGET[0]}, ValueError, "target must have input's shape without its last dimension"),
     ({"divergence": "kl"}, ValueError, "divergence must be one of"),
     ({"beta": 1.0}, ValueError, "beta must be between 0 and 1, both excluded, but got 1.0"),
     ({"temperature": 0}, ValueError, "temperature must be positive and finite, but got 0"),
-    ({"reduction": "batchmean"}, ValueError, "reduction must be one of"),
     ({"options": Options(strategy="save_logits")}, ValueError, "options.strategy must be None"),
     ({"options": Options(row_kernels="nvfuser")}, ValueError, 'row_kernels="nvfuser"'),
 ])  # fmt: skip
-def test_bad_input(change, kind, message):
-    given = {"input": INPUT, "linear_weight": WEIGHT, "target": TARGET}
-    given |= {"teacher_input": TEACHER_INPUT, "teacher_weight": TEACHER_WEIGHT}
-    with pytest.raises(kind, match=message):
-        linear_kl_divergence(**given | change)
+def test_bad_argument(change, exception, message):
+    arguments = {"input": INPUT, "linear_weight": WEIGHT, "target": TARGET}
+    arguments |= {"teacher_input": TEACHER_INPUT, "teacher_weight": TEACHER_WEIGHT}
+    with pytest.raises(exception, match=message):
+        linear_kl_divergence(**arguments | change)
 
 
 def test_inside_thunder():

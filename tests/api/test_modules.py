@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import io
 import pickle
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,85 +17,60 @@ from reference import assert_close_to_truth, differentiate, make_case
 from thunder_flce import LinearCrossEntropyLoss, Options, loss_only
 
 H, V = 24, 101
+INPUTS = torch.randn(3, H), torch.tensor([0, 1, 2])
 
 
-def _case(loss, **settings):
-    """Random inputs of the module's, whose parameters are the weight and the bias."""
-    case = make_case(hidden=loss.in_features, vocab=loss.num_classes, dtype=loss.linear.weight.dtype, **settings)
-    return replace(case, weight=loss.linear.weight, bias=loss.linear.bias, class_weight=loss.weight)
-
-
-@pytest.mark.parametrize("way", COMPILERS)
-def test_compiled(way):
-    loss = LinearCrossEntropyLoss(H, V, bias=True, softcap=5.0, weight=torch.rand(V))
-    case = _case(loss)
-    result = differentiate(COMPILERS[way](loss)(case.x, case.target), case, None)
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_from_linear(compiler):
+    """The parameters are those of the linear, and the module compiles."""
+    linear = nn.Linear(H, V)
+    loss = LinearCrossEntropyLoss.from_linear(linear, softcap=5.0, weight=torch.rand(V))
+    assert loss.linear is linear and not loss.weight.is_meta
+    case = replace(make_case(hidden=H, vocab=V), weight=linear.weight, bias=linear.bias, class_weight=loss.weight)
+    result = differentiate(COMPILERS[compiler](loss)(case.x, case.target), case, None)
     assert_close_to_truth(result, case, softcap=5.0)
 
 
 def test_state_dict():
-    """The names are those of `torch.nn.LinearCrossEntropyLoss`, and those of a linear are taken, too."""
-    class_weights = torch.rand(V)
-    loss = LinearCrossEntropyLoss(H, V, bias=True, weight=torch.ones(V))
-    assert list(loss.state_dict()) == ["weight", "linear.weight", "linear.bias"]
-    assert list(LinearCrossEntropyLoss(H, V).state_dict()) == ["linear.weight"]
-    linear = nn.Linear(H, V)
-    of_torch = {f"linear.{name}": tensor for name, tensor in linear.state_dict().items()}
-    for state in (of_torch, linear.state_dict()):
-        loss = LinearCrossEntropyLoss(H, V, bias=True)
+    """It has the names of `torch.nn.LinearCrossEntropyLoss`; one of a linear is loaded, too."""
+    linear, ones, class_weights = nn.Linear(H, V), torch.ones(V), torch.rand(V)
+    torch_state = {"weight": class_weights, "linear.weight": linear.weight, "linear.bias": linear.bias}
+    for state, expected in ((torch_state, class_weights), (linear.state_dict(), ones)):
+        loss = LinearCrossEntropyLoss(H, V, bias=True, weight=torch.ones(V))
+        assert list(loss.state_dict()) == list(torch_state)
         loss.load_state_dict(state)
         assert torch.equal(loss.linear.weight, linear.weight) and torch.equal(loss.linear.bias, linear.bias)
-    loss = LinearCrossEntropyLoss(H, V, bias=True, weight=torch.ones(V))
-    loss.load_state_dict({"weight": class_weights, **of_torch})
-    assert torch.equal(loss.weight, class_weights)
-    assert loss.load_state_dict({"weight": linear.weight, "x": linear.weight}, strict=False) == (["linear.bias"], ["x"])
-    assert torch.equal(loss.linear.weight, linear.weight) and torch.equal(loss.weight, class_weights)
+        assert torch.equal(loss.weight, expected)
+    assert loss.load_state_dict({"weight": linear.weight, "x": ones}, strict=False) == (["linear.bias"], ["x"])
+
     model = nn.ModuleDict({"embedding": nn.Embedding(V, H), "lm_head": LinearCrossEntropyLoss(H, V)})
     model.lm_head.linear.weight = model.embedding.weight
-    tied = torch.randn(V, H)
-    model.load_state_dict({"embedding.weight": tied, "lm_head.weight": tied})
-    assert torch.equal(model.lm_head.linear.weight, tied) and model.lm_head.linear.weight is model.embedding.weight
+    assert list(model.lm_head.state_dict()) == ["linear.weight"]
+    model.load_state_dict({"embedding.weight": linear.weight, "lm_head.weight": linear.weight})
+    assert torch.equal(model.lm_head.linear.weight, linear.weight)
+    assert model.lm_head.linear.weight is model.embedding.weight
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_from_linear_shares_the_parameters(bias):
-    linear = nn.Linear(H, V, bias=bias).bfloat16()
-    linear.weight.requires_grad_(False)
-    loss = LinearCrossEntropyLoss.from_linear(linear, softcap=5.0, weight=torch.rand(V))
-    assert loss.linear is linear and not loss.weight.is_meta
-    case = _case(loss)
-    assert_close_to_truth(differentiate(loss(case.x, case.target), case, None), case, softcap=5.0)
+def test_parametrized_parameters_are_computed_once():
+    """A parametrization may draw random numbers, or change its own state, as spectral_norm does."""
+    computed = []
+
+    class Twice(nn.Module):
+        def forward(self, parameter):
+            computed.append(tuple(parameter.shape))
+            return 2 * parameter
+
+    loss = LinearCrossEntropyLoss(H, V, bias=True)
+    for name in ("weight", "bias"):
+        nn.utils.parametrize.register_parametrization(loss.linear, name, Twice())
+    computed.clear()
+    loss(*INPUTS)
+    assert computed == [(V, H), (V,)]
 
 
-def test_copies_and_conversions():
-    loss = LinearCrossEntropyLoss(H, V, bias=True, weight=torch.rand(V), reduction="sum", options=Options(chunk_rows=8))
-    file = io.BytesIO()
-    torch.save(loss, file)
-    file.seek(0)
-    case = _case(loss)
-    expected = loss(case.x, case.target)
-    for other in (copy.deepcopy(loss), torch.load(file, weights_only=False)):
-        assert torch.equal(other(case.x, case.target), expected) and other.linear.weight is not loss.linear.weight
-    half = copy.deepcopy(loss).to(torch.bfloat16)
-    assert half.linear.weight.dtype == half.linear.bias.dtype == half.weight.dtype == torch.bfloat16
-    assert half(case.x.bfloat16(), case.target).dtype == torch.float32
+# Models that return only their loss.
 
-
-class Twice(nn.Module):
-    def forward(self, parameter):
-        """Twice the parameter, and counts the calls."""
-        self.calls = getattr(self, "calls", 0) + 1
-        return 2 * parameter
-
-
-def test_what_parameters_are_computed_by_is_called_once():
-    """It may draw random numbers, or change what it keeps, as spectral_norm does."""
-    loss, ways = LinearCrossEntropyLoss(H, V, bias=True), {"weight": Twice(), "bias": Twice()}
-    for name, way in ways.items():
-        nn.utils.parametrize.register_parametrization(loss.linear, name, way)
-        way.calls = 0
-    loss(torch.randn(3, H), torch.tensor([0, 1, 2]))
-    assert [way.calls for way in ways.values()] == [1, 1]
+TOKENS = torch.arange(6).view(2, 3)
 
 
 @dataclass
@@ -106,193 +80,177 @@ class Output:
 
 
 class Model(nn.Module):
-    """A model like those of transformers, with one of their ways to return a loss."""
+    """A model like those of transformers; `output_type` makes its output of the loss and the logits."""
 
-    def __init__(self, returns=Output):
+    def __init__(self, output_type=Output):
         super().__init__()
         self.embedding = nn.Embedding(V, H)
         self.lm_head = nn.Linear(H, V)
-        self.returns = returns
+        self.output_type = output_type
 
     def forward(self, tokens, labels=None):
-        """The loss and the logits."""
         logits = self.lm_head(self.embedding(tokens))
         loss = None if labels is None else nn.functional.cross_entropy(logits.view(-1, V), labels.view(-1))
-        return self.returns(loss, logits)
-
-
-TOKENS = torch.arange(6).view(2, 3)
+        return self.output_type(loss, logits)
 
 
 class NanoGPT(Model):
     """Takes and returns what Karpathy's nanoGPT does."""
 
     def forward(self, idx, targets=None):
-        """The logits and the loss."""
         output = super().forward(idx, targets)
         return output.logits, output.loss
 
 
-def _wrapped(model):
-    """Sets a forward on the model, as accelerate's mixed precision and TRL's trainers do."""
-    forward = model.forward
-    model.forward = functools.wraps(forward)(lambda *args, **kwargs: forward(*args, **kwargs))
-    return model
-
-
-RETURNS = {
+MODELS = {
     "attribute": (Model, {}),
-    "attribute, of a forward that was set": (lambda: _wrapped(Model()), {}),
-    "attribute, of a forward that is set afterwards": (Model, {}),
+    "attribute, with another forward": (Model, {}),
     "dict": (partial(Model, lambda loss, logits: {"logits": logits, **({} if loss is None else {"loss": loss})}), {}),
     "tuple": (partial(Model, lambda loss, logits: (logits,) if loss is None else (loss, logits)), {}),
     "other names": (NanoGPT, {"labels": "targets", "loss": 1}),
 }
+"""Models by what they return, and the arguments of `loss_only` for them"""
 
 
-@pytest.mark.parametrize("returns", RETURNS)
-def test_loss_only(returns):
-    make, names = RETURNS[returns]
-    model, labels = make(), names.get("labels", "labels")
-    only = loss_only(model, **names)
-    if "afterwards" in returns:
-        _wrapped(model)
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_only(name):
+    make, settings = MODELS[name]
+    model, labels = make(), settings.get("labels", "labels")
+    only = loss_only(model, **settings)
+    if name == "attribute, with another forward":
+        # As accelerate's mixed precision and TRL's trainers set it.
+        forward = model.forward
+        model.forward = functools.wraps(forward)(lambda *args, **kwargs: forward(*args, **kwargs))
     expected = nn.functional.cross_entropy(model.lm_head(model.embedding(TOKENS)).view(-1, V), TOKENS.view(-1))
     assert torch.equal(only(TOKENS, TOKENS), expected) and torch.equal(only(TOKENS, **{labels: TOKENS}), expected)
-    kind = r"Model returned no loss; call it with labels=….* this is a (Output|dict|tuple)"
-    with pytest.raises(TypeError, match="NanoGPT returned no loss; call it with targets=…" if names else kind):
+    with pytest.raises(TypeError, match=rf" returned no loss; call it with {labels}=….* this is a (Output|dict|tuple)"):
         only(TOKENS)
     for front_end in FRONT_ENDS.values():
         jitted = front_end(only)
         assert_agrees(model, lambda: only(TOKENS, TOKENS), lambda: jitted(TOKENS, **{labels: TOKENS}))  # noqa: B023
         assert [decision.fused for decision in decisions(jitted)] == [True]
-        if returns == "attribute":
+        if name == "attribute":
             # Dynamo must not give up the frame, which it shares with the other cases.
             with pytest.raises(TypeError, match="Model returned no loss; call it with labels"):
                 jitted(TOKENS)
 
 
-def test_loss_only_is_the_same_model():
+def test_loss_only_shares_the_models_attributes():
     model = Model()
     only = loss_only(model)
-    assert list(only.state_dict()) == list(model.state_dict())
-    for (name, parameter), (of_model, right) in zip(only.named_parameters(), model.named_parameters(), strict=True):
-        assert name == of_model and parameter is right
     only.eval()
     assert not model.training and not model.lm_head.training
-    model.train()
-    assert only.training
     only.lm_head.weight = only.embedding.weight
     assert model.lm_head.weight is model.embedding.weight
     only.to(torch.bfloat16)
     assert model.lm_head.bias.dtype == torch.bfloat16
+    model.train()
+    assert only.training and list(only.parameters()) == list(model.parameters())
     assert isinstance(only, Model) and type(only).__name__ == "Model" and repr(only) == repr(model)
     assert loss_only(only) is only
     assert isinstance(model(TOKENS, TOKENS), Output)
 
 
-def test_loss_only_of_two_models():
+def test_two_loss_only_models_are_two_programs():
     """The second is not a recompilation of the first."""
     with torch._dynamo.config.patch(recompile_limit=1):
-        for make, names in (RETURNS["attribute"], RETURNS["other names"]):
-            torch.compile(loss_only(make(), **names), backend="eager", fullgraph=True)(TOKENS, TOKENS)
+        for make, settings in (MODELS["attribute"], MODELS["other names"]):
+            torch.compile(loss_only(make(), **settings), backend="eager", fullgraph=True)(TOKENS, TOKENS)
 
 
-class Caching(Model):
-    """As a model of transformers."""
+class CachingModel(Model):
+    """Has a cache, as models of transformers; `shared_layers` of its layers share what is in it."""
 
     def __init__(self, shared_layers=0):
         super().__init__()
         self.config = SimpleNamespace(text_config=SimpleNamespace(num_kv_shared_layers=shared_layers))
 
     def forward(self, tokens, labels=None, use_cache=None):
-        """Notes what it is told."""
         self.use_cache = use_cache
         return super().forward(tokens, labels)
 
 
-class OfPeft(nn.Module):
-    """Whose signature does not say what the model takes."""
+class PeftModel(nn.Module):
+    """Wraps a model as peft does: its signature does not say what the model takes."""
 
     def __init__(self, model):
         super().__init__()
         self.model = model
 
     def get_base_model(self):
-        """The model inside."""
         return self.model
 
     def forward(self, tokens, labels=None, **kwargs):
-        """The model's."""
         return self.model(tokens, labels=labels, **kwargs)
 
 
-@pytest.mark.parametrize(("shared_layers", "is_of_peft"), [(0, False), (0, True), (1, True)])
-def test_loss_only_leaves_the_cache_out(shared_layers, is_of_peft):
-    """But where the call asks for it, or where layers share what is in it."""
-    model = Caching(shared_layers)
-    only = loss_only(OfPeft(model) if is_of_peft else model)
-    for asked, told in (({}, None if shared_layers else False), ({"use_cache": True}, True)):
-        only(TOKENS, labels=TOKENS, **asked)
-        assert model.use_cache is told
+@pytest.mark.parametrize(("shared_layers", "is_peft"), [(0, False), (0, True), (1, True)])
+def test_loss_only_uses_no_cache(shared_layers, is_peft):
+    """Unless the call asks for it, or layers share what is in it."""
+    model = CachingModel(shared_layers)
+    only = loss_only(PeftModel(model) if is_peft else model)
+    for arguments, use_cache in (({}, None if shared_layers else False), ({"use_cache": True}, True)):
+        only(TOKENS, labels=TOKENS, **arguments)
+        assert model.use_cache is use_cache
     loss_only(model)(TOKENS, TOKENS, True)
     assert model.use_cache is True
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda of: pickle.loads(pickle.dumps(of))], ids=["copy", "pickle"])
-def test_copies_of_loss_only(copied):
-    for only in (loss_only(Model()), loss_only(NanoGPT(), labels="targets", loss=1)):
-        other = copied(only)
-        assert torch.equal(other(TOKENS, TOKENS), only(TOKENS, TOKENS))
-        assert other.lm_head.weight is not only.lm_head.weight
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies(copied):
+    loss = LinearCrossEntropyLoss(H, V, weight=torch.rand(V), reduction="sum", options=Options(chunk_rows=8))
+    nanogpt = loss_only(NanoGPT(), labels="targets", loss=1)
+    for model, inputs in ((loss, INPUTS), (loss_only(Model()), (TOKENS, TOKENS)), (nanogpt, (TOKENS, TOKENS))):
+        other = copied(model)
+        assert torch.equal(other(*inputs), model(*inputs))
+        assert not {*other.parameters()} & {*model.parameters()}
 
 
-def _changed(module, change):
+# What the modules refuse.
+
+
+def changed(module, change):
     change(module)
     return module
 
 
-of, from_linear = partial(LinearCrossEntropyLoss, 4, 9), LinearCrossEntropyLoss.from_linear
-INPUTS = torch.randn(3, 4), torch.tensor([0, 1, 2])
+head, from_linear = partial(LinearCrossEntropyLoss, H, V), LinearCrossEntropyLoss.from_linear
 WRONG_TYPES = {
-    "options must be thunder_flce.Options or None, but got str": lambda: of(options="auto"),
-    "weight must be a tensor, but got list": lambda: of(weight=[1.0] * 9),
-    # What is more than a linear.
+    "options must be thunder_flce.Options or None, but got str": lambda: head(options="auto"),
+    "weight must be a tensor, but got list": lambda: head(weight=[1.0] * V),
+    # More than a linear.
     "linear must have no hooks":
-        lambda: from_linear(_changed(nn.Linear(4, 9), lambda linear: linear.register_forward_hook(print))),
+        lambda: from_linear(changed(nn.Linear(H, V), lambda linear: linear.register_forward_hook(print))),
     "linear must have no hooks: it is never":
-        lambda: _changed(of(), lambda loss: loss.linear.register_full_backward_hook(print))(*INPUTS),
+        lambda: changed(head(), lambda loss: loss.linear.register_full_backward_hook(print))(*INPUTS),
     "linear must be a torch.nn.Linear with the forward of that class":
-        lambda: from_linear(_changed(nn.Linear(4, 9), lambda linear: setattr(linear, "forward", print))),
-    "linear.weight must be a parameter": lambda: from_linear(nn.utils.parametrizations.weight_norm(nn.Linear(4, 9))),
+        lambda: from_linear(changed(nn.Linear(H, V), lambda linear: setattr(linear, "forward", print))),
+    "linear.weight must be a parameter": lambda: from_linear(nn.utils.parametrizations.weight_norm(nn.Linear(H, V))),
     "linear must be a torch.nn.Linear .* but is Sequential":
-        lambda: _changed(of(), lambda loss: setattr(loss, "linear", nn.Sequential()))(*INPUTS),
-    # What has no loss.
+        lambda: changed(head(), lambda loss: setattr(loss, "linear", nn.Sequential()))(*INPUTS),
+    # No loss.
     "model must be a torch.nn.Module, but got method": lambda: loss_only(Model().forward),
-    "the forward of Linear takes no labels, so it computes no loss; pass": lambda: loss_only(nn.Linear(H, V)),
     "the forward of NanoGPT takes no labels.*as labels=…": lambda: loss_only(NanoGPT()),
     "ThunderModule takes no labels.*before it is compiled": lambda: loss_only(thunder_flce.jit(Model())),
     "OptimizedModule takes no labels.*before it is compiled": lambda: loss_only(torch.compile(Model())),
     "this Model was compiled; call loss_only before":
-        lambda: loss_only(_changed(Model(), lambda model: model.compile(backend="eager"))),
+        lambda: loss_only(changed(Model(), lambda model: model.compile(backend="eager"))),
     "Model returned no loss.* a Output, and loss='nll'": lambda: loss_only(Model(), loss="nll")(TOKENS, TOKENS),
-    "NanoGPT returned no loss.* a tuple, and loss=0":
-        lambda: loss_only(NanoGPT(), labels="targets", loss=0)(TOKENS, TOKENS),
 }  # fmt: skip
 WRONG_VALUES = {
-    "in_features must be a positive int, but got 0": lambda: LinearCrossEntropyLoss(0, 9),
-    "num_classes must be a positive int, but got 9.0": lambda: LinearCrossEntropyLoss(4, 9.0),
-    r"weight must be \(V,\) = \(9,\), class weights, but got \(9, 4\); to": lambda: of(weight=torch.ones(9, 4)),
-    r"out_features must be \(\), but got \(3,\); give input as": lambda: of(out_features=(3,)),
-    "reduction must be one of": lambda: of(reduction="avg"),
-    r"linear.weight must be .* = \(9, 4\), but got \(10, 4\)":
-        lambda: _changed(of(), lambda loss: setattr(loss.linear, "weight", nn.Embedding(10, 4).weight))(*INPUTS),
+    "in_features must be a positive int, but got 0": lambda: LinearCrossEntropyLoss(0, V),
+    "num_classes must be a positive int, but got 9.0": lambda: LinearCrossEntropyLoss(H, 9.0),
+    r"weight must be \(V,\) = \(101,\), class weights, but got \(101, 4\); to": lambda: head(weight=torch.ones(V, 4)),
+    r"out_features must be \(\), but got \(3,\); give input as": lambda: head(out_features=(3,)),
+    "reduction must be one of": lambda: head(reduction="avg"),
+    r"linear.weight must be .* = \(101, 24\), but got \(10, 24\)":
+        lambda: changed(head(), lambda loss: setattr(loss.linear, "weight", nn.Embedding(10, H).weight))(*INPUTS),
     "model is a loss_only model already, with labels='labels', loss='loss'":
         lambda: loss_only(loss_only(Model()), loss=1),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("message", [*WRONG_TYPES, *WRONG_VALUES])
-def test_what_is_refused(message):
+def test_bad_argument(message):
     with pytest.raises(TypeError if message in WRONG_TYPES else ValueError, match=message):
         (WRONG_TYPES | WRONG_VALUES)[message]()

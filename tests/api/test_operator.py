@@ -1,8 +1,7 @@
 """`linear_cross_entropy` among PyTorch's own tools: compilers, exporters, transforms, modes and wrappers."""
 
 import math
-from contextlib import nullcontext
-from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -41,20 +40,20 @@ def call(case: Case, **settings):
     return results_of(case, **settings)
 
 
-def assert_right(results, case: Case, *, after_backward: bool = False, **settings) -> None:
-    """Compares results and gradients with float64; also those that `backward` leaves in `.grad`."""
-    settings = {name: value for name, value in settings.items() if name != "options"}
-    grad = torch.randn(case.target.shape) if settings.get("reduction") == "none" else torch.tensor(0.7)
+def assert_right(loss, case: Case, *, after_backward: bool = False, **settings) -> None:
+    """Compares a loss and its gradients with float64; also those that `backward` leaves in `.grad`."""
+    settings.pop("options", None)
+    upstream = torch.randn(case.target.shape) if settings.get("reduction") == "none" else torch.tensor(0.7)
     if after_backward:
-        results.backward(grad)
-        got = Result(results.detach(), tuple(operand.grad for operand in case.needing_grad()))
+        loss.backward(upstream)
+        result = Result(loss.detach(), tuple(operand.grad for operand in case.needing_grad()))
     else:
-        got = differentiate(results, case, grad, settings.get("outputs", ()))
-    assert_close_to_truth(got, case, grad, factor=1.5, **settings)
+        result = differentiate(loss, case, upstream)
+    assert_close_to_truth(result, case, upstream, factor=1.5, **settings)
 
 
 class RecordedCalls(TorchDispatchMode):
-    """The arguments of each call of an operator, positional ones and those by name."""
+    """Records the arguments of each call of an operator."""
 
     def __init__(self, operator):
         super().__init__()
@@ -62,29 +61,27 @@ class RecordedCalls(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function is self.operator:
-            self.calls.append((args, kwargs or {}))
+            self.calls.append(args)
         return function(*args, **(kwargs or {}))
 
 
 # The operators by themselves.
 
-OF_TOKENS = torch.rand(37)
 CALLS = {
     **{name: {"options": Options(strategy=name)} for name in STRATEGIES},
-    "chunks": {"options": Options(chunk_rows=10)},
     "some logits, each row": {"options": Options(memory_budget=6000), "reduction": "none"},
     "everything": {
         "reduction": "none", "label_smoothing": 0.1, "softcap": 5.0, "z_loss": 0.1, "vocab_size": 97,
         "outputs": ("entropy", "argmax", "accuracy", "log_prob"),
     },
-    "in the forward": {"outputs": ("argmax", "valid_argmax", "accuracy", "mean_logit"), "detached": ("mean_logit",)},
-    "token loss": {"token_loss": lambda p, e, each: e - p * each, "token_inputs": (OF_TOKENS,)},
-    "target weights": {"target_weights": torch.rand(37, 2)},
+    "outputs": {"outputs": ("argmax", "valid_argmax", "accuracy", "mean_logit"), "detached": ("mean_logit",)},
+    "token loss": {
+        "token_loss": lambda log_prob, entropy, factor: entropy - log_prob * factor, "token_inputs": (torch.rand(37),),
+    },
     "target weights, each row": {"target_weights": torch.rand(37, 2), "reduction": "none"},
-    "token weights": {"token_weights": OF_TOKENS},
-    "expected gradient": {"expected_gradient": torch.tensor(3.0)},
-    "items": {"num_items": torch.tensor(3.0)},
-    "divergence": {"divergence": "jensen_shannon"},
+    "factors": {
+        "token_weights": torch.rand(37), "expected_gradient": torch.tensor(3.0), "num_items": torch.tensor(3.0),
+    },
     "divergence, each row": {"divergence": "jensen_shannon", "reduction": "none", "options": Options(chunk_rows=5)},
 }  # fmt: skip
 
@@ -94,9 +91,9 @@ CALLS = {
 )
 @pytest.mark.parametrize("name", CALLS)
 def test_opcheck(name, needs_grad, is_compiled):
-    """Of the calls that the function makes, forward and backward, eagerly and from a compiled program."""
+    """For the calls that the function makes, forward and backward, eagerly and from a compiled program."""
     settings = dict(CALLS[name])
-    # Of logits that are saved, the rows after those of valid targets are never written.
+    # The rows of saved logits after those of valid targets are never written.
     case = make_case(vocab=97, bias=True, ranks=(4,), class_weight=name in STRATEGIES, ignored=0.0)
     if "target_weights" in settings:
         case.target = torch.stack([case.target, case.target.flip(0)], -1)
@@ -107,118 +104,104 @@ def test_opcheck(name, needs_grad, is_compiled):
     function = torch.compile(call, backend="eager", dynamic=True) if is_compiled else call
     with RecordedCalls(OPERATOR) as recorded:
         function(case, **settings)
-    (((tensors, literal), _),) = recorded.calls
+    ((tensors, literal),) = recorded.calls
     tensors = [tensor.detach() for tensor in tensors]
     torch.library.opcheck(OPERATOR, (tensors, literal))
-    known = Settings.parse(literal)
-    waits = name in ("save_logits", "recompute_logits", "everything") or name.endswith("each row")
-    assert ("computed_rows" in known.saved_names) == (needs_grad and waits)
-    if not (needs_grad and waits):
+    parsed = Settings.parse(literal)
+    if "computed_rows" not in parsed.saved_names:
         return
-    found = dict(zip(known.result_names, OPERATOR(tensors, literal), strict=True))
-    upstream = [found[each].detach() + 1 if each in found else None for each in known.upstream_names]
-    args = (upstream, [found[each].detach() for each in known.saved_names], tensors, literal)
-    torch.library.opcheck(BACKWARD, args)
+    results = dict(zip(parsed.result_names, OPERATOR(tensors, literal), strict=True))
+    upstream = [results[result].detach() + 1 if result in results else None for result in parsed.upstream_names]
+    arguments = upstream, [results[result].detach() for result in parsed.saved_names], tensors, literal
+    torch.library.opcheck(BACKWARD, arguments)
     # It leaves what was saved as it is, even in a backward pass whose graph goes.
     gradients, leaf = [], torch.zeros((), requires_grad=True)
-    leaf.register_hook(lambda grad: gradients.extend(BACKWARD(*args) for _ in range(2)))
+    leaf.register_hook(lambda grad: gradients.extend(BACKWARD(*arguments) for _ in range(2)))
     leaf.backward()
     torch.testing.assert_close(*gradients, rtol=0, atol=0)
-    for each, gradient in zip(known.needs_grad, gradients[0], strict=True):
-        operand = tensors[known.names.index(each)]
-        assert (gradient.shape, gradient.dtype) == (operand.shape, operand.dtype) and gradient.is_contiguous()
 
 
 # Compilers and exporters.
 
 
-@pytest.mark.parametrize("kind", [int, np.int64], ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("field", ["chunk_rows", "memory_budget", "expected_gradient"])
-def test_options_that_change_between_calls(field, kind):
-    """Of a number that changes, Dynamo makes a symbol, also where it is a field of an argument."""
+@pytest.mark.parametrize("kind", [int, np.int64])
+def test_options_that_change_between_calls(kind):
+    """Dynamo makes a symbol of a number that changes, also where it is a field of an argument."""
 
     def program(x, weight, target, options):
         return linear_cross_entropy(x * 2, weight, target, options=options)
 
     compiled, case = torch.compile(program, backend="aot_eager", fullgraph=True), make_case(tokens=37)
     for number in (1 << 20, 1 << 21, 1 << 22):
-        given = case.x, case.weight, case.target, Options(**{field: kind(number)})
-        assert torch.equal(compiled(*given), program(*given))
+        fields = dict.fromkeys(("chunk_rows", "memory_budget", "expected_gradient"), kind(number))
+        arguments = case.x, case.weight, case.target, Options(**fields)
+        assert torch.equal(compiled(*arguments), program(*arguments))
 
 
 @pytest.mark.parametrize("kind", [int, float])
-@pytest.mark.parametrize("name", ["num_items", "expected_gradient"])
-def test_numbers_that_change_between_calls(name, kind):
-    """What is divided by is known at each step anew: the program is compiled once for all of them."""
+def test_numbers_that_change_between_calls(kind):
+    """The program is compiled once for all divisors, which are known only at each step."""
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(lambda case, number: call(case, **{name: number}), backend=counter, fullgraph=True)
+
+    def program(case, num_items, expected_gradient):
+        return results_of(case, num_items=num_items, expected_gradient=expected_gradient)
+
+    compiled = torch.compile(program, backend=counter, fullgraph=True)
     for number in (3, 5, 8, 20):
         case = make_case()
-        settings = {name: kind(number)} if name == "num_items" else {}
-        assert_right(compiled(case, kind(number)), case, **settings)
+        assert_right(compiled(case, kind(number), kind(2 * number)), case, num_items=kind(number))
     assert counter.frame_count == 2
     # Dynamo has an error of its own around ours.
-    with pytest.raises(Exception, match=f"{name} must"):
-        compiled(make_case(), kind(-1) if name == "num_items" else kind(0))
+    with pytest.raises(Exception, match="num_items must"):
+        compiled(make_case(), kind(-1), kind(7))
+    with pytest.raises(Exception, match="expected_gradient must"):
+        compiled(make_case(), kind(7), kind(0))
 
 
 # The caches on disk know programs by their operators, and not by what these are lowered to.
 @pytest.mark.inductor
 @torch._inductor.config.patch(fx_graph_cache=False)
 @torch._functorch.config.patch(enable_autograd_cache=False)
-@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["", "checkpoint"])
-def test_finished_gradients_are_scaled_in_their_memory(is_checkpointed, device, monkeypatch):
-    """By Inductor, where they come from the forward; also where an embedding shares the weight."""
-    monkeypatch.setattr(inductor, "_LARGE", 0)
-    case = make_case(device=device)
-
-    def program(x, weight):
-        hidden = x.tanh() + F.embedding(case.target.clamp(0, 9), weight)
-        if is_checkpointed:
-            return checkpoint.checkpoint(linear_cross_entropy, hidden, weight, case.target, use_reentrant=False)
-        return linear_cross_entropy(hidden, weight, case.target)
-
-    compiled, operands = torch.compile(program, fullgraph=True), (case.x, case.weight)
-    for factor in (1.0, -0.3):
-
-        def gradients(program, factor=factor):
-            return torch.autograd.grad(program(*operands), operands, torch.tensor(factor, device=device))
-
-        got, codes = run_and_get_code(gradients, compiled)
-        torch.testing.assert_close(got, gradients(program))
-    assert ("scale_gradient_.default(" in codes[-1]) == (not is_checkpointed)
-    # Without a valid row, the mean is NaN, and what comes back may be.
-    case.target.fill_(-100)
-    nothing = torch.autograd.grad(compiled(*operands), operands, torch.tensor(math.nan, device=device))
-    assert not any(gradient.any() for gradient in nothing)
-
-
-@pytest.mark.inductor
 @pytest.mark.parametrize(("count", "is_checkpointed"), [(1, False), (3, False), (3, True)])
-def test_saved_logits_become_their_gradient(count, is_checkpointed, device):
-    """In a program that Inductor compiles, unless a checkpoint computes them in the backward."""
+def test_backward_overwrites_what_only_it_reads(count, is_checkpointed, device, monkeypatch):
+    """As Inductor compiles it: saved logits and finished gradients, unless a checkpoint computes them in the backward.
+
+    Also where an embedding shares the weight.
+    """
+    monkeypatch.setattr(inductor, "_LARGE", 0)
     case = make_case(device=device, bias=True)
     operands = case.operands()[:count]
     for frozen in case.operands()[count:]:
         frozen.requires_grad_(False)
+    factors = torch.randn(case.target.shape, device=device)
 
-    settings = {"linear_bias": case.bias, "reduction": "none", "options": Options(strategy="save_logits")}
-
-    def loss():
-        return linear_cross_entropy(case.x.tanh(), case.weight, case.target, **settings)
+    def loss(hidden):
+        arguments = hidden, case.weight, case.target
+        settings = {"reduction": "none", "options": Options(strategy="save_logits")}
+        row_losses = linear_cross_entropy(*arguments, linear_bias=case.bias, **settings)
+        return (row_losses * factors).sum() + linear_cross_entropy(*arguments)
 
     def program():
-        return checkpoint.checkpoint(loss, use_reentrant=False) if is_checkpointed else loss()
+        hidden = case.x.tanh() + F.embedding(case.target.clamp(0, 9), case.weight)
+        return checkpoint.checkpoint(loss, hidden, use_reentrant=False) if is_checkpointed else loss(hidden)
 
-    compiled, grad = torch.compile(program, fullgraph=True), torch.randn(case.target.shape, device=device)
-    got, codes = run_and_get_code(lambda: torch.autograd.grad(compiled(), operands, grad))
-    torch.testing.assert_close(got, torch.autograd.grad(program(), operands, grad))
-    assert ("cross_entropy_backward_.default(" in codes[-1]) == (not is_checkpointed)
+    def gradients(program, upstream):
+        return torch.autograd.grad(program(), operands, torch.tensor(upstream, device=device))
+
+    compiled = torch.compile(program, fullgraph=True)
+    for upstream in (1.0, -0.3):
+        result, codes = run_and_get_code(gradients, compiled, upstream)
+        torch.testing.assert_close(result, gradients(program, upstream))
+    for operator in ("scale_gradient_.default(", "cross_entropy_backward_.default("):
+        assert (operator in codes[-1]) == (not is_checkpointed)
+    # Without a valid row, the mean is NaN, and what comes back may be.
+    case.target.fill_(-100)
+    assert not any(gradient.any() for gradient in gradients(compiled, math.nan))
 
 
 @pytest.mark.inductor
-def test_two_equal_calls_read_the_same(monkeypatch, device):
-    """In a program that Inductor compiles, where they become one: neither backward overwrites what both read."""
+def test_two_equal_calls_share_what_they_save(monkeypatch, device):
+    """Inductor compiles them as one, whose results both backwards read: neither overwrites them."""
     monkeypatch.setattr(inductor, "_LARGE", 0)
     case = make_case(device=device)
     operands, settings = (case.x, case.weight), {"reduction": "none", "options": Options(strategy="save_logits")}
@@ -230,14 +213,14 @@ def test_two_equal_calls_read_the_same(monkeypatch, device):
         return first.square().sum() + (second * total).mean() + mean.exp() + same * total
 
     compiled = torch.compile(program, fullgraph=True)
-    got, right = (torch.autograd.grad(each(*operands), operands) for each in (compiled, program))
-    torch.testing.assert_close(got, right)
+    result, expected = (torch.autograd.grad(function(*operands), operands) for function in (compiled, program))
+    torch.testing.assert_close(result, expected)
 
 
 @pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
 @pytest.mark.parametrize("needs_grad", [False, True], ids=["no_grad", "training"])
 def test_exported(needs_grad, strict):
-    """With any number of tokens; what is exported with gradients can be trained."""
+    """For any number of tokens; a program that is exported with gradients can be trained."""
     model, case, other = LinearCrossEntropyLoss(24, 101, bias=True), make_case(), make_case(tokens=11)
     tokens = {0: torch.export.Dim("tokens", min=2)}
     with torch.set_grad_enabled(needs_grad):
@@ -256,20 +239,19 @@ def test_exported(needs_grad, strict):
 
 @pytest.mark.filterwarnings("ignore:Converting a tensor", "ignore:`torch.jit.trace` is deprecated")
 def test_traced_by_jit(settings):
-    """One operator, for any number of tokens, and any of them ignored."""
+    """For any number of tokens, and any of them ignored."""
     case, other = make_case(), make_case(tokens=11)
 
-    def step(*operands):
+    def function(*operands):
         return linear_cross_entropy(*operands, **settings)
 
-    # It would be compared with one that is traced under torch.no_grad.
-    traced = torch.jit.trace(step, (case.x, case.weight, case.target), check_trace=False)
+    # The trace would be compared with one under torch.no_grad.
+    traced = torch.jit.trace(function, (case.x, case.weight, case.target), check_trace=False)
     assert_right(traced(other.x, other.weight, other.target), other, **settings)
 
 
-@pytest.mark.parametrize("mode", ["real", "symbolic"])
-def test_graphs_of_a_whole_step(mode, settings):
-    """As `make_fx` traces them: they run with what requires gradients, and their gradients have no derivatives."""
+def test_graph_of_a_step(settings):
+    """`make_fx` traces it; the graph runs on tensors that require gradients, and its gradients have no derivatives."""
     case, scale = make_case(), torch.tensor(0.7, requires_grad=True)
 
     def step(x, weight, target, scale):
@@ -277,28 +259,36 @@ def test_graphs_of_a_whole_step(mode, settings):
         return loss, *torch.autograd.grad(loss, (x, weight))
 
     arguments = case.x, case.weight, case.target, scale
-    loss, *gradients = make_fx(step, tracing_mode=mode)(*arguments)(*arguments)
+    loss, *gradients = make_fx(step)(*arguments)(*arguments)
     upstream = torch.full(case.target.shape if settings.get("reduction") else (), 0.7)
-    right = truth(case, upstream, reduction=settings.get("reduction", "mean"))
-    right.loss = (right.loss * upstream).sum()
-    assert max(errors(Result(loss, gradients), right)) < 1e-6
+    exact = truth(case, upstream, reduction=settings.get("reduction", "mean"))
+    exact.loss = (exact.loss * upstream).sum()
+    assert max(errors(Result(loss, gradients), exact)) < 1e-6
     with pytest.raises(RuntimeError, match="linear_cross_entropy has no second derivative"):
         gradients[0].sum().backward()
 
 
-def test_second_derivative_of_a_compiled_call(settings):
+def test_second_derivative_of_a_compiled_call():
     case = make_case()
-    loss = torch.compile(call, backend="aot_eager")(case, **settings).sum()
+    loss = torch.compile(call, backend="aot_eager")(case)
     for operand in (case.x, case.weight):
         (gradient,) = torch.autograd.grad(loss, operand, create_graph=True)
         with pytest.raises(RuntimeError, match="not currently support double backward"):
             torch.autograd.grad(loss + gradient.square().sum(), operand, retain_graph=True)
 
 
+def test_compiled_without_a_valid_target(settings):
+    """Gradients are zeros, even for an upstream gradient of NaN."""
+    case = make_case(ignored=1.0)
+    loss = torch.compile(call, backend="aot_eager", fullgraph=True)(case, **settings)
+    for gradient in torch.autograd.grad(loss, (case.x, case.weight), torch.full_like(loss, math.nan)):
+        assert not gradient.any()
+
+
 # Transforms of torch.func.
 
 
-def test_grad_and_vjp(settings):
+def test_vjp_and_compiled_grad(settings):
     case = make_case()
 
     def function(x, weight):
@@ -307,52 +297,55 @@ def test_grad_and_vjp(settings):
     operands = case.x.detach(), case.weight.detach()
     loss, vjp = torch.func.vjp(function, *operands)
     upstream = torch.randn_like(loss)
-    right = truth(case, upstream, reduction=settings.get("reduction", "mean"))
+    exact = truth(case, upstream, reduction=settings.get("reduction", "mean"))
     grad = torch.func.grad(lambda *operands: (function(*operands) * upstream).sum(), argnums=(0, 1))
     compiled = torch.compile(grad, backend="aot_eager", fullgraph=True)
-    for got in (vjp(upstream), grad(*operands), compiled(*operands)):
-        assert max(errors(Result(loss, got), right)) < 1e-6
+    for gradients in (vjp(upstream), compiled(*operands)):
+        assert max(errors(Result(loss, gradients), exact)) < 1e-6
 
 
 def test_a_gradient_that_only_an_outer_transform_needs():
-    """Of the value that the inner one returns beside its gradient."""
+    """The gradient of the value that the inner one returns beside its gradient."""
     case = make_case()
-    # What is known of a call with a frozen weight is not so of this one.
+    # This call is cached, and has a frozen weight.
     linear_cross_entropy(case.x, case.weight.detach(), case.target)
 
     def value(weight):
         inner = torch.func.grad_and_value(lambda x, weight: linear_cross_entropy(x, weight, case.target))
         return inner(case.x.detach(), weight)[1]
 
-    gradient, right = torch.func.grad(value)(case.weight.detach()), truth(case).gradients[1]
-    torch.testing.assert_close(gradient.double(), right, rtol=1e-5, atol=1e-6)
+    gradient, exact = torch.func.grad(value)(case.weight.detach()), truth(case).gradients[1]
+    torch.testing.assert_close(gradient.double(), exact, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_what_transforms_do_not_have(reduction):
-    case, several = make_case(), make_case(tokens=6)
-    x, weight, batch = case.x.detach(), case.weight.detach(), several.x.detach().view(3, 2, -1)
+def test_transforms_that_raise_an_error(reduction):
+    case, batch = make_case(), make_case(tokens=6)
+    x, weight = case.x.detach(), case.weight.detach()
+    batch_x, batch_target = batch.x.detach().view(3, 2, -1), batch.target.view(3, 2)
+
+    def row_losses(x):
+        return linear_cross_entropy(x, weight, case.target, reduction="none")
 
     def loss(x, weight, target=case.target):
         return linear_cross_entropy(x, weight, target, reduction=reduction).sum()
 
-    def of_batch(x, target):
+    def loss_of_rows(x, target):
         return loss(x, weight, target)
 
-    def gradients(x):
-        losses = linear_cross_entropy(x, weight, case.target, reduction=reduction)
-        return torch.autograd.grad(losses, x, torch.ones(3, *losses.shape), is_grads_batched=True)
+    def several_upstream_gradients():
+        losses = linear_cross_entropy(case.x, weight, case.target, reduction=reduction)
+        return torch.autograd.grad(losses, case.x, torch.ones(3, *losses.shape), is_grads_batched=True)
 
-    def dual(program=loss):
+    def dual(program):
         with forward_ad.dual_level():
             return program(forward_ad.make_dual(x, x), weight)
 
-    grad, made = torch.func.grad(loss), make_fx(lambda x, weight: loss(x, weight))(x, weight)
-    of_many = several.target.view(3, 2)
-    for match, runs in {
+    grad, graph = torch.func.grad(loss), make_fx(lambda x, weight: loss(x, weight))(x, weight)
+    for match, transforms in {
         "no forward-mode derivative": (
-            dual,
-            lambda: dual(made),
+            lambda: dual(loss),
+            lambda: dual(graph),
             lambda: torch.func.linearize(loss, x, weight),
             lambda: torch.func.jvp(loss, (x, weight), (x, weight)),
             lambda: torch.func.hessian(loss)(x, weight),
@@ -363,34 +356,48 @@ def test_what_transforms_do_not_have(reduction):
             lambda: torch.func.grad(lambda weight: grad(x, weight).sum())(weight),
         ),
         "no vmap": (
-            lambda: torch.vmap(of_batch)(batch, of_many),
-            lambda: torch.vmap(torch.func.grad(of_batch))(batch, of_many),
-            lambda: torch.func.jacrev(lambda x: results_of(Case(x, weight, None, case.target), reduction="none"))(x),
+            lambda: torch.vmap(loss_of_rows)(batch_x, batch_target),
+            lambda: torch.vmap(torch.func.grad(loss_of_rows))(batch_x, batch_target),
+            lambda: torch.func.jacrev(row_losses)(x),
         ),
-        "no vmap; .* without is_grads_batched=True": (lambda: gradients(case.x),),
+        "no vmap; .* without is_grads_batched=True": (several_upstream_gradients,),
     }.items():
-        for run in runs:
+        for transform in transforms:
             with pytest.raises(RuntimeError, match=f"linear_cross_entropy has {match}"):
-                run()
+                transform()
 
 
 # Checkpoints, hooks and modes.
 
-SELECTIVE = {"context_fn": lambda: checkpoint.create_selective_checkpoint_contexts([OPERATOR])}
+
+@pytest.mark.parametrize("is_selective", [False, True], ids=["", "selective"])
+def test_checkpoint(is_selective, settings):
+    """A selective one keeps what the operator has returned, and does not run it again."""
+    case, contexts = make_case(), partial(checkpoint.create_selective_checkpoint_contexts, [OPERATOR])
+    function, how = partial(linear_cross_entropy, **settings), {"context_fn": contexts} if is_selective else {}
+    with RecordedCalls(OPERATOR) as recorded:
+        loss = checkpoint.checkpoint(function, case.x, case.weight, case.target, use_reentrant=False, **how)
+        assert_right(loss, case, **settings)
+    assert len(recorded.calls) == (1 if is_selective else 2)
 
 
-@pytest.mark.parametrize("how", [{}, SELECTIVE, {"use_reentrant": True}], ids=["", "selective", "reentrant"])
-def test_checkpoint(how, settings):
-    """One that keeps what the operator has returned does not run it again."""
-    case, how = make_case(), {"use_reentrant": False, **how}
-    with RecordedCalls(OPERATOR) if "context_fn" in how else nullcontext() as recorded:
-        loss = checkpoint.checkpoint(lambda x: call(replace(case, x=x * 1), **settings), case.x, **how)
-        assert_right(loss, case, after_backward=True, **settings)
-    assert recorded is None or len(recorded.calls) == 1
+def test_saved_tensors_hooks(settings):
+    """Saved tensors may be elsewhere until the backward: finished gradients, or what PyTorch's own loss would save."""
+    case, packed = make_case(), []
+
+    def pack(tensor):
+        packed.append(tensor)
+        return tensor.numpy(force=True).copy()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, torch.from_numpy):
+        loss = call(case, **settings)
+    assert_right(loss, case, **settings)
+    saves_operands = {case.x.data_ptr(), case.weight.data_ptr()} <= {tensor.data_ptr() for tensor in packed}
+    assert saves_operands is (settings != WAYS[GRADIENTS_IN_FORWARD])
 
 
-def test_modes_and_tensors_that_are_no_plain_ones():
-    """What is known of a signature does not stand for a call in a mode, of a subclass, or to be negated when read."""
+def test_cached_calls_in_modes_and_of_other_tensors():
+    """A call that the cache knows still goes through a mode, a subclass, or a negation that is due when it is read."""
     case = make_case()
     x, weight, target = case.x.detach(), case.weight.detach(), case.target
 
@@ -411,21 +418,6 @@ def test_modes_and_tensors_that_are_no_plain_ones():
             assert torch.equal(torch.Tensor(linear_cross_entropy(other, weight, target)), expected)
 
 
-def test_saved_tensors_hooks(settings):
-    """What is saved may be elsewhere until the backward: finished gradients, or what PyTorch's own loss would save."""
-    case, packed = make_case(), []
-
-    def pack(tensor):
-        packed.append(tensor)
-        return tensor.numpy(force=True).copy()
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, torch.from_numpy):
-        loss = call(case, **settings)
-    assert_right(loss, case, **settings)
-    saves_operands = {case.x.data_ptr(), case.weight.data_ptr()} <= {each.data_ptr() for each in packed}
-    assert saves_operands is (settings != WAYS[GRADIENTS_IN_FORWARD])
-
-
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_autocast(backend):
     case = make_case(bias=True)
@@ -433,26 +425,18 @@ def test_autocast(backend):
     with torch.autocast("cpu", torch.bfloat16):
         loss = function(case)
     result = differentiate(loss, case, None)
-    of_loss, *of_gradients = errors(result, truth(case))
-    assert 1e-6 < of_loss < 1e-2 and 1e-4 < min(of_gradients) and max(of_gradients) < 2e-2
-    assert {each.dtype for each in (result.loss, *result.gradients)} == {torch.float32}
+    loss_error, *gradient_errors = errors(result, truth(case))
+    assert 1e-6 < loss_error < 1e-2 and 1e-4 < min(gradient_errors) and max(gradient_errors) < 2e-2
+    assert {tensor.dtype for tensor in (result.loss, *result.gradients)} == {torch.float32}
 
 
 @pytest.mark.parametrize("settings", [WAYS["gradients_in_forward"], WAYS["none"]], ids=["mean", "none"])
 def test_compiled_autograd(settings):
-    """Eager forwards, one compiled backward."""
+    """The backward of an eager forward is compiled."""
     case = make_case()
     loss = call(case, **settings)
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
         assert_right(loss, case, after_backward=True, **settings)
-
-
-@pytest.mark.parametrize("case", [make_case(ignored=1.0), make_case(tokens=0)], ids=["ignored", "none"])
-def test_compiled_without_a_valid_target(case, settings):
-    """Zeros, even for an upstream gradient of NaN."""
-    loss = torch.compile(call, backend="aot_eager", fullgraph=True)(case, **settings)
-    for gradient in torch.autograd.grad(loss, (case.x, case.weight), torch.full_like(loss, float("nan"))):
-        assert not gradient.any()
 
 
 # CUDA graphs.
@@ -470,21 +454,35 @@ def test_reduce_overhead(name):
         torch.compiler.cudagraph_mark_step_begin()
         loss = compiled(case, **settings)
         result = differentiate(loss, case, None)
-        of_loss, *of_gradients = errors(result, truth(case, reduction=settings.get("reduction", "mean")))
-        assert of_loss < 1e-5 and max(of_gradients) < 1e-4
+        loss_error, *gradient_errors = errors(result, truth(case, reduction=settings.get("reduction", "mean")))
+        assert loss_error < 1e-5 and max(gradient_errors) < 1e-4
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_no_upstream_gradient(strategy):
-    """Then nothing has a gradient."""
+@pytest.mark.parametrize("outputs", [(), ("log_prob",)], ids=["loss", "log_prob"])
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["", "frozen"])
+def test_results_may_change_in_place(outputs, is_frozen):
+    """Also those of a second call, which the cache knows."""
+    case = make_case(tokens=6, ignored=0.0)
+    case.x, case.target = case.x.detach().view(2, 3, -1).requires_grad_(), case.target.view(2, 3)
+    case.weight.requires_grad_(not is_frozen)
+    exact = truth(case, torch.full((2, 3), -2.0 if outputs else 2.0), reduction="none").gradients[0]
+    for _ in range(2):
+        results = results_of(case, reduction="none", outputs=outputs)
+        result = results[1] if outputs else results
+        result.mul_(2)
+        (gradient,) = torch.autograd.grad(result.sum(), case.x)
+        torch.testing.assert_close(gradient.double(), exact, rtol=1e-5, atol=1e-6)
+
+
+def test_no_upstream_gradient(settings):
+    """Nothing gets a gradient."""
     case = make_case()
-    loss = linear_cross_entropy(case.x, case.weight, case.target, options=Options(strategy=strategy))
-    torch._C._functions.UndefinedGrad()(loss).backward()
+    torch._C._functions.UndefinedGrad()(call(case, **settings)).sum().backward()
     assert case.x.grad is None and case.weight.grad is None
 
 
 def test_settings_of_another_schema():
-    """PyTorch keeps compiled graphs on disk, by their arguments: one of another schema must not be found."""
+    """PyTorch caches compiled graphs on disk by their arguments: one of another schema must not be found."""
     settings = Settings(names=("input",), loss=Loss(ignore_index=-7), needs_grad=(), plan=Plan(strategy=LOSS_ONLY))
     schema = f"'schema': {_SCHEMA}"
     assert schema in str(settings) and Settings.parse(str(settings)) == settings
@@ -492,10 +490,11 @@ def test_settings_of_another_schema():
         Settings.parse(str(settings).replace(schema, "'schema': 0"))
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize(("strategy", "matmuls"), [("gradients_in_forward", 3), ("recompute_logits", 4)])
-def test_operations_are_counted(device: str, strategy: str, matmuls: int) -> None:
-    """As people measure a model's, and litgpt does on the meta device."""
+@pytest.mark.parametrize(
+    ("strategy", "matmuls", "device"), [("gradients_in_forward", 3, "meta"), ("recompute_logits", 4, "cpu")]
+)
+def test_operations_are_counted(strategy, matmuls, device):
+    """By FlopCounterMode, also on the meta device, as litgpt uses it."""
     x, w = (torch.randn(size, 16, device=device, requires_grad=True) for size in (30, 50))
     y = torch.zeros(30, dtype=torch.int64, device=device)
     with FlopCounterMode(display=False) as counter:

@@ -1,5 +1,6 @@
-"""Which rows are computed, and how what was computed of them finds its tokens."""
+"""Which rows are computed, and the digits of rows that one column dominates."""
 
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -9,26 +10,26 @@ import torch.distributed as dist
 from ranks import as_threads
 from reference import PLANS, assert_as_exact_as_eager, make_case, run_by
 from thunder_flce import Options, linear_cross_entropy
-from thunder_flce.engine import engine
+from thunder_flce.engine import engine, rows
 from thunder_flce.engine.primitives import Region
 from thunder_flce.options import STRATEGIES
 
 
-@pytest.mark.parametrize("ignored", [0.0, 0.4, 0.8, 1.0])
+@pytest.mark.parametrize("ignored", [0.4, 0.8, 1.0])
 @pytest.mark.parametrize(("reduction", "frozen"), [("mean", False), ("none", False), ("none", True)])
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_the_first_logits_while_the_host_waits(plan, reduction, frozen, ignored, monkeypatch):
-    """As on a GPU: of a quarter of the tokens, or of a chunk, whether that many are valid or not."""
+    """As on a GPU: those of a quarter of the tokens, or of a chunk, whether that many are valid or not."""
     if plan.strategy == "gradients_in_forward" and reduction == "none" and not frozen:
         pytest.skip("has no such plan")
     started, start, starts_early = [], engine._Logits.start, Region.starts_early.func
 
     def on_gpu(region):
-        given = {name: getattr(region, name) for name in ("may_skip", "divides_tokens", "plan")}
-        return starts_early(SimpleNamespace(**given, device_type="cuda"))
+        properties = {name: getattr(region, name) for name in ("may_skip", "divides_tokens", "plan")}
+        return starts_early(SimpleNamespace(**properties, device_type="cuda"))
 
     monkeypatch.setattr(Region, "starts_early", property(on_gpu))
-    monkeypatch.setattr(engine._Logits, "start", lambda *given: (started.append(len(given[1])), start(*given)))
+    monkeypatch.setattr(engine._Logits, "start", lambda self, order: (started.append(len(order)), start(self, order)))
     run_by(monkeypatch, plan)
     case = make_case(tokens=41, bias=not frozen, ranks=() if frozen else (3,), ignored=ignored)
     case.weight.requires_grad_(not frozen)
@@ -38,7 +39,20 @@ def test_the_first_logits_while_the_host_waits(plan, reduction, frozen, ignored,
     assert started == [min(11, plan.rows_saved(41) or plan.chunk_rows)] * is_early
 
 
-# Rows that a column dominates: -log p and p - 1 keep their digits, where 1 + x and 1 - x would lose those of x.
+def test_remembered_counts_of_threads():
+    """Counts that the host remembers, while it forgets others."""
+
+    def run(_):
+        for number in range(3000):
+            count = torch.tensor(number)
+            rows.remember(count, number)
+            assert rows.recalled(count) == number
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(run, range(6)))
+
+
+# Rows that one column dominates: -log p and p - 1 keep their digits, where 1 + x and 1 - x would lose those of x.
 
 VOCAB = 100
 MARGINS = (20.0, 30.0, 60.0, -20.0, 3.0, -30.0, 5.0)
@@ -60,11 +74,11 @@ def exact_log_probs(logits):
     return shifted - others.sum(1, keepdim=True).log1p()
 
 
-def check(logits, target, strategy, **settings):
-    """With the identity for a head, dX is the gradient of the logits. Ranks have their rows of the head."""
+def check(logits, target, strategy, columns=slice(None), **settings):
+    """With the identity for a head, dX is the gradient of the logits; a rank has some of the head's columns."""
     dtype, device = logits.dtype, logits.device
-    x, rows = logits.clone().requires_grad_(), settings.pop("rows", slice(None))
-    head = torch.eye(VOCAB, dtype=dtype, device=device)[rows]
+    x = logits.clone().requires_grad_()
+    head = torch.eye(VOCAB, dtype=dtype, device=device)[columns]
     grad = torch.linspace(0.5, 1.5, len(target), device=device)
     names = ("log_prob", "entropy")
     options = Options(strategy=strategy, chunk_rows=None if strategy == "save_logits" else 3)
@@ -92,4 +106,4 @@ def test_confident_rows(strategy, dtype, device):
 def test_confident_rows_of_a_divided_vocabulary(strategy):
     logits, target = confident_rows("cpu", torch.float32)
     parts = [slice(0, 40), slice(40, 40), slice(40, VOCAB)]
-    as_threads(3, lambda rank: check(logits, target, strategy, rows=parts[rank], vocab_parallel=dist.group.WORLD))
+    as_threads(3, lambda rank: check(logits, target, strategy, parts[rank], vocab_parallel=dist.group.WORLD))
