@@ -51,6 +51,7 @@ BAD = [
     ({"num_items": 10**400}, ValueError, "num_items must be a float or fit 64 bits"),
     ({"expected_gradient": float("inf")}, ValueError, "expected_gradient must be finite and not 0, but got inf"),
     ({"token_weights": torch.ones(5)}, ValueError, r"token_weights must have target's shape, \(6,\), but got \(5,\)"),
+    ({"token_weights": WITH_GRAD}, ValueError, "token_weights must not require a gradient"),
     ({"token_weights": Y > 0}, TypeError, r"but got bool; pass mask.to\(input.dtype\)"),
     ({"token_loss": LOG_PROB, "reduction": "none"}, ValueError, 'reduction "mean" or "sum"'),
     ({"token_loss": LOG_PROB, "label_smoothing": 0.1}, ValueError, "label_smoothing must be 0 with token_loss"),
@@ -71,6 +72,7 @@ BAD = [
 TARGETS = torch.zeros(6, 5, dtype=torch.long)
 BAD_WITH_TARGET_WEIGHTS = [
     ({"target_weights": torch.rand(6)}, ValueError, r"target_weights must have target's shape, \(6, 5\)"),
+    ({"target_weights": torch.rand(6, 5).requires_grad_()}, ValueError, "target_weights must not require"),
     ({"target_weights": torch.rand(6, 5) > 0}, TypeError, r"but got bool; pass mask.to\(input.dtype\)"),
     ({"target": Y}, ValueError, r"target must be \(..., K\)"),
     ({"target": TARGETS[:, :0]}, ValueError, "and K ≥ 1"),

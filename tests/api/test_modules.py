@@ -5,7 +5,7 @@ import functools
 import pickle
 from dataclasses import dataclass, replace
 from functools import partial
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
@@ -118,9 +118,9 @@ def test_loss_only(name):
     model, labels = make(), settings.get("labels", "labels")
     only = loss_only(model, **settings)
     if name == "attribute, with another forward":
-        # As accelerate's mixed precision and TRL's trainers set it.
-        forward = model.forward
-        model.forward = functools.wraps(forward)(lambda *args, **kwargs: forward(*args, **kwargs))
+        # As accelerate's mixed precision sets it.
+        forward = model.forward.__func__
+        model.forward = MethodType(functools.wraps(forward)(lambda *args, **kwargs: forward(*args, **kwargs)), model)
     expected = nn.functional.cross_entropy(model.lm_head(model.embedding(TOKENS)).view(-1, V), TOKENS.view(-1))
     assert torch.equal(only(TOKENS, TOKENS), expected) and torch.equal(only(TOKENS, **{labels: TOKENS}), expected)
     with pytest.raises(TypeError, match=rf" returned no loss; call it with {labels}=….* this is a (Output|dict|tuple)"):
