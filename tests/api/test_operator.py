@@ -152,17 +152,22 @@ def test_numbers_that_change_between_calls(kind):
         compiled(make_case(), kind(7), kind(0))
 
 
-# The caches on disk know programs by their operators, and not by what these are lowered to.
+@pytest.fixture
+def lowered_anew(monkeypatch):
+    """Gradients of any size are lowered, and not by the caches on disk, which know programs by their operators."""
+    monkeypatch.setattr(inductor, "_LARGE", 0)
+    with torch._inductor.config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
+        yield
+
+
 @pytest.mark.inductor
-@torch._inductor.config.patch(fx_graph_cache=False)
-@torch._functorch.config.patch(enable_autograd_cache=False)
+@pytest.mark.usefixtures("lowered_anew")
 @pytest.mark.parametrize(("count", "is_checkpointed"), [(1, False), (3, False), (3, True)])
-def test_backward_overwrites_what_only_it_reads(count, is_checkpointed, device, monkeypatch):
+def test_backward_overwrites_what_only_it_reads(count, is_checkpointed, device):
     """As Inductor compiles it: saved logits and finished gradients, unless a checkpoint computes them in the backward.
 
     Also where an embedding shares the weight.
     """
-    monkeypatch.setattr(inductor, "_LARGE", 0)
     case = make_case(device=device, bias=True)
     operands = case.operands()[:count]
     for frozen in case.operands()[count:]:
@@ -194,9 +199,9 @@ def test_backward_overwrites_what_only_it_reads(count, is_checkpointed, device, 
 
 
 @pytest.mark.inductor
-def test_two_equal_calls_share_what_they_save(monkeypatch, device):
+@pytest.mark.usefixtures("lowered_anew")
+def test_two_equal_calls_share_what_they_save(device):
     """Inductor compiles them as one, whose results both backwards read: neither overwrites them."""
-    monkeypatch.setattr(inductor, "_LARGE", 0)
     case = make_case(device=device)
     operands, settings = (case.x, case.weight), {"reduction": "none", "options": Options(strategy="save_logits")}
 
