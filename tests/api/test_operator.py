@@ -483,7 +483,7 @@ def test_settings_of_another_schema():
 
 
 @pytest.mark.parametrize(
-    ("strategy", "matmuls", "device"), [("gradients_in_forward", 3, "meta"), ("recompute_logits", 4, "cpu")]
+    ("strategy", "matmuls", "device"), [("gradients_in_forward", 3, "cpu"), ("recompute_logits", 4, "meta")]
 )
 def test_operations_are_counted(strategy, matmuls, device):
     """By FlopCounterMode, also on the meta device, as litgpt uses it."""
