@@ -52,21 +52,21 @@ def batch(rows=3, tokens=8, device="cpu"):
 
 def operands(tokens, dtype=torch.float32):
     """Hidden states, a head and labels."""
-    of = {"dtype": dtype, "requires_grad": True}
-    return torch.randn(tokens, H, **of), torch.randn(V, H, **of), torch.randint(V, (tokens,))
+    trained = {"dtype": dtype, "requires_grad": True}
+    return torch.randn(tokens, H, **trained), torch.randn(V, H, **trained), torch.randint(V, (tokens,))
 
 
 def run(program, tensors):
     """Returns a program's outputs, and gradients for upstream gradients that differ between elements."""
     outputs = program(*tensors)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    wanted = [each for each in outputs if each.requires_grad]
-    if not wanted:
+    differentiable = [output for output in outputs if output.requires_grad]
+    if not differentiable:
         return outputs, ()
-    upstream = [torch.linspace(2, -1, each.numel()).view(each.shape).to(each) for each in wanted]
-    needing_grad = [tensor for tensor in tensors if tensor.requires_grad]
-    gradients = torch.autograd.grad(wanted, needing_grad, upstream, allow_unused=True, materialize_grads=True)
-    return tuple(each.detach() for each in outputs), gradients
+    upstream = [torch.linspace(2, -1, output.numel()).view(output.shape).to(output) for output in differentiable]
+    trained = [tensor for tensor in tensors if tensor.requires_grad]
+    gradients = torch.autograd.grad(differentiable, trained, upstream, allow_unused=True, materialize_grads=True)
+    return tuple(output.detach() for output in outputs), gradients
 
 
 def decisions(compiled) -> list[thunder_flce.matching.decisions.Decision]:
@@ -75,10 +75,10 @@ def decisions(compiled) -> list[thunder_flce.matching.decisions.Decision]:
 
 
 def assert_fused(compiled, times: int | None = None) -> None:
-    """Asserts that all decisions are fused, and that there are `times` of them if given."""
-    found = decisions(compiled)
-    assert found and all(decision.fused for decision in found), [str(decision) for decision in found]
-    assert times is None or len(found) == times
+    """Asserts that all losses are fused, and that there are `times` of them."""
+    made = decisions(compiled)
+    assert made and all(decision.fused for decision in made), [str(decision) for decision in made]
+    assert times is None or len(made) == times
 
 
 def symbols(trace):
@@ -90,5 +90,5 @@ def symbols(trace):
 
 def assert_agrees(model, expected, got, **tolerances) -> None:
     """Asserts that two calls on a model's parameters have the same results and gradients."""
-    found, right = (run(lambda *_, call=call: call(), [*model.parameters()]) for call in (got, expected))
-    torch.testing.assert_close(found, right, **tolerances)
+    results, right = (run(lambda *_, call=call: call(), [*model.parameters()]) for call in (got, expected))
+    torch.testing.assert_close(results, right, **tolerances)

@@ -47,7 +47,7 @@ def _largest_with_vocabulary(jitted):
 
 
 def _assert_in_table(program, decisions):
-    """That what is printed of a program is what was decided, unless it was printed with other versions."""
+    """Asserts that the table has the decisions on a program, unless it was printed with other versions."""
     if f"{regenerate.versions()}." in TABLE:
         printed = [row for row in TABLE if row.startswith(f"| `{program.__name__}` ")]
         assert printed == patterns.table_rows(program, decisions), "run `python traces/regenerate.py --device cpu`"
@@ -58,11 +58,9 @@ def test_table_has_every_program():
     assert list(dict.fromkeys(printed)) == [program.__name__ for program in (*patterns.FUSED, *patterns.NOT_FUSED)]
 
 
-by_each = pytest.mark.parametrize("compiler", ["thunder.jit", "backend"])
-
 # Those that cast something themselves, and one of each kind of the others: Dynamo traces each program once.
 IN_BFLOAT16 = [
-    *(each for each in patterns.FUSED if re.search(r"float|dtype|\.to\(|type_as", inspect.getsource(each))),
+    *(program for program in patterns.FUSED if re.search(r"float|dtype|\.to\(|type_as", inspect.getsource(program))),
     *(patterns.flattened, patterns.divided, patterns.label_smoothing, patterns.class_weights),
     *(patterns.low_rank_adapter, patterns.predictions_returned, patterns.weighted_tokens),
     *(patterns.log_probability_indexed, patterns.probability_gathered, patterns.entropy_beside_cross_entropy),
@@ -94,12 +92,12 @@ def test_fused_in_bfloat16(program):
     compiled = COMPILERS["backend"](program)
     runs = (run(compiled, tensors), run(program, tensors), run(program, doubled))
     assert_fused(compiled)
-    for got, eager, right in zip(*((outputs[0], *gradients) for outputs, gradients in runs), strict=True):
-        assert got.dtype == eager.dtype
-        assert error(got, right) <= 1.25 * error(eager, right) + 2**-8, (error(got, right), error(eager, right))
+    for fused, eager, exact in zip(*((outputs[0], *gradients) for outputs, gradients in runs), strict=True):
+        assert fused.dtype == eager.dtype
+        assert error(fused, exact) <= 1.25 * error(eager, exact) + 2**-8, (error(fused, exact), error(eager, exact))
 
 
-@by_each
+@pytest.mark.parametrize("compiler", ["thunder.jit", "backend"])
 @pytest.mark.parametrize("program", patterns.NOT_FUSED, ids=lambda program: program.__name__)
 def test_not_fused(program, compiler):
     if program is patterns.changed_in_place and compiler == "backend":
@@ -115,8 +113,8 @@ def test_not_fused(program, compiler):
 
 
 @pytest.mark.parametrize("program", [patterns.shift_by_slices, patterns.log_softmax_by_logsumexp])
-def test_symbolic_values_stay_right(program):
-    """thunder's cache with symbolic values has no shapes to plan with, so nothing is fused."""
+def test_symbolic_values_are_not_fused(program):
+    """thunder's cache with symbolic values has no shapes to plan with."""
     tensors = _arguments(program)
     jitted = thunder_flce.jit(program, cache="symbolic values")
     with pytest.warns(NotFusedWarning, match="not known when the trace is compiled"):
@@ -128,7 +126,7 @@ def test_symbolic_values_stay_right(program):
     ("compiler", "strict"), [("thunder.jit", {"strict": True}), ("backend", {"options": {"strict": True}})]
 )
 def test_strict_raises_what_would_be_a_warning(compiler, strict):
-    """The error itself, with source and reason; and again at the next call, since nothing was compiled."""
+    """With source and reason, and again at the next call, since nothing was compiled."""
     program = patterns.logits_used_by_another_loss
     compiled = COMPILERS[compiler](program, **strict)
     for _ in range(2):
@@ -137,7 +135,7 @@ def test_strict_raises_what_would_be_a_warning(compiler, strict):
 
 
 def test_strict_raises_for_logits_that_are_given():
-    """As to a part of a program after a graph break."""
+    """As a part of a program after a graph break has them."""
     logits, labels = torch.randn(5, 7, requires_grad=True), torch.randint(7, (5,))
     with pytest.raises(NotFusedError, match="its logits are an argument of the compiled graph"):
         thunder_flce.jit(F.cross_entropy, strict=True)(logits, labels)

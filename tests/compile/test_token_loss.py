@@ -15,7 +15,13 @@ N, H, V = 33, 16, 53
 GLOBAL = 0.1
 
 
-def of_a_global(log_prob, entropy, old, mask):
+def operands():
+    """Hidden states, a head, labels and old log-probabilities."""
+    hidden, weight, labels, old = torch.randn(N, H), torch.randn(V, H) / 3, torch.randint(V, (N,)), torch.randn(N) - 4
+    return hidden.double().requires_grad_(), weight.double().requires_grad_(), labels, old.double()
+
+
+def clipped_by_a_global(log_prob, entropy, old, mask):
     ratio = torch.exp(log_prob - old)
     ratio = (ratio + GLOBAL * log_prob.to(entropy.dtype)) * 1.5
     with torch.no_grad():
@@ -27,13 +33,12 @@ def of_a_global(log_prob, entropy, old, mask):
 @pytest.mark.parametrize("compiler", ["thunder's own jit", *COMPILERS])
 def test_compiled_programs(compiler):
     """With a function as an argument, and one made in the program; what they read is guarded."""
-    hidden, weight, labels, old = torch.randn(N, H), torch.randn(V, H) / 3, torch.randint(V, (N,)), torch.randn(N) - 4
-    hidden, weight, old = (each.double().requires_grad_(each is not old) for each in (hidden, weight, old))
+    hidden, weight, labels, old = operands()
     labels[::4] = -100
     mask = torch.arange(N) % 3 > 0
 
     def program(hidden, weight, factor):
-        loss = linear_cross_entropy(hidden, weight, labels, token_loss=of_a_global, token_inputs=(old, mask))
+        loss = linear_cross_entropy(hidden, weight, labels, token_loss=clipped_by_a_global, token_inputs=(old, mask))
         return loss + linear_cross_entropy(
             hidden, weight, labels, token_loss=lambda p, e, *, log_sum_exp: factor * log_sum_exp**2 - p * e.detach()
         )
@@ -43,7 +48,7 @@ def test_compiled_programs(compiler):
         if compiler == "thunderfx" and factor > 1:
             continue  # thunder 0.2.6 loses count of the results of two regions beside a symbolic number.
         with patch(f"{__name__}.GLOBAL", changed):
-            steps = (lambda h, w, of=of: of(h, w, factor) for of in (compiled, program))  # noqa: B023
+            steps = (lambda h, w, call=call: call(h, w, factor) for call in (compiled, program))  # noqa: B023
             torch.testing.assert_close(*(run(step, (hidden, weight)) for step in steps))
 
 
@@ -69,12 +74,9 @@ class Method:
 
 @needs_dynamo
 @pytest.mark.parametrize("fullgraph", [None, False, True], ids=["eager", "breaks", "fullgraph"])
-@pytest.mark.parametrize(
-    "function", [torch.compile(plain), torch.compile(plain, fullgraph=True), Method().loss, decorated, breaking]
-)
+@pytest.mark.parametrize("function", [torch.compile(plain, fullgraph=True), Method().loss, decorated, breaking])
 def test_functions_that_are_compiled_or_break_the_graph(function, fullgraph):
-    hidden, weight, labels, old = torch.randn(N, H), torch.randn(V, H) / 3, torch.randint(V, (N,)), torch.rand(N)
-    hidden, weight, old = (each.double().requires_grad_(each is not old) for each in (hidden, weight, old))
+    hidden, weight, labels, old = operands()
 
     def program(hidden, weight):
         return linear_cross_entropy(hidden, weight, labels, token_loss=function, token_inputs=(old,), reduction="sum")
@@ -88,14 +90,14 @@ def test_functions_that_are_compiled_or_break_the_graph(function, fullgraph):
 
     is_whole = fullgraph and function is not breaking
     step = program if fullgraph is None else torch.compile(program, backend="aot_eager", fullgraph=is_whole)
-    torch.testing.assert_close(*(run(each, (hidden, weight)) for each in (step, written_out)))
+    torch.testing.assert_close(*(run(call, (hidden, weight)) for call in (step, written_out)))
 
 
 @needs_dynamo
 def test_other_programs_find_what_functions_have():
     """After a loss that torch.compile has compiled, for which Dynamo looks at functions in another way."""
     cached = functools.lru_cache(maxsize=1)(plain)
-    hidden, weight, labels, old = torch.randn(N, H), torch.randn(V, H), torch.randint(V, (N,)), torch.rand(N)
+    hidden, weight, labels, old = operands()
     loss = {"token_loss": torch.compile(plain), "token_inputs": (old,)}
     torch.compile(lambda: linear_cross_entropy(hidden, weight, labels, **loss), backend="eager", fullgraph=True)()
     asks = torch.compile(lambda x: x + 1 if hasattr(cached, "cache_clear") else x, backend="eager", fullgraph=True)
@@ -108,7 +110,7 @@ def test_other_programs_find_what_functions_have():
 ])  # fmt: skip
 def test_what_thunder_would_not_guard(settings, error, match):
     """A tensor of one number, which eager calls take for that number; any number among symbolic values."""
-    hidden, weight, labels, scale = torch.randn(N, H), torch.randn(V, H), torch.randint(V, (N,)), torch.tensor(2.0)
+    scale = torch.tensor(2.0)
     jitted = thunder.jit(lambda *a: linear_cross_entropy(*a, token_loss=lambda p, e: -p * scale), **settings)
     with pytest.raises(error, match=match):
-        jitted(hidden, weight, labels)
+        jitted(*operands()[:3])
