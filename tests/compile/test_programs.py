@@ -270,6 +270,7 @@ expect(IN_FORWARD)({
     "all ignored": lambda h, w, y, m: (losses(h, w, y.where(m < 0, -100)).exp() * (m < 0)).sum() / (m < 0).sum(),
     "all ignored, divided by their number":
         lambda h, w, y, m: (losses(h, w, y.where(m < 0, -100)) * m).sum() / (m < 0).sum(),
+    "squares of ignored losses": lambda h, w, y, m: (losses(h, w, y.where(m < 0, -100)).square() / (m < 0).sum()).sum(),
     # Dynamo has a symbol for the length of each input, and knows more of that which a linear has read.
     "shifted hidden states": lambda h, w, y, m: -(log_probs(h[:, :-1], w, y[:, 1:]) * m[:, 1:]).sum() / m.sum(),
     # A shape is one argument of what follows the losses: that of another tensor, and of what comes before.
@@ -402,6 +403,9 @@ expect(FUSED)({
     "labels drawn by an operator": lambda z, y: (
         draw := torch.ops.flce_tests.draw, (log_prob(z, draw(y)) != log_prob(z, draw(y))).any(),
     )[1],
+    "changed as one of a list": lambda h, w, y, x, a: (
+        x := x.detach().clone(), torch._foreach_mul_([x], 2.0), (log_probs(h, w, y) * x * a).sum(),
+    )[2],
     "changed by an operator without results": lambda h, w, y, x, a, m: (
         x := (x * m).detach(), torch.ops.flce_tests.log(h, x), (log_probs(h, w, y) * x * a).sum(),
     )[2],
@@ -448,6 +452,9 @@ expect(TRANSFORMED)({
 expect("class weights")({
     "class weights, logged":
         lambda z, w, y: ((s := ce_loss(z, y, weight=class_weights(w), reduction="none")).mean(), s.detach()),
+    "class weights beside an accuracy":
+        lambda z, w, y: ce_loss(z, y, weight=class_weights(w), reduction="none").mean()
+        + (z.argmax(-1) == y).double().mean(),
     # Of logits.
     "class weights beside predictions": lambda z, w, y, m: (
         (ce_loss(z, y, weight=class_weights(w), reduction="none") * m.flatten()).sum(), (z.argmax(-1) == y).sum(),
@@ -707,14 +714,18 @@ class InForward:
         return overlapping + in_order + shuffled + sum((x[at] + a[at]).sigmoid().sum() for at in range(len(x))[::-1])
 
     def chunks_in_other_orders(h, w, y, a, m):
-        """Operations and terms of one chunk are in another order than those of the next."""
+        """Of the same operations, in turn."""
         first, second = (log_prob(F.linear(h[at], w), y[at]) for at in (slice(2), slice(2, None)))
         exponentials, sines = [(first * a[:2]).exp()], [(first * m[:2]).sin()]
         sines.append((second * m[2:]).sin())
         exponentials.append((second * a[2:]).exp())
-        total = sum(terms.sum() for pair in zip(exponentials, sines, strict=True) for terms in pair)
-        total = total + (first.tanh() * a[:2]).sum() + (first.cos() * m[:2]).sum()
-        return total + (second.cos() * m[2:]).sum() + (second.tanh() * a[2:]).sum()
+        return sum(terms.sum() for pair in zip(exponentials, sines, strict=True) for terms in pair)
+
+    def sums_of_chunks_in_other_orders(h, w, y, a, m):
+        """Each has weights of its own."""
+        first, second = (log_prob(F.linear(h[at], w), y[at]) for at in (slice(2), slice(2, None)))
+        total = (first.exp() * a[:2]).sum() + (first.sin() * m[:2]).sum()
+        return total + (second.sin() * m[2:]).sum() + (second.exp() * a[2:]).sum()
 
     def slices_without_infinite_tokens(h, w, y, a, m):
         """Some of the first tokens are certain, and 0 is no place where the square root could be asked for."""
