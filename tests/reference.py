@@ -30,35 +30,31 @@ class Case:
 
     def operands(self) -> list[Tensor]:
         """Returns the tensors that may need a gradient."""
-        of_terms = [tensor for term in self.terms for tensor in term]
-        return [t for t in (self.x, self.weight, self.bias, *of_terms) if t is not None]
+        tensors = self.x, self.weight, self.bias, *(tensor for term in self.terms for tensor in term)
+        return [tensor for tensor in tensors if tensor is not None]
 
     def needing_grad(self) -> list[Tensor]:
         """Returns the tensors that need a gradient."""
-        return [t for t in self.operands() if t.requires_grad]
+        return [tensor for tensor in self.operands() if tensor.requires_grad]
 
-    def mapped(self, of_tokens: Callable[[Tensor], Tensor], of_columns: Callable[[Tensor], Tensor]) -> "Case":
-        """Returns the case with each operand replaced by a function of it."""
-        terms = tuple((of_tokens(x), of_columns(weight)) for x, weight in self.terms)
-        bias = None if self.bias is None else of_columns(self.bias)
-        return replace(self, x=of_tokens(self.x), weight=of_columns(self.weight), bias=bias, terms=terms)
+    def mapped(self, map_rows: Callable[[Tensor], Tensor], map_columns: Callable[[Tensor], Tensor]) -> "Case":
+        """Returns the case with each operand replaced: inputs by one function, weights and the bias by another."""
+        terms = tuple((map_rows(x), map_columns(weight)) for x, weight in self.terms)
+        bias = None if self.bias is None else map_columns(self.bias)
+        return replace(self, x=map_rows(self.x), weight=map_columns(self.weight), bias=bias, terms=terms)
 
     def exact(self) -> "Case":
         """Returns the case in float64."""
         return replace(self.mapped(doubled, doubled), class_weight=doubled(self.class_weight))
 
-    def exact_products(self) -> Tensor:
-        """Returns the sum of the linears, (..., V), in float64 and without gradients."""
-        return linear(self.exact()).detach()
-
     def exact_logits(self, **settings) -> Tensor:
-        """Returns the logits (..., V) of a call with these settings, in float64."""
-        return map_logits(self.exact_products(), **{name: settings[name] for name in OF_LOGITS if name in settings})
+        """Returns the logits (..., V) of a call with these settings, in float64 and without gradients."""
+        settings = {name: settings[name] for name in ("softcap", "logit_scale", "vocab_size") if name in settings}
+        return map_logits(linear(self.exact()).detach(), **settings)
 
 
 OF_TOKENS = ("token_weights", "target_weights", "token_inputs")
 """Settings that are tensors with a row for each token"""
-OF_LOGITS = ("softcap", "logit_scale", "vocab_size")
 
 
 def doubled(value):
@@ -93,9 +89,9 @@ def make_case(
     target[torch.rand(tokens, device=device) < ignored] = -100
     x, weight = randn(tokens, hidden), randn(vocab, hidden, factor=scale * hidden**-0.5)
     linear_bias = randn(vocab, factor=scale) if bias else None
-    of_classes = torch.rand(vocab, device=device).to(dtype) if class_weight else None
+    weights = torch.rand(vocab, device=device).to(dtype) if class_weight else None
     terms = tuple((randn(tokens, rank), randn(vocab, rank, factor=scale * rank**-0.5)) for rank in ranks)
-    return Case(x, weight, linear_bias, target, of_classes, terms)
+    return Case(x, weight, linear_bias, target, weights, terms)
 
 
 @dataclass
@@ -135,87 +131,82 @@ def truth(case: Case, grad: Tensor | None = None, **settings) -> Result:
 
 
 def composed(
-    logits: Tensor, target: Tensor, class_weight: Tensor | None = None,
+    products: Tensor, target: Tensor, class_weight: Tensor | None = None,
     *, reduction: str = "mean", ignore_index: int = -100, label_smoothing: float = 0.0, softcap: float | None = None,
     logit_scale: float = 1.0, z_loss: float = 0.0, vocab_size: int | None = None,
     num_items: Tensor | float | None = None, outputs: tuple[str, ...] = (), detached: tuple[str, ...] = (),
     token_weights: Tensor | None = None, target_weights: Tensor | None = None,
     token_loss: Callable[..., Tensor] | None = None, token_inputs: tuple[Tensor, ...] = (),
-    expected_gradient: Tensor | float | None = None,
+    expected_gradient: Tensor | float | None = None,  # Changes no result.
 ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
-    """Computes the results of `linear_cross_entropy` from the products (..., V), by its definition in PyTorch."""
-    shape = logits.shape[:-1]
-    target = target.reshape(shape.numel(), *target.shape[len(shape) :])
-    logits = map_logits(_by_rows(logits), softcap=softcap, logit_scale=logit_scale, vocab_size=vocab_size)
-    if class_weight is not None:
-        class_weight = class_weight[:vocab_size].to(logits.dtype)
-    is_label = target != ignore_index
-    valid = is_label if target_weights is None else is_label.any(1)
-    weights = valid.to(logits.dtype)
-    if token_weights is not None:
-        weights = torch.where(valid, token_weights.reshape(-1).to(logits.dtype), 0)
-    valid = weights != 0
-    valid_logits, valid_target = logits[valid], target[valid]
-    log_probs = torch.log_softmax(valid_logits, 1)
+    """Returns the results of `linear_cross_entropy` for the products (..., V) of the linear, by their definitions."""
+    shape = products.shape[:-1]
+    logits = _by_rows(map_logits(products, softcap=softcap, logit_scale=logit_scale, vocab_size=vocab_size))
+    target, factors = _rows_of_targets(shape, target, ignore_index, token_weights)
+    factors = factors.to(logits.dtype)
+    valid = factors != 0
 
-    def of_all(vector: Tensor, fill: float = 0) -> Tensor:
-        return vector.new_full(valid.shape, fill).masked_scatter(valid, vector)
+    def of_tokens(values: Tensor, fill: float = 0) -> Tensor:
+        """Returns a number for each token from those of the valid ones."""
+        return values.new_full(valid.shape, fill).masked_scatter(valid, values).reshape(shape)
 
-    if target_weights is not None:
-        of_rows = target_weights.reshape(target.shape)[valid]
-        row_loss = of_all(_of_several(valid_logits, valid_target, of_rows, is_label[valid]))
-    elif token_loss is not None:
-        of_tokens = (log_probs.gather(1, valid_target[:, None]).squeeze(1), _entropy(log_probs))
-        by_name = {"log_sum_exp": valid_logits.logsumexp(1), "mean_logit": valid_logits.mean(1)}
-        by_name = {name: value for name, value in by_name.items() if name in inspect.signature(token_loss).parameters}
-        row_loss = of_all(token_loss(*of_tokens, *(each.reshape(-1)[valid] for each in token_inputs), **by_name))
-    else:
-        row_loss = F.cross_entropy(
-            logits, target, class_weight, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
-        )
-    z_term = of_all(z_loss * torch.logsumexp(valid_logits, 1).square()) if z_loss else torch.zeros_like(row_loss)
-    row_loss, z_term = (torch.where(valid, each * weights, 0) for each in (row_loss, z_term))
-    if reduction == "none":
-        loss = (row_loss + z_term).reshape(shape)
-    elif reduction == "sum":
-        loss = row_loss.sum() + z_term.sum()
-    elif num_items is None:
-        divisor = weights.sum()
-        if class_weight is not None:
-            divisor = (weights[valid] * class_weight[valid_target]).sum()
-        loss = row_loss.sum() / divisor + (z_term.sum() / weights.sum() if z_loss else 0)
-    else:
-        total = row_loss.sum() + z_term.sum()
-        loss = total / num_items if num_items != 0 else total * 0
-
-    found = {
-        "log_prob": lambda: of_all(log_probs.gather(1, valid_target[:, None]).squeeze(1)),
-        "entropy": lambda: of_all(_entropy(log_probs)),
-        "log_sum_exp": lambda: of_all(valid_logits.logsumexp(1)),
-        "argmax": lambda: logits.argmax(1),
-        "valid_argmax": lambda: of_all(valid_logits.argmax(1), -1),
-        "accuracy": lambda: (valid_logits.argmax(1) == valid_target).to(logits.dtype).mean(),
-        "mean_logit": lambda: of_all(valid_logits.mean(1)),
-        "log_sum_sq_probs": lambda: of_all(torch.logsumexp(2 * log_probs, 1)),
-    }
-    results = {name: found[name]() for name in outputs}
-    results = {name: value.reshape(shape) if value.ndim else value for name, value in results.items()}
-    if token_loss is not None:
-        detached = outputs
-    return (loss, *(of.detach() if name in detached else of for name, of in results.items())) if outputs else loss
-
-
-def _entropy(log_probs: Tensor) -> Tensor:
+    # From here on, only valid rows.
+    z, y, factors = logits[valid], target[valid], factors[valid]
+    log_probs, log_sum_exp = z.log_softmax(1), z.logsumexp(1)
+    log_prob = log_probs.gather(1, y[:, None])[:, 0] if target_weights is None else None
     probabilities = log_probs.exp()
     # p log p is 0 for p = 0, even though log p is -inf.
-    return -(probabilities * log_probs.masked_fill(probabilities == 0, 0)).sum(1)
+    entropy = -(probabilities * log_probs.masked_fill(probabilities == 0, 0)).sum(1)
+    if class_weight is not None:
+        class_weight = class_weight[:vocab_size].to(z.dtype)
+
+    if target_weights is not None:
+        is_label, weights = y != ignore_index, target_weights.reshape(target.shape)[valid]
+        weights = weights.where(is_label, 0).to(z.dtype)
+        losses = -(log_probs.gather(1, y.where(is_label, 0)) * weights).sum(1)
+    elif token_loss is not None:
+        keywords = {"log_sum_exp": log_sum_exp, "mean_logit": z.mean(1)}
+        keywords = {name: keywords[name] for name in keywords if name in inspect.signature(token_loss).parameters}
+        losses = token_loss(log_prob, entropy, *(values.reshape(-1)[valid] for values in token_inputs), **keywords)
+    else:
+        losses = F.cross_entropy(z, y, class_weight, reduction="none", label_smoothing=label_smoothing)
+    losses = losses * factors
+    z_terms = factors * z_loss * log_sum_exp.square() if z_loss else torch.zeros_like(losses)
+
+    if reduction == "none":
+        loss = of_tokens(losses + z_terms)
+    elif reduction == "mean" and num_items is None:
+        divisor = factors.sum() if class_weight is None else (factors * class_weight[y]).sum()
+        loss = losses.sum() / divisor + (z_terms.sum() / factors.sum() if z_loss else 0)
+    else:
+        loss = losses.sum() + z_terms.sum()
+        if reduction == "mean":
+            loss = loss / num_items if num_items != 0 else loss * 0
+
+    definitions = {
+        "log_prob": lambda: of_tokens(log_prob),
+        "entropy": lambda: of_tokens(entropy),
+        "log_sum_exp": lambda: of_tokens(log_sum_exp),
+        "mean_logit": lambda: of_tokens(z.mean(1)),
+        "log_sum_sq_probs": lambda: of_tokens((2 * log_probs).logsumexp(1)),
+        "argmax": lambda: logits.argmax(1).reshape(shape),
+        "valid_argmax": lambda: of_tokens(z.argmax(1), -1),
+        "accuracy": lambda: (z.argmax(1) == y).to(z.dtype).mean(),
+    }
+    # The loss of a token loss is the only result with a gradient.
+    detached = outputs if token_loss is not None else detached
+    results = {name: definitions[name]() for name in outputs}
+    results = (result.detach() if name in detached else result for name, result in results.items())
+    return (loss, *results) if outputs else loss
 
 
-def _of_several(logits: Tensor, target: Tensor, weights: Tensor, is_label: Tensor) -> Tensor:
-    """Returns losses (N,) of rows with K targets, (N, K), and weights of these targets."""
-    log_probs, target = logits.log_softmax(-1), target.where(is_label, 0)
-    weights = weights.where(is_label, 0).to(logits.dtype)
-    return -(log_probs.gather(-1, target) * weights).sum(-1)
+def _rows_of_targets(
+    shape: torch.Size, target: Tensor, ignore_index: int, token_weights: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Returns targets as (T,) or (T, K), and the factor of each token's loss: 0 if it is ignored."""
+    target = target.reshape(shape.numel(), *target.shape[len(shape) :])
+    has_label = (target != ignore_index).reshape(len(target), math.prod(target.shape[1:])).any(1)
+    return target, has_label.float() if token_weights is None else token_weights.reshape(-1).where(has_label, 0)
 
 
 def _by_rows(logits: Tensor) -> Tensor:
@@ -245,17 +236,13 @@ def differentiate(
     return Result(loss.detach(), gradients, tuple(other.detach() for other in others))
 
 
-CHOICES = ("argmax", "valid_argmax", "accuracy")
-"""Outputs that depend on the rounding of logits"""
-
-
 def incoming_gradients(case: Case, outputs: tuple[str, ...], dtype: torch.dtype) -> list[Tensor]:
     """Returns random upstream gradients of each differentiable output, the same at each call."""
     # They are kept, since nothing may be copied from the host while a CUDA graph is captured.
     if (outputs, dtype) not in case.incoming:
         generator, names = torch.Generator().manual_seed(len(outputs)), {*outputs} & {*DIFFERENTIABLE_OUTPUTS}
         random = (torch.randn(case.x.shape[:-1], generator=generator) for _ in names)
-        case.incoming[outputs, dtype] = [each.to(case.x.device, dtype) for each in random]
+        case.incoming[outputs, dtype] = [tensor.to(case.x.device, dtype) for tensor in random]
     return case.incoming[outputs, dtype]
 
 
@@ -345,10 +332,8 @@ def assert_close_to_truth(
     `tiny` then allows for the rounding of each result, and of terms that may nearly cancel.
     """
     peer, exact = eager(case, grad, **settings), truth(case, grad, **settings)
-    row_dtype = torch.float64 if case.x.dtype == torch.float64 else torch.float32
-    names = settings.get("outputs", ())
-    none = 0.0, 0.0, [0.0] * len(case.needing_grad())
-    of_loss, of_output, of_gradients = _magnitudes(case, grad, **settings) if tiny else none
+    no_terms = 0.0, 0.0, [0.0] * len(case.needing_grad())
+    loss_size, output_size, gradient_sizes = _sizes(case, grad, **settings) if tiny else no_terms
 
     def check(what: str, got: Tensor, theirs: Tensor, right: Tensor, size: float) -> None:
         assert got.shape == theirs.shape, f"{what}: {tuple(got.shape)}, not {tuple(theirs.shape)}"
@@ -356,56 +341,65 @@ def assert_close_to_truth(
         infinities = [torch.where(tensor.isinf(), tensor, 0).sign().double() for tensor in (got, right)]
         assert torch.equal(*infinities), f"{what}: infinity elsewhere than in PyTorch"
         got, theirs, right = (tensor.double().nan_to_num(0, 0, 0) for tensor in (got, theirs, right))
-        # A BLAS sums the V terms of a single row one by one. Terms of equal columns have equal rounding errors.
-        vocab, are_equal = case.weight.shape[0], case.weight.stride(0) == 0
-        units = 64 + max(4 * math.sqrt(vocab), vocab / 8 if are_equal else 0) if tiny else 8
-        slack = units * torch.finfo(row_dtype).eps * (right.norm() + size)
-        if tiny and case.x.dtype.itemsize < 4:
-            # The rounding of the logits, which may differ between the two, and of the result.
-            slack += torch.finfo(case.x.dtype).eps * (right.norm() + size / 2)
-            if case.x.dtype is torch.float16:
-                # Gradients of logits below the normal numbers, whose distance is the smallest subnormal number.
-                slack += torch.finfo(torch.float16).smallest_normal * 2**-11 * math.sqrt(vocab * got.numel())
+        slack = _tiny_slack(case, right, size) if tiny else 8 * torch.finfo(row_dtype).eps * right.norm()
         if what == "loss" and case.terms and case.x.dtype.itemsize < 4:
             # The linears are summed and rounded in another order than in eager. Errors of rows have random signs.
             slack += torch.finfo(case.x.dtype).eps / 2 * right.norm() / math.sqrt(case.target.numel() or 1)
         bound = factor * (theirs - right).norm() + slack
         assert (got - right).norm() <= bound, f"{what} errs by {(got - right).norm():.2e} > {bound:.2e}"
 
+    row_dtype = torch.float64 if case.x.dtype == torch.float64 else torch.float32
     assert result.loss.dtype == row_dtype
-    check("loss", result.loss, peer.loss, exact.loss, of_loss)
+    check("loss", result.loss, peer.loss, exact.loss, loss_size)
+    names = settings.get("outputs", ())
     for name, got, theirs, right in zip(names, result.outputs, peer.outputs, exact.outputs, strict=True):
         assert got.dtype == (torch.int64 if "argmax" in name else row_dtype)
-        if name in CHOICES:
+        if name in ("argmax", "valid_argmax", "accuracy"):
             _check_choice(name, got, case, **settings)
-        else:
-            if name in ("mean_logit", "log_sum_exp"):
-                # It is computed relative to the largest logit, so an infinite logit leaves no value.
-                got = torch.where(case.exact_logits(**settings).amax(-1).isinf(), right.to(got.dtype), got)
-            check(name, got, theirs, right, of_output)
+            continue
+        if name in ("mean_logit", "log_sum_exp"):
+            # It is computed relative to the largest logit, so an infinite logit leaves no value.
+            got = torch.where(case.exact_logits(**settings).amax(-1).isinf(), right.to(got.dtype), got)
+        check(name, got, theirs, right, output_size)
     for operand, size, *gradients in zip(
-        case.needing_grad(), of_gradients, result.gradients, peer.gradients, exact.gradients, strict=True
+        case.needing_grad(), gradient_sizes, result.gradients, peer.gradients, exact.gradients, strict=True
     ):
         assert gradients[0].dtype == operand.dtype
         check(f"gradient {tuple(operand.shape)}", *gradients, size)
 
 
-def _magnitudes(case: Case, grad: Tensor | None, **settings) -> tuple[float, float, list[float]]:
+def _tiny_slack(case: Case, right: Tensor, size: float) -> Tensor:
+    """Returns the error that is allowed beside eager's in a tiny problem's result, whose terms are of this size."""
+    # A BLAS sums the V terms of a single row one by one. Terms of equal columns have equal rounding errors.
+    vocab, has_equal_columns = case.weight.shape[0], case.weight.stride(0) == 0
+    units = 64 + max(4 * math.sqrt(vocab), vocab / 8 if has_equal_columns else 0)
+    dtype, norm = case.x.dtype, right.norm()
+    slack = units * torch.finfo(torch.promote_types(dtype, torch.float32)).eps * (norm + size)
+    if dtype.itemsize < 4:
+        # The rounding of the logits, which may differ between the two, and of the result.
+        slack += torch.finfo(dtype).eps * (norm + size / 2)
+    if dtype is torch.float16:
+        # Gradients of logits below the normal numbers, whose distance is the smallest subnormal number.
+        slack += torch.finfo(dtype).smallest_normal * 2**-11 * math.sqrt(vocab * right.numel())
+    return slack
+
+
+def _sizes(case: Case, grad: Tensor | None, **settings) -> tuple[float, float, list[float]]:
     """Returns rough upper bounds of the loss, outputs and gradients, as if no terms cancelled."""
     rows = max(case.target.numel(), 1)
-    z_loss, names, reduction = settings.get("z_loss", 0.0), settings.get("outputs", ()), settings.get("reduction")
+    z_loss, names, num_items = settings.get("z_loss", 0.0), settings.get("outputs", ()), settings.get("num_items")
     logits = case.exact_logits(**settings).nan_to_num(0, 0, 0)
     logit = float(logits.abs().max()) + math.log(logits.shape[-1]) if logits.numel() else 0.0
     class_weight = 1.0 if case.class_weight is None else max(1.0, float(case.class_weight.max()))
-    terms = {"mean": 1.0, "sum": rows, "none": rows}[reduction or "mean"]
-    if settings.get("num_items"):
-        terms = rows / float(settings["num_items"])
+    terms = 1.0 if settings.get("reduction", "mean") == "mean" else rows
+    if num_items:
+        terms = rows / float(num_items)
     incoming = 1.0 if grad is None or not grad.numel() else float(grad.abs().max())
     incoming *= terms * (class_weight + 2 * z_loss * logit)
     for output_grad in incoming_gradients(case, names, torch.float64):
         incoming += float(output_grad.abs().sum()) * (1 + logit)
     # The sum over rows of the products' gradients. The relative error of a probability grows with its logit.
-    of_products = incoming * abs(settings.get("logit_scale", 1.0)) * max(1.0, logit / 32)
+    product_gradients = incoming * abs(settings.get("logit_scale", 1.0)) * max(1.0, logit / 32)
     pairs = (case.x, case.weight), *case.terms
     others = {id(one): other for pair in pairs for one, other in (pair, pair[::-1])}
 
@@ -413,27 +407,23 @@ def _magnitudes(case: Case, grad: Tensor | None, **settings) -> tuple[float, flo
         other = others.get(id(operand), torch.ones(1))  # A bias is in no product.
         return float(other.detach().double().nan_to_num(0).norm(dim=-1).max()) if other.numel() else 0.0
 
-    gradients = [of_products * largest_norm(operand) for operand in case.needing_grad()]
+    gradients = [product_gradients * largest_norm(operand) for operand in case.needing_grad()]
     return terms * (class_weight * logit + z_loss * logit**2), rows * logit, gradients
 
 
 def _check_choice(name: str, got: Tensor, case: Case, **settings) -> None:
     """Checks "argmax", "valid_argmax" and "accuracy", except where the rounding of logits decides."""
-    target = case.target.reshape(case.x.shape[:-1].numel(), *case.target.shape[case.x.ndim - 1 :]).long()
-    valid = target != settings.get("ignore_index", -100)
-    valid = valid if target.ndim == 1 else valid.any(1)
-    if settings.get("token_weights") is not None:
-        valid &= settings["token_weights"].reshape(-1) != 0
-    if name == "argmax":
-        valid = torch.ones_like(valid)
+    ignore_index, token_weights = settings.get("ignore_index", -100), settings.get("token_weights")
+    target, factors = _rows_of_targets(case.x.shape[:-1], case.target.long(), ignore_index, token_weights)
+    valid = torch.ones_like(factors, dtype=torch.bool) if name == "argmax" else factors != 0
     logits = _by_rows(case.exact_logits(**settings))[valid]
     if not logits.numel():
         assert got.isnan() if name == "accuracy" else (got == -1).all()
         return
     # A product is rounded once, after a sum in float32, or once per term; a softcap only moves logits closer.
-    of_terms = [linear(Case(*doubled(term), None, case.target)).detach() for term in case.terms]
-    products = (_by_rows(each)[valid] for each in (case.exact_products(), *of_terms))
-    size = sum(each.nan_to_num(0, 0, 0).abs().max() for each in products)
+    cases = case.exact(), *(Case(*doubled(term), None, case.target) for term in case.terms)
+    products = (_by_rows(linear(part).detach())[valid].nan_to_num(0, 0, 0) for part in cases)
+    size = sum(product.abs().max() for product in products)
     rounding = (torch.finfo(case.x.dtype).eps + 1e-6) * abs(settings.get("logit_scale", 1.0)) * size
     largest, has_nan = logits.max(1).values, logits.isnan().any(1)
     if name == "accuracy":
