@@ -60,7 +60,7 @@ class Call:
     targets: str  # Distribution over the columns
     ignored: str
     needs_grad: tuple[bool, bool, bool]  # The input, the weight, the bias
-    terms: tuple[tuple[int, bool, bool], ...]  # For each, hidden size, and whether input and weight need a gradient
+    terms: tuple[tuple[int, bool, bool], ...]  # Of each, hidden size, and whether input and weight need a gradient
     grad: str  # Kind of the loss's upstream gradient
     layouts: tuple[str, ...]  # Layouts of the input, weight, bias, targets and class weights
     num_items: str | float | None  # A number, or the name of a tensor's value
@@ -87,6 +87,12 @@ class Call:
         def randn(*shape: int, factor: float = 1.0) -> Tensor:
             return (torch.randn(*shape, generator=generator) * factor).to(self.dtype)
 
+        def linear(hidden: int) -> tuple[Tensor, Tensor]:
+            return randn(*self.shape, hidden), randn(self.vocab, hidden, factor=self.scale * max(hidden, 1) ** -0.5)
+
+        def placed(tensor: Tensor | None, layout: str, needs_grad: bool = False) -> Tensor | None:
+            return None if tensor is None else laid_out(tensor.to(device), layout).requires_grad_(needs_grad)
+
         count = math.prod(self.shape)
         targets = torch.randint(0, self.columns, (count,), generator=generator)
         if self.targets != "anywhere":
@@ -100,19 +106,11 @@ class Call:
         if self.class_weight is not None:
             # Some weights are 0, but no target's: a mean over weights of 0 is a quotient of rounding errors.
             class_weight = torch.rand(self.vocab, generator=generator) + 0.1
-            unused = torch.ones(self.vocab, dtype=torch.bool)
-            unused[targets[~ignored]] = False
-            # Keep the weight that an expanded layout repeats.
-            unused[0] = False
-            class_weight[unused & (torch.rand(self.vocab, generator=generator) < 0.2)] = 0
+            may_be_zero = torch.ones(self.vocab, dtype=torch.bool)
+            may_be_zero[targets[~ignored]] = False
+            may_be_zero[0] = False  # An expanded layout repeats this weight.
+            class_weight[may_be_zero & (torch.rand(self.vocab, generator=generator) < 0.2)] = 0
             class_weight = class_weight.to(self.class_weight)
-
-        def linear(hidden: int) -> tuple[Tensor, Tensor]:
-            return randn(*self.shape, hidden), randn(self.vocab, hidden, factor=self.scale * max(hidden, 1) ** -0.5)
-
-        def placed(tensor: Tensor | None, layout: str, needs_grad: bool = False) -> Tensor | None:
-            return None if tensor is None else laid_out(tensor.to(device), layout).requires_grad_(needs_grad)
-
         operands = *linear(self.hidden), randn(self.vocab, factor=self.scale) if self.bias else None
         others = map(placed, (targets.view(self.shape), class_weight), self.layouts[3:])
         # Terms swap the layouts of input and weight, so that they differ from those of the head.
@@ -154,31 +152,29 @@ class Call:
             random[:1] = 0
         return laid_out(random.to(device), "transposed" if self.grad == "transposed" else "contiguous")
 
-    def given(self, device: str) -> tuple[Case, Tensor, dict[str, Any]]:
+    def arguments(self, device: str) -> tuple[Case, Tensor, dict[str, Any]]:
         """Returns operands, upstream gradient and other arguments; weights and inputs of ignored tokens are NaN."""
-        case, arguments = self.case(device), dict(self.loss)
-        generator = torch.Generator().manual_seed(self.seed + 2)
-        tokens, ignored = self.shape, case.target == self.loss["ignore_index"]
+        case, generator = self.case(device), torch.Generator().manual_seed(self.seed + 2)
+        ignored = case.target == self.loss["ignore_index"]
+        arguments = self.loss | {"num_items": self.num_items}
 
-        def rand(*shape: int) -> Tensor:
-            return torch.rand(shape, generator=generator)
+        def rand(*sizes: int) -> Tensor:
+            return torch.rand((*self.shape, *sizes), generator=generator)
 
-        arguments["num_items"] = self.num_items
         if isinstance(self.num_items, str):
             arguments["num_items"] = torch.tensor(int(self.num_items), dtype=ITEMS[self.num_items], device=device)
         if self.token_weights is not None:
-            weights = (rand(*tokens) + 0.1).masked_fill(rand(*tokens) < 0.2, 0)
+            weights = (rand() + 0.1).masked_fill(rand() < 0.2, 0)
             arguments["token_weights"] = weights.to(device, self.token_weights).masked_fill(ignored, torch.nan)
         if self.several:
-            case = with_several_targets(case, self, rand(*tokens, self.several), generator)
+            case = self.with_several_targets(case, rand(self.several), generator)
             # The weights of some tokens add up to more than 1.
-            of_targets = (rand(*tokens, self.several) * 1.5 / self.several).to(device, self.dtype)
-            of_targets = of_targets.masked_fill(case.target == self.loss["ignore_index"], torch.nan)
-            arguments["target_weights"] = of_targets
+            weights = (rand(self.several) * 1.5 / self.several).to(device, self.dtype)
+            arguments["target_weights"] = weights.masked_fill(case.target == self.loss["ignore_index"], torch.nan)
         if self.token_loss is not None:
-            old = (rand(*tokens) - 0.5 - float(torch.tensor(self.vocab).log())).to(device, self.dtype)
-            advantage, mask = (rand(*tokens) * 2 - 1).to(device), (rand(*tokens) < 0.5).to(device)
-            old, advantage = (each.masked_fill(ignored, torch.nan) for each in (old, advantage))
+            old = (rand() - 0.5 - float(torch.tensor(self.vocab).log())).to(device, self.dtype)
+            advantage, mask = (rand() * 2 - 1).to(device), (rand() < 0.5).to(device)
+            old, advantage = (values.masked_fill(ignored, torch.nan) for values in (old, advantage))
             arguments |= {"token_loss": self.token_loss, "token_inputs": (old, advantage, mask)}
         if self.expected is not None:
             is_number, as_tensor = isinstance(self.expected, float), torch.tensor(float(self.expected), device=device)
@@ -190,14 +186,23 @@ class Call:
         case = replace(case, target=narrow if torch.equal(narrow.long(), case.target) else case.target)
         return case, self.incoming(device), arguments
 
+    def with_several_targets(self, case: Case, chance: Tensor, generator: torch.Generator) -> Case:
+        """Returns a case with K targets per token; some are ignored, by `chance`, and some in the same column."""
+        first, ignore_index = case.target.detach().cpu().long(), self.loss["ignore_index"]
+        targets = torch.randint(0, self.columns, chance.shape, generator=generator)
+        targets[..., 0] = first
+        if self.several > 2:
+            targets[..., 2] = targets[..., 1]
+        is_ignored = (chance < 0.2) | (first == ignore_index)[..., None]
+        return replace(case, target=targets.masked_fill(is_ignored, ignore_index).to(case.target.device))
+
     def run(self, device: str, way: str = "eager") -> None:
         """Runs the call, and compares its errors with those of eager PyTorch."""
-        case, grad, arguments = self.given(device)
+        case, grad, arguments = self.arguments(device)
         for _ in range(1 + self.is_repeated):
             with named(self):
-                found = (RANKS | WAYS)[way](case, grad, self.options, arguments)
-                result, others = found if way in RANKS else (found, arguments)
-                assert_close_to_truth(result, case, grad, 2.0, True, **others)
+                result, exact_arguments = WAYS[way](case, grad, self.options, arguments)
+                assert_close_to_truth(result, case, grad, 2.0, True, **exact_arguments)
 
 
 def laid_out(tensor: Tensor, layout: str) -> Tensor:
@@ -266,23 +271,93 @@ def plain_call(one_of: Callable, device: str, vocabularies: tuple[int, ...] = ()
 
 
 def one_pass(call: Call, one_of: Callable) -> Call:
-    """Returns a call like `call` that computes statistics and gradient in one pass (see `engine`), in small chunks."""
-    plain = {"label_smoothing": 0.0, "z_loss": 0.0, "outputs": ()}
-    reduction = one_of("mean", "sum")
-    input_grad, weight_grad, _ = call.needs_grad
+    """Returns a call that computes statistics and gradient in one pass (see `engine`), in small chunks."""
+    reduction, (input_grad, weight_grad, _) = one_of("mean", "sum"), call.needs_grad
     if call.dtype is torch.float16:
-        in_float32 = call.class_weight is torch.float32
-        class_weight = call.class_weight if in_float32 or call.class_weight is None else torch.bfloat16
+        class_weight = torch.bfloat16 if call.class_weight is torch.float16 else call.class_weight
         call = replace(call, dtype=torch.bfloat16, class_weight=class_weight)
-    chunk_rows = one_of(None, 1, 5)
     in_forward = {"strategy": "gradients_in_forward", "accumulate": "auto", "logits_dtype": "input"}
     return replace(
         call,
         needs_grad=(input_grad or not weight_grad, weight_grad, False),
         num_items=call.num_items if reduction == "mean" else None,
-        loss={**call.loss, **plain, "reduction": reduction},
-        options=replace(call.options, chunk_rows=chunk_rows, **in_forward),
+        loss=call.loss | {"label_smoothing": 0.0, "z_loss": 0.0, "outputs": (), "reduction": reduction},
+        options=replace(call.options, chunk_rows=one_of(None, 1, 5), **in_forward),
     )
+
+
+def several_targets(call: Call, one_of: Callable) -> Call:
+    """Returns a call with several targets per token, each with a weight."""
+    loss = call.loss | {"label_smoothing": 0.0, "outputs": without(call.loss["outputs"], "log_prob", "accuracy")}
+    return replace(call, loss=loss, class_weight=None, several=one_of(1, 2, 5))
+
+
+def special(call: Call, one_of: Callable) -> Call:
+    """Returns a call with one of the values of `SPECIAL` among its logits."""
+    kind = one_of(*SPECIAL)
+    # In PyTorch, ignored rows and columns beyond vocab_size bring NaN into gradients: 0 · NaN.
+    loss = call.loss | {"ignore_index": -100} | ({"vocab_size": None} if kind == "NaN in a row" else {})
+    ordinary = {"ignored": "none", "layouts": ("contiguous",) * 5, "targets": "anywhere"}
+    return replace(call, loss=loss, special=kind, bias=True, **ordinary)
+
+
+def with_token_loss(call: Call, one_of: Callable) -> Call:
+    """Returns a call with a token loss, whose gradients can be computed in the forward only."""
+    token_loss = one_of(*(TOKEN_LOSSES if call.dtype.itemsize >= 4 else SMOOTH))
+    reduction = one_of("mean", "sum")
+    return replace(
+        call,
+        token_loss=token_loss,
+        class_weight=None,
+        num_items=call.num_items if reduction == "mean" else None,
+        loss=call.loss | {"label_smoothing": 0.0, "reduction": reduction},
+        options=replace(call.options, strategy=one_of(None, "gradients_in_forward")),
+        expected=one_of(1.0, "2") if call.dtype is torch.float16 else call.expected,
+    )
+
+
+def without(names: tuple[str, ...], *excluded: str) -> tuple[str, ...]:
+    """Returns all other names."""
+    return tuple(name for name in names if name not in excluded)
+
+
+def drawn_call(one_of: Callable, device: str, way: str = "eager") -> Call:
+    """Returns any random call that can run in this way; `one_of` chooses values."""
+    # On ranks, no vocabulary equals the size of a dimension of tokens, which ranks may divide, too.
+    call = plain_call(one_of, device, (7, 33, 101) if way in RANKS else ())
+    if way == "sequence parallel":
+        call = replace(call, shape=one_of((12,), (4,), (28,), (48,)))
+    elif way == "data parallel":
+        call = replace(call, shape=(math.prod(call.shape),))
+    elif way == "module":
+        call = replace(call, terms=(), hidden=max(call.hidden, 1))
+    elif way == "DTensors":
+        call = replace(call, shape=one_of((4, 8), (3, 6), (1, 2)))
+    kind = one_of("cross-entropy", "cross-entropy", "token loss", "several targets", "one pass", "special")
+    call = replace(call, expected=one_of(None, None, 0.5, "2", "0", "inf", "-inf", "nan"))
+    if kind == "one pass" or (kind == "special" and one_of(False, True)):
+        call = one_pass(call, one_of)
+    kinds = {"token loss": with_token_loss, "several targets": several_targets, "special": special}
+    if kind in kinds:
+        call = kinds[kind](call, one_of)
+    if way == "DTensors":
+        # A mean over a rank's own tokens would be another loss.
+        num_items = one_of(17, 2.5, "5", "200", "40000") if call.loss["reduction"] == "mean" else None
+        loss = call.loss | {"outputs": without(call.loss["outputs"], "accuracy")}
+        call = replace(call, num_items=num_items, loss=loss)
+    differentiable = [name for name in call.loss["outputs"] if name in DIFFERENTIABLE_OUTPUTS]
+    return replace(
+        call,
+        detached=tuple(name for name in differentiable if one_of(False, True)),
+        token_weights=None if call.special else one_of(None, None, torch.float32, call.dtype),
+        is_repeated=one_of(False, False, False, True),
+        target_dtype=one_of(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
+    )
+
+
+def numbered(number: int, device: str, way: str = "eager") -> Call:
+    """Returns a call by its number."""
+    return drawn_call(chooser(0, number), device, way)
 
 
 def chooser(*seed: Any) -> Callable:
@@ -291,10 +366,10 @@ def chooser(*seed: Any) -> Callable:
     return lambda *values: generator.choice(values)
 
 
-def few_rows_at_a_time(replace: Callable[[Any, str, Any], None] = setattr) -> None:
+def few_rows_at_a_time(set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:
     """Makes the row kernels of PyTorch process several blocks per chunk."""
-    replace(torch_rows, "BLOCK_BYTES", 512)
-    replace(torch_rows, "THREAD_BYTES", 256)
+    set_attribute(torch_rows, "BLOCK_BYTES", 512)
+    set_attribute(torch_rows, "THREAD_BYTES", 256)
 
 
 @contextmanager
@@ -317,7 +392,7 @@ def focal(log_prob, entropy, old, advantage, mask):
     return -((1 - log_prob.exp()) ** 2) * log_prob * advantage.abs() * (1 + mask)
 
 
-def of_all(log_prob, entropy, old, advantage, mask, *, log_sum_exp, mean_logit):
+def with_all_variables(log_prob, entropy, old, advantage, mask, *, log_sum_exp, mean_logit):
     value = -log_prob * advantage + 0.01 * log_sum_exp.square() - entropy * log_sum_exp.tanh()
     return value + advantage * (log_sum_exp - mean_logit)
 
@@ -326,11 +401,37 @@ def sigmoids(log_prob, entropy, old, advantage, mask):
     return -torch.nn.functional.logsigmoid(0.5 * (log_prob - old)) + torch.sigmoid(entropy) * log_prob.detach()
 
 
-TOKEN_LOSSES = (grpo, focal, of_all, sigmoids)
+TOKEN_LOSSES = (grpo, focal, with_all_variables, sigmoids)
 SMOOTH = TOKEN_LOSSES[1:]
 
 
-def run_compiled(compiler: Callable, case: Case, grad: Tensor, options: Options, arguments: dict[str, Any]) -> Result:
+# Ways to run a call. Each returns the result, and the arguments by which eager PyTorch computes the same.
+
+Arguments = dict[str, Any]
+Outcome = tuple[Result, Arguments]
+
+
+def by_function(case: Case, grad: Tensor, options: Options, arguments: Arguments) -> Outcome:
+    return ours(case, grad, options=options, **arguments), arguments
+
+
+def by_module(case: Case, grad: Tensor, options: Options, arguments: Arguments) -> Outcome:
+    forward_names = ("token_weights", "target_weights", "token_inputs", "num_items", "expected_gradient")
+    forward_arguments = {name: arguments[name] for name in forward_names if name in arguments}
+    settings = {name: value for name, value in arguments.items() if name not in forward_arguments}
+    (vocab, hidden), operand = case.weight.shape, {"dtype": case.x.dtype, "device": case.x.device}
+    module = LinearCrossEntropyLoss(
+        hidden, vocab, bias=case.bias is not None, weight=case.class_weight, options=options, **operand, **settings
+    )
+    for name, tensor in (("weight", case.weight), ("bias", case.bias)):
+        if tensor is not None:
+            setattr(module.linear, name, torch.nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad))
+    case = replace(case, weight=module.linear.weight, bias=module.linear.bias)
+    results = module(case.x, case.target, **forward_arguments)
+    return differentiate(results, case, grad, arguments["outputs"]), arguments
+
+
+def by_compiler(compiler: Callable, case: Case, grad: Tensor, options: Options, arguments: Arguments) -> Outcome:
     """Runs the call as a compiled program of its tensors."""
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
     others = {name: value for name, value in arguments.items() if name not in tensors}
@@ -341,67 +442,41 @@ def run_compiled(compiler: Callable, case: Case, grad: Tensor, options: Options,
 
     step = compiler(program, options)
     results = step(case.x, case.weight, case.target, case.bias, case.terms, case.class_weight, tensors)
-    return differentiate(results, case, grad, arguments["outputs"])
+    return differentiate(results, case, grad, arguments["outputs"]), arguments
 
 
-def by_dynamo(program: Callable, options: Options) -> Callable:
+def compiled_by_dynamo(program: Callable, options: Options) -> Callable:
     torch._dynamo.reset()  # After a few programs with the same code, it would not compile more.
     return torch.compile(partial(program, options=options), backend="aot_eager", fullgraph=True)
 
 
 COMPILERS = {
-    "torch.compile": by_dynamo,
+    "torch.compile": compiled_by_dynamo,
     "thunder.jit": lambda program, options: thunder.jit(program),
     "with our executor": lambda program, options: thunder.jit(program, executors=[thunder_flce.executor]),
     "with our transform": lambda program, options: thunder_flce.jit(program, options=options),
 }
-OF_FORWARD = ("token_weights", "target_weights", "token_inputs", "num_items", "expected_gradient")
+SIZES = ((None, 4), (3, 0, None), (None, 0), (None,), (1, None, 1, 0), (0, None))
+"""Numbers of columns of the ranks; None for the rest"""
 
 
-def by_module(case: Case, grad: Tensor, options: Options, arguments: dict[str, Any]) -> Result:
-    given = {name: arguments[name] for name in OF_FORWARD if name in arguments}
-    settings = {name: value for name, value in arguments.items() if name not in given}
-    (vocab, hidden), has_bias = case.weight.shape, case.bias is not None
-    of = {"dtype": case.x.dtype, "device": case.x.device, "weight": case.class_weight, "options": options}
-    module = LinearCrossEntropyLoss(hidden, vocab, bias=has_bias, **of, **settings)
-    for name, tensor in (("weight", case.weight), ("bias", case.bias)):
-        if tensor is not None:
-            setattr(module.linear, name, torch.nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad))
-    case = replace(case, weight=module.linear.weight, bias=module.linear.bias)
-    return differentiate(module(case.x, case.target, **given), case, grad, arguments["outputs"])
-
-
-WAYS = {
-    "eager": lambda case, grad, options, arguments: ours(case, grad, options=options, **arguments),
-    "module": by_module,
-    **{name: partial(run_compiled, compiler) for name, compiler in COMPILERS.items()},
-}
-
-
-def on_ranks(of_tokens: str = "") -> Callable:
-    """Returns a way that divides the vocabulary among ranks and, by `of_tokens`, also the tokens.
-
-    The way returns the result and the arguments of an equal call without ranks.
-    """
-
-    def run(case: Case, grad: Tensor, options: Options, arguments: dict[str, Any]) -> tuple[Result, dict[str, Any]]:
-        vocab, tokens = case.weight.shape[0], case.x.shape[:-1].numel()
-        sizes = SIZES[tokens % len(SIZES)]
-        sizes = tuple(vocab - sum(each or 0 for each in sizes) if size is None else size for size in sizes)
-        if not of_tokens or not case.needing_grad():
-            return divided(case, sizes, grad, options=options, **arguments), arguments
-        ranks, averages = len(sizes), of_tokens == "data_parallel"
-        counts = [tokens // ranks] * ranks
-        if averages and ranks > 1:
-            counts = (tokens - tokens // 3, *[0] * (ranks - 2), tokens // 3)
-        result = divided(case, sizes, grad, counts=counts, how={of_tokens: True}, options=options, **arguments)
-        if averages and arguments["reduction"] == "sum":
-            arguments = arguments | {"reduction": "mean", "num_items": float(ranks)}
-        elif averages and arguments["num_items"] is not None:
-            arguments = arguments | {"num_items": float(arguments["num_items"]) * ranks}
-        return result, arguments
-
-    return run
+def on_ranks(case: Case, grad: Tensor, options: Options, arguments: Arguments, parallel: str = "") -> Outcome:
+    """Divides the vocabulary among ranks and, by "sequence_parallel" or "data_parallel", also the tokens."""
+    vocab, tokens = case.weight.shape[0], case.x.shape[:-1].numel()
+    sizes = SIZES[tokens % len(SIZES)]
+    sizes = tuple(vocab - sum(filter(None, sizes)) if size is None else size for size in sizes)
+    if not parallel or not case.needing_grad():
+        return divided(case, sizes, grad, options=options, **arguments), arguments
+    ranks, is_averaged = len(sizes), parallel == "data_parallel"
+    counts = [tokens // ranks] * ranks
+    if is_averaged and ranks > 1:
+        counts = (tokens - tokens // 3, *[0] * (ranks - 2), tokens // 3)
+    result = divided(case, sizes, grad, counts=counts, how={parallel: True}, options=options, **arguments)
+    if is_averaged and arguments["reduction"] == "sum":
+        arguments = arguments | {"reduction": "mean", "num_items": float(ranks)}
+    elif is_averaged and arguments["num_items"] is not None:
+        arguments = arguments | {"num_items": float(arguments["num_items"]) * ranks}
+    return result, arguments
 
 
 def as_dtensors(case: Case, grad: Tensor, options: Options, arguments: dict[str, Any]) -> tuple[Result, dict[str, Any]]:
@@ -409,84 +484,18 @@ def as_dtensors(case: Case, grad: Tensor, options: Options, arguments: dict[str,
     return on_a_mesh(case, BOTH, grad, options=options, **arguments), arguments
 
 
-SIZES = ((None, 4), (3, 0, None), (None, 0), (None,), (1, None, 1, 0), (0, None))
-"""Numbers of columns of the ranks; None for the rest"""
 RANKS = {
-    "ranks": on_ranks(),
-    "sequence parallel": on_ranks("sequence_parallel"),
-    "data parallel": on_ranks("data_parallel"),
+    "ranks": on_ranks,
+    "sequence parallel": partial(on_ranks, parallel="sequence_parallel"),
+    "data parallel": partial(on_ranks, parallel="data_parallel"),
     "DTensors": as_dtensors,
 }
-
-
-def with_several_targets(case: Case, call: Call, ignored: Tensor, generator: torch.Generator) -> Case:
-    """Returns a case with K targets per token; some are ignored, some in the same column."""
-    columns, ignore_index = call.loss["vocab_size"] or call.vocab, call.loss["ignore_index"]
-    several = torch.randint(0, columns, ignored.shape, generator=generator)
-    first = case.target.detach().cpu().long()
-    several[..., 0] = first
-    if several.shape[-1] > 2:
-        several[..., 2] = several[..., 1]
-    several = several.masked_fill(ignored < 0.2, ignore_index)
-    several = torch.where((first == ignore_index)[..., None], ignore_index, several)
-    return replace(case, target=several.to(case.target.device))
-
-
-def drawn_call(one_of: Callable, device: str, way: str = "eager") -> Call:
-    """Returns any random call; `one_of` chooses values."""
-    # On ranks, no vocabulary equals the size of a dimension of tokens, which ranks may divide, too.
-    call = plain_call(one_of, device, (7, 33, 101) if way in RANKS else ())
-    if way == "sequence parallel":
-        call = replace(call, shape=one_of((12,), (4,), (28,), (48,)))
-    elif way == "data parallel":
-        call = replace(call, shape=(math.prod(call.shape),))
-    elif way == "module":
-        call = replace(call, terms=(), hidden=max(call.hidden, 1))
-    elif way == "DTensors":
-        call = replace(call, shape=one_of((4, 8), (3, 6), (1, 2)))
-    kind = one_of("cross-entropy", "cross-entropy", "token loss", "several targets", "one pass", "special")
-    call = replace(call, expected=one_of(None, None, 0.5, "2", "0", "inf", "-inf", "nan"))
-    if kind == "one pass" or (kind == "special" and one_of(False, True)):
-        call = one_pass(call, one_of)
-    loss = dict(call.loss)
-    if kind == "several targets":
-        outputs = tuple(name for name in loss["outputs"] if name not in ("log_prob", "accuracy"))
-        loss |= {"label_smoothing": 0.0, "outputs": outputs}
-        call = replace(call, class_weight=None, several=one_of(1, 2, 5))
-    elif kind == "special":
-        # In PyTorch, ignored rows and columns beyond vocab_size bring NaN into gradients: 0 · NaN.
-        special, loss["ignore_index"] = one_of(*SPECIAL), -100
-        if special == "NaN in a row":
-            loss["vocab_size"] = None
-        ordinary = {"ignored": "none", "layouts": ("contiguous",) * 5, "targets": "anywhere"}
-        call = replace(call, special=special, bias=True, **ordinary)
-    elif kind == "token loss":
-        token_loss = one_of(*(TOKEN_LOSSES if call.dtype.itemsize >= 4 else SMOOTH))
-        loss |= {"label_smoothing": 0.0, "reduction": one_of("mean", "sum")}
-        call = replace(call, class_weight=None, token_loss=token_loss)
-    if call.token_loss is not None:
-        # Their gradients can be computed in the forward only.
-        call = replace(call, options=replace(call.options, strategy=one_of(None, "gradients_in_forward")))
-        if call.dtype is torch.float16:
-            call = replace(call, expected=one_of(1.0, "2"))
-        if loss["reduction"] != "mean":
-            call = replace(call, num_items=None)
-    if way == "DTensors":
-        # A mean over a rank's own tokens would be another loss.
-        call = replace(call, num_items=one_of(17, 2.5, "5", "200", "40000") if loss["reduction"] == "mean" else None)
-        loss["outputs"] = tuple(name for name in loss["outputs"] if name != "accuracy")
-    differentiable = [name for name in loss["outputs"] if name in DIFFERENTIABLE_OUTPUTS]
-    return replace(
-        call, loss=loss, detached=tuple(name for name in differentiable if one_of(False, True)),
-        token_weights=None if call.special else one_of(None, None, torch.float32, call.dtype),
-        is_repeated=one_of(False, False, False, True),
-        target_dtype=one_of(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
-    )  # fmt: skip
-
-
-def numbered(number: int, device: str, way: str = "eager") -> Call:
-    """Returns a call by its number."""
-    return drawn_call(chooser(0, number), device, way)
+WAYS = {
+    "eager": by_function,
+    "module": by_module,
+    **{name: partial(by_compiler, compiler) for name, compiler in COMPILERS.items()},
+    **RANKS,
+}
 
 
 def main() -> None:
@@ -494,7 +503,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0, help="number of the first call")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--way", default="eager", choices=(*WAYS, *RANKS))
+    parser.add_argument("--way", default="eager", choices=WAYS)
     arguments = parser.parse_args()
     poison_memory()
     few_rows_at_a_time()
