@@ -63,7 +63,7 @@ class Call:
     terms: tuple[tuple[int, bool, bool], ...]  # Of each, hidden size, and whether input and weight need a gradient
     grad: str  # Kind of the loss's upstream gradient
     layouts: tuple[str, ...]  # Layouts of the input, weight, bias, targets and class weights
-    num_items: str | float | None  # A number, or the name of a tensor's value
+    num_items: str | float | None  # For a mean: a number, or the name of a tensor's value
     loss: dict[str, Any]
     options: Options
     token_weights: torch.dtype | None = None
@@ -156,12 +156,12 @@ class Call:
         """Returns operands, upstream gradient and other arguments; weights and inputs of ignored tokens are NaN."""
         case, generator = self.case(device), torch.Generator().manual_seed(self.seed + 2)
         ignored = case.target == self.loss["ignore_index"]
-        arguments = self.loss | {"num_items": self.num_items}
+        arguments = self.loss | {"num_items": self.num_items if self.loss["reduction"] == "mean" else None}
 
         def rand(*sizes: int) -> Tensor:
             return torch.rand((*self.shape, *sizes), generator=generator)
 
-        if isinstance(self.num_items, str):
+        if isinstance(arguments["num_items"], str):
             arguments["num_items"] = torch.tensor(int(self.num_items), dtype=ITEMS[self.num_items], device=device)
         if self.token_weights is not None:
             weights = (rand() + 0.1).masked_fill(rand() < 0.2, 0)
@@ -193,8 +193,10 @@ class Call:
         targets[..., 0] = first
         if self.several > 2:
             targets[..., 2] = targets[..., 1]
-        is_ignored = (chance < 0.2) | (first == ignore_index)[..., None]
-        return replace(case, target=targets.masked_fill(is_ignored, ignore_index).to(case.target.device))
+        targets = targets.masked_fill(chance < 0.2, ignore_index)
+        # `where` keeps the layout of the first targets.
+        targets = torch.where((first == ignore_index)[..., None], ignore_index, targets)
+        return replace(case, target=targets.to(case.target.device))
 
     def run(self, device: str, way: str = "eager") -> None:
         """Runs the call, and compares its errors with those of eager PyTorch."""
@@ -272,18 +274,15 @@ def plain_call(one_of: Callable, device: str, vocabularies: tuple[int, ...] = ()
 
 def one_pass(call: Call, one_of: Callable) -> Call:
     """Returns a call that computes statistics and gradient in one pass (see `engine`), in small chunks."""
-    reduction, (input_grad, weight_grad, _) = one_of("mean", "sum"), call.needs_grad
+    loss = {"reduction": one_of("mean", "sum"), "label_smoothing": 0.0, "z_loss": 0.0, "outputs": ()}
+    input_grad, weight_grad, _ = call.needs_grad
     if call.dtype is torch.float16:
         class_weight = torch.bfloat16 if call.class_weight is torch.float16 else call.class_weight
         call = replace(call, dtype=torch.bfloat16, class_weight=class_weight)
     in_forward = {"strategy": "gradients_in_forward", "accumulate": "auto", "logits_dtype": "input"}
-    return replace(
-        call,
-        needs_grad=(input_grad or not weight_grad, weight_grad, False),
-        num_items=call.num_items if reduction == "mean" else None,
-        loss=call.loss | {"label_smoothing": 0.0, "z_loss": 0.0, "outputs": (), "reduction": reduction},
-        options=replace(call.options, chunk_rows=one_of(None, 1, 5), **in_forward),
-    )
+    options = replace(call.options, chunk_rows=one_of(None, 1, 5), **in_forward)
+    needs_grad = (input_grad or not weight_grad, weight_grad, False)
+    return replace(call, needs_grad=needs_grad, loss=call.loss | loss, options=options)
 
 
 def several_targets(call: Call, one_of: Callable) -> Call:
@@ -304,16 +303,11 @@ def special(call: Call, one_of: Callable) -> Call:
 def with_token_loss(call: Call, one_of: Callable) -> Call:
     """Returns a call with a token loss, whose gradients can be computed in the forward only."""
     token_loss = one_of(*(TOKEN_LOSSES if call.dtype.itemsize >= 4 else SMOOTH))
-    reduction = one_of("mean", "sum")
-    return replace(
-        call,
-        token_loss=token_loss,
-        class_weight=None,
-        num_items=call.num_items if reduction == "mean" else None,
-        loss=call.loss | {"label_smoothing": 0.0, "reduction": reduction},
-        options=replace(call.options, strategy=one_of(None, "gradients_in_forward")),
-        expected=one_of(1.0, "2") if call.dtype is torch.float16 else call.expected,
-    )
+    loss = call.loss | {"label_smoothing": 0.0, "reduction": one_of("mean", "sum")}
+    options = replace(call.options, strategy=one_of(None, "gradients_in_forward"))
+    # Gradients in float16 have to know the loss scale.
+    expected = one_of(1.0, "2") if call.dtype is torch.float16 else call.expected
+    return replace(call, token_loss=token_loss, class_weight=None, loss=loss, options=options, expected=expected)
 
 
 def without(names: tuple[str, ...], *excluded: str) -> tuple[str, ...]:
@@ -342,17 +336,16 @@ def drawn_call(one_of: Callable, device: str, way: str = "eager") -> Call:
         call = kinds[kind](call, one_of)
     if way == "DTensors":
         # A mean over a rank's own tokens would be another loss.
-        num_items = one_of(17, 2.5, "5", "200", "40000") if call.loss["reduction"] == "mean" else None
         loss = call.loss | {"outputs": without(call.loss["outputs"], "accuracy")}
+        num_items = one_of(17, 2.5, "5", "200", "40000") if loss["reduction"] == "mean" else None
         call = replace(call, num_items=num_items, loss=loss)
     differentiable = [name for name in call.loss["outputs"] if name in DIFFERENTIABLE_OUTPUTS]
     return replace(
-        call,
-        detached=tuple(name for name in differentiable if one_of(False, True)),
+        call, detached=tuple(name for name in differentiable if one_of(False, True)),
         token_weights=None if call.special else one_of(None, None, torch.float32, call.dtype),
         is_repeated=one_of(False, False, False, True),
         target_dtype=one_of(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
-    )
+    )  # fmt: skip
 
 
 def numbered(number: int, device: str, way: str = "eager") -> Call:
