@@ -31,16 +31,14 @@ def test_every_strategy(strategy, reduction, bias, dtype, device):
     assert_as_exact_as_eager(case, grad, options=options, reduction=reduction)
 
 
-@pytest.mark.parametrize(
-    ("chunks", "ranks", "frozen"), [(4, (), False), (16, (), False), (16, (8, 64), False), (16, (8, 64), True)]
-)
-def test_error_with_targets_as_frequent_as_words(chunks, ranks, frozen, device):
+@pytest.mark.parametrize(("ranks", "frozen"), [((), False), ((8, 64), False), ((8, 64), True)])
+def test_error_with_targets_as_frequent_as_words(ranks, frozen, device):
     """Zipf-distributed: some columns are the target of many tokens, and dW is summed in 16 bits, also an adapter's."""
     case = make_case(tokens=512, vocab=8192, hidden=64, dtype=torch.bfloat16, device=device, ignored=0.0, ranks=ranks)
     frequency = 1 / torch.arange(1, 8193, dtype=torch.float64)
     case.target = torch.multinomial(frequency, 512, replacement=True).to(device)
     case.weight.requires_grad_(not frozen)
-    assert_as_exact_as_eager(case, options=Options(chunk_rows=512 // chunks), factor=1.35 if ranks else 1.25)
+    assert_as_exact_as_eager(case, options=Options(chunk_rows=32), factor=1.35 if ranks else 1.25)
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
