@@ -19,7 +19,6 @@ from thunder_flce.engine import row_loss
 from thunder_flce.engine.kernels import torch_divergence
 from thunder_flce.engine.kernels.interface import RowStatistics
 from thunder_flce.engine.row_loss import RowResults
-from thunder_flce.operation.call import Call
 from thunder_flce.operation.divergence import KINDS, Divergence
 from thunder_flce.operation.loss import LogitMap, Loss
 from thunder_flce.token_losses import token_loss_of
@@ -171,9 +170,8 @@ def test_logits_of_rows_alone_and_among_others(vocab, hidden, dtype, out_dtype):
     from thunder_flce.engine.kernels.triton_logits import logits_
 
     rows = 140
-    x, bias, weight = (
-        torch.randn(*shape, device=DEVICE).to(dtype) for shape in ((rows, hidden), (vocab,), (vocab, hidden))
-    )
+    shapes = (rows, hidden), (vocab, hidden), (vocab,)
+    x, weight, bias = (torch.randn(*shape, device=DEVICE).to(dtype) for shape in shapes)
     transposed_weight, strided_bias = weight.t().contiguous().t(), torch.stack([bias, -bias], 1)[:, 0]
 
     def two_logits(x, weight=weight, bias=bias):
@@ -269,8 +267,8 @@ def test_functions(name):
     upstream[::5] = 0
     z_y = row_max - 4 * torch.rand(ROWS, generator=generator).to(DEVICE)
     loss = Loss(token_loss=token_loss_of(function, inputs))
-    row_dtype = Call(tensors={"input": torch.empty(ROWS, 0)}, loss=loss).row_dtype
-    ops = SimpleNamespace(call=SimpleNamespace(loss=loss, whole_vocab=V, row_dtype=row_dtype), logit_map=lambda z: z)
+    call = SimpleNamespace(loss=loss, whole_vocab=V, row_dtype=torch.float32)
+    ops = SimpleNamespace(call=call, logit_map=lambda z: z)
     sums = {"expected": -entropy, "shifted_sum": V * (-entropy - 1)}
     rows = RowResults(RowStatistics(row_max, log_sum), z_y, {name: sums[name] for name in loss.moments})
     expected, expected_coefficients = row_loss.token_loss(ops, rows, inputs, upstream)
