@@ -7,6 +7,7 @@ assumes: that inputs match their definitions. It does not model how nvFuser sche
 import operator
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,18 +22,55 @@ _TORCH_DTYPES = {
 }
 
 
-class Value:
-    """A node of the definition, which has a value once the definition has inputs."""
+def _of_equal_dtypes(compute: Callable[[Tensor, Tensor], Tensor], left: Tensor, right: Tensor) -> Tensor:
+    # nvFuser would promote dtypes; our definitions cast explicitly.
+    assert left.dtype == right.dtype and left.dtype not in (torch.float16, torch.bfloat16)
+    return compute(left, right)
 
-    def __init__(self, compute: Callable[..., Any], *arguments: Any):
-        self._compute = compute
-        self._arguments = arguments
+
+def _broadcast(tensor: Tensor, is_new: list[bool]) -> Tensor:
+    assert len(is_new) - sum(is_new) == tensor.ndim
+    for dim, new in enumerate(is_new):
+        tensor = tensor.unsqueeze(dim) if new else tensor
+    return tensor
+
+
+def _broadcast_in_dim(tensor: Tensor, *, shape: list[int], broadcast_dims: list[int]) -> Tensor:
+    sizes = [1] * len(shape)
+    for dim, size in zip(broadcast_dims, tensor.shape, strict=True):
+        sizes[dim] = size
+    return tensor.reshape(sizes).expand(shape)
+
+
+_BINARY = {name: getattr(operator, name) for name in ("add", "sub", "mul", "eq", "ne", "lt", "gt", "ge")}
+_BINARY |= {"div": operator.truediv, "logical_and": operator.and_, "logical_or": operator.or_}
+OPERATIONS: dict[str, Callable[..., Tensor]] = {
+    **{name: partial(_of_equal_dtypes, compute) for name, compute in _BINARY.items()},
+    **{name: getattr(torch, name) for name in ("exp", "expm1", "log", "log1p", "tanh", "reciprocal", "logical_not")},
+    "cast": lambda tensor, dtype: tensor.to(_TORCH_DTYPES[dtype]),
+    "where": torch.where,
+    "sum": torch.sum,
+    "max": torch.amax,
+    "broadcast": _broadcast,
+    "broadcast_in_dim": _broadcast_in_dim,
+    "reshape": lambda tensor, new_shape: tensor.reshape(new_shape),
+    "take_along_axis": lambda tensor, index, dim: tensor.gather(dim, index),
+    "iota": lambda count, first, by, *, dtype: first + by * torch.arange(count.item(), dtype=_TORCH_DTYPES[dtype]),
+}
+"""The used operations of `nvfuser_direct.FusionDefinition.ops`, by name"""
+
+
+class Value:
+    """A node of the definition; an input computes nothing."""
+
+    def __init__(self, compute: Callable[..., Any] | None, *arguments: Any, **settings: Any):
+        self._compute, self._arguments, self._settings = compute, arguments, settings
 
     def get(self, known: dict["Value", Any]) -> Any:
-        """Computes the value, and adds it to `known`."""
+        """Computes the value, and adds it to `known`, which has the inputs."""
         if self not in known:
             arguments = (a.get(known) if isinstance(a, Value) else a for a in self._arguments)
-            known[self] = self._compute(*arguments)
+            known[self] = self._compute(*arguments, **self._settings)
         return known[self]
 
 
@@ -40,7 +78,7 @@ class FusionDefinition:
     """Stand-in for `nvfuser_direct.FusionDefinition`."""
 
     def __init__(self) -> None:
-        self.ops = Operations()
+        self.ops = SimpleNamespace(**{name: partial(Value, compute) for name, compute in OPERATIONS.items()})
         self._inputs: list[tuple[Value, list[int], list[bool | None], torch.dtype]] = []
         self._outputs: list[tuple[Value, Value | None]] = []
 
@@ -53,13 +91,13 @@ class FusionDefinition:
     def define_tensor(self, *, shape: list[int], contiguity: list[bool | None], dtype: DataType) -> Value:
         """Adds an input; -1 in `shape` stands for any size except 1, and a dimension of size 1 has no contiguity."""
         assert [size == 1 for size in shape] == [flag is None for flag in contiguity]
-        value = Value(lambda: None)
+        value = Value(None)
         self._inputs.append((value, shape, contiguity, _TORCH_DTYPES[dtype]))
         return value
 
     def define_scalar(self, value: float, dtype: DataType) -> Value:
         """Adds a constant."""
-        return Value(lambda: torch.tensor(value, dtype=_TORCH_DTYPES[dtype]))
+        return Value(torch.tensor, value, dtype=_TORCH_DTYPES[dtype])
 
     def add_output(self, value: Value, alias_input: Value | None = None) -> None:
         """Makes `execute` return `value`, or write it into an input."""
@@ -79,55 +117,3 @@ class FusionDefinition:
             if alias is not None:
                 known[alias].copy_(value)
         return [value for value, alias in values if alias is None]
-
-
-def _broadcast(tensor: Tensor, is_new: list[bool]) -> Tensor:
-    assert len(is_new) - sum(is_new) == tensor.ndim
-    for dim, new in enumerate(is_new):
-        tensor = tensor.unsqueeze(dim) if new else tensor
-    return tensor
-
-
-def _broadcast_in_dim(tensor: Tensor, *, shape: list[int], broadcast_dims: list[int]) -> Tensor:
-    sizes = [1] * len(shape)
-    for dim, size in zip(broadcast_dims, tensor.shape, strict=True):
-        sizes[dim] = size
-    return tensor.reshape(sizes).expand(shape)
-
-
-def _iota(count: Tensor, first: Tensor, by: Tensor, *, dtype: DataType) -> Tensor:
-    return first + by * torch.arange(count.item(), dtype=_TORCH_DTYPES[dtype])
-
-
-BINARY = {
-    **{name: getattr(operator, name) for name in ("add", "sub", "mul", "eq", "ne", "lt", "gt", "ge")},
-    **{"div": operator.truediv, "logical_and": operator.and_, "logical_or": operator.or_},
-}
-OPERATIONS: dict[str, Callable[..., Tensor]] = {
-    **BINARY,
-    **{name: getattr(torch, name) for name in ("exp", "expm1", "log", "log1p", "tanh", "reciprocal", "logical_not")},
-    "cast": lambda tensor, dtype: tensor.to(_TORCH_DTYPES[dtype]),
-    "where": torch.where,
-    "sum": lambda tensor, dims: tensor.sum(dims),
-    "max": lambda tensor, dims: tensor.amax(dims),
-    "broadcast": _broadcast,
-    "broadcast_in_dim": _broadcast_in_dim,
-    "reshape": lambda tensor, new_shape: tensor.reshape(new_shape),
-    "take_along_axis": lambda tensor, index, dim: tensor.gather(dim, index),
-    "iota": _iota,
-}
-"""The used operations of `nvfuser_direct.FusionDefinition.ops`, by name"""
-
-
-class Operations:
-    """The operations of a definition; each returns a `Value`."""
-
-    def __getattr__(self, name: str) -> Callable[..., Value]:
-        def compute(*arguments: Any, **settings: Any) -> Tensor:
-            if name in BINARY:
-                # nvFuser would promote dtypes; our definitions cast explicitly.
-                left, right = arguments
-                assert left.dtype == right.dtype and left.dtype not in (torch.float16, torch.bfloat16)
-            return OPERATIONS[name](*arguments, **settings)
-
-        return lambda *arguments, **settings: Value(partial(compute, **settings), *arguments)

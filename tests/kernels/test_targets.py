@@ -44,9 +44,8 @@ class Chip:
     """Of all threads of a program, 4 bytes each"""
 
 
-def _nvidia(capability: tuple[int, int], multiprocessors: int, shared: int, threads: int = 2048) -> Chip:
-    of = {"multiprocessors": multiprocessors, "resident_threads": threads}
-    device = replace(ABSENT_DEVICE, capability=capability, **of)
+def _nvidia(capability: tuple[int, int], processors: int, shared: int, threads: int = 2048) -> Chip:
+    device = replace(ABSENT_DEVICE, capability=capability, multiprocessors=processors, resident_threads=threads)
     return Chip(("cuda", 10 * capability[0] + capability[1], 32), device, shared)
 
 
@@ -105,8 +104,8 @@ class Launch:
             file.write(self.compiled.asm["cubin"])
             file.flush()
             tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-            found = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-        registers, stack, local = (int(re.search(rf"{key}:(\d+)", found)[1]) for key in ("REG", "STACK", "LOCAL"))
+            usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        registers, stack, local = (int(re.search(rf"{key}:(\d+)", usage)[1]) for key in ("REG", "STACK", "LOCAL"))
         return registers, stack + local
 
     def waits_blindly(self) -> bool:
@@ -130,7 +129,7 @@ class Launch:
 
     def faults(self) -> list[str]:
         (registers, spilled), shared = self.registers_and_spills(), self.compiled.metadata.shared
-        found = {
+        faults = {
             f"{shared} bytes of shared memory": shared > self.chip.shared,
             f"{self.threads} threads": self.threads > MOST_THREADS,
             f"{registers} registers of {self.threads} threads": registers * self.threads > self.chip.registers,
@@ -138,11 +137,11 @@ class Launch:
             "waits in a loop that reads nothing": self.waits_blindly(),
             "reads less than 16 bytes at a time": self.kernel in WIDE and not re.search(WIDE_LOAD, self.text),
         }
-        return [text for text, is_fault in found.items() if is_fault]
+        return [text for text, is_fault in faults.items() if is_fault]
 
 
 class Launches(list):
-    """What launchers have compiled since they were told the chip."""
+    """What launchers have compiled for a chip."""
 
     chip: Chip
 
@@ -153,23 +152,23 @@ def launches(monkeypatch):
     from triton.backends.compiler import GPUTarget
     from triton.runtime.jit import KernelInterface
 
-    found = Launches()
+    launches = Launches()
 
     class Driver:
         def get_current_device(self):
-            # A device each, or Triton would take what it has compiled for another.
-            return [chip.target for chip in CHIPS.values()].index(found.chip.target)
+            # A device for each chip, or Triton would take what it has compiled for another.
+            return [chip.target for chip in CHIPS.values()].index(launches.chip.target)
 
         def get_current_stream(self, device):
             return 0
 
         def get_current_target(self):
-            return GPUTarget(*found.chip.target)
+            return GPUTarget(*launches.chip.target)
 
     def compile_only(kernel, grid):
         def launch(*arguments, **settings):
             compiled = kernel.run(*arguments, grid=grid, warmup=True, **settings)
-            found.append(Launch(kernel.fn.__name__, found.chip, compiled))
+            launches.append(Launch(kernel.fn.__name__, launches.chip, compiled))
 
         return launch
 
@@ -177,8 +176,8 @@ def launches(monkeypatch):
     active = driver._active
     driver.set_active(Driver())
     monkeypatch.setattr(KernelInterface, "__getitem__", compile_only)
-    monkeypatch.setattr(Device, "of", lambda device: found.chip.device)
-    yield found
+    monkeypatch.setattr(Device, "of", lambda device: launches.chip.device)
+    yield launches
     driver._active = active
 
 
@@ -196,6 +195,10 @@ def row_kernels(logit_map=LogitMap()):  # noqa: B008
     return TritonRowKernels(logit_map)
 
 
+def row_statistics() -> RowStatistics:
+    return RowStatistics(vector(), vector())
+
+
 # What is launched, kernel by kernel: all of it, or what `make test` does.
 
 
@@ -205,30 +208,26 @@ def statistics(dtype):
     row_kernels(LogitMap(softcap=30.0)).statistics(logits(128256, dtype))
 
 
-def both(dtype):
+def one_pass(dtype):
     """A small row, two medium ones, a large one that a program has to itself, and some that are divided."""
-    few = (8192, 32000, 65536, 128257) if IS_SHORT else (8192, 32000, 65536, 81920, 128256, 151936, 262144)
+    vocabs = (8192, 32000, 65536, 128257) if IS_SHORT else (8192, 32000, 65536, 81920, 128256, 151936, 262144)
     plain, target = RowCoefficients(vector(), vector()), vector(torch.int64)
-    for vocab in few:
+    for vocab in vocabs:
         row_kernels().one_pass_(logits(vocab, dtype), target, plain)
     row_kernels(LogitMap(softcap=30.0)).one_pass_(logits(128256, dtype), target, plain)
 
 
 def moments(dtype):
-    found = RowStatistics(vector(), vector())
     for names in (tuple(MOMENTS),) if IS_SHORT else (tuple(MOMENTS), *((name,) for name in MOMENTS)):
-        row_kernels().moments(logits(128257, dtype), found, torch.ones(128257), names)
+        row_kernels().moments(logits(128257, dtype), row_statistics(), torch.ones(128257), names)
 
 
 def gradient(dtype):
-    found, given = (
-        RowStatistics(vector(), vector()),
-        {"class_weight": torch.ones(128257), "target": vector(torch.int64)},
-    )
+    settings = {"class_weight": torch.ones(128257), "target": vector(torch.int64)}
     for out, terms, sums in itertools.product({dtype, torch.bfloat16}, (4,) if IS_SHORT else (4, 2), (False, True)):
         coefficients = RowCoefficients(*(vector() for _ in range(terms)))
-        others = {"out": logits(128257, out), "column_sums": sums, **given}
-        row_kernels().gradient_(logits(128257, dtype), found, coefficients, **others)
+        settings |= {"out": logits(128257, out), "column_sums": sums}
+        row_kernels().gradient_(logits(128257, dtype), row_statistics(), coefficients, **settings)
 
 
 def divergences(dtype):
@@ -244,16 +243,14 @@ def vectors(dtype):
     """What comes before the rows' work, after it, and last of all."""
     from thunder_flce.engine.kernels import triton_vectors
 
-    for reduction, given in (("mean", {}), ("sum", {"num_items": torch.ones(())})):
-        tensors = {
-            "linear_weight": torch.empty(128256, 0), "target": vector(torch.int64), "token_weights": vector(),
-            "weight": torch.ones(99), **given,
-        }  # fmt: skip
+    tensors = {"linear_weight": torch.empty(128256, 0), "target": vector(torch.int64)}
+    tensors |= {"token_weights": vector(), "weight": torch.ones(99)}
+    for reduction, num_items in (("mean", {}), ("sum", {"num_items": torch.ones(())})):
         loss = Loss(reduction=reduction, z_loss=1e-4, outputs=("log_prob", "log_sum_exp"))
-        found = triton_vectors.prepare(Call(tensors=tensors, loss=loss), upstream=torch.ones(()), ordered=True)
-        of = RowStatistics(vector(), vector())
-        others = {"weight": found.weight, "at_target": found.at_target, "divisors": found.divisors}
-        triton_vectors.finish(loss, of, vector(dtype), **others)
+        call = Call(tensors=tensors | num_items, loss=loss)
+        prepared = triton_vectors.prepare(call, upstream=torch.ones(()), ordered=True)
+        vectors = {name: getattr(prepared, name) for name in ("weight", "at_target", "divisors")}
+        triton_vectors.finish(loss, row_statistics(), vector(dtype), **vectors)
     gradients = [torch.empty(2**16, dtype=dtype) for _ in range(3)]
     triton_vectors.scale_(gradients, torch.ones(()), torch.ones(2, dtype=torch.int64), torch.ones(()))
 
@@ -268,19 +265,18 @@ def tokens(dtype):
         clipped = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
         return 1e-4 * log_sum_exp.square() - clipped - 0.1 * entropy * torch.sigmoid(advantage) + mean_logit * old
 
-    inputs = [vector(), vector()]
+    inputs, moments = [vector(), vector()], {"expected": vector(), "shifted_sum": vector()}
     token_loss = token_loss_of(ratio, inputs)
     for logit_map in (LogitMap(), LogitMap(softcap=30.0)):
-        run = kernel_for(token_loss, tuple(each.dtype for each in inputs), logit_map)
-        moments = {"expected": vector(), "shifted_sum": vector()}
-        run(RowStatistics(vector(), vector()), vector(dtype), moments, vector(), inputs, columns=2**17)
+        run = kernel_for(token_loss, (torch.float32, torch.float32), logit_map)
+        run(row_statistics(), vector(dtype), moments, vector(), inputs, columns=2**17)
 
 
 def invariant_logits(dtype):
     """Of operands in 16 bits."""
     from thunder_flce.engine.kernels.triton_logits import logits_
 
-    for hidden in (4096, 1000) if dtype.itemsize == 2 else ():
+    for hidden in () if dtype.itemsize > 2 else (1000,) if IS_SHORT else (4096, 1000):
         x, weight = torch.zeros(ROWS, hidden, dtype=dtype), torch.zeros(128257, hidden, dtype=dtype)
         logits_(logits(128257, dtype), x, weight, bias=torch.zeros(128257, dtype=dtype))
         logits_(logits(128257, torch.float32), x, weight, accumulate=True)
@@ -288,7 +284,7 @@ def invariant_logits(dtype):
 
 KERNELS = {
     statistics: {"_statistics_kernel"},
-    both: {"_one_pass_kernel"},
+    one_pass: {"_one_pass_kernel"},
     moments: {"_moments_kernel"},
     gradient: {"_gradient_kernel"},
     divergences: {"_divergence_kernel"},
@@ -308,23 +304,22 @@ def test_kernels_fit_their_target(name, launched, launches):
         pytest.skip("refused before compute capability 8.0")
     for dtype in DTYPES:
         launched(dtype)
-    faults = [f"{each.kernel} number {at}: {fault}" for at, each in enumerate(launches) for fault in each.faults()]
-    assert not faults
-    assert {each.kernel for each in launches} == KERNELS[launched]
-    if launched is both and not CHIPS[name].device.is_hip:
-        assert any(".exch." in each.text for each in launches)
+    assert not {f"{at}, {launch.kernel}": faults for at, launch in enumerate(launches) if (faults := launch.faults())}
+    assert {launch.kernel for launch in launches} == KERNELS[launched]
+    if launched is one_pass and not CHIPS[name].device.is_hip:
+        assert any(".exch." in launch.text for launch in launches)
 
 
 @needs_compiler
-@pytest.mark.parametrize(("dtype", "softcap"), [(torch.bfloat16, None), (torch.float32, 5.0)], ids=str)
-@pytest.mark.parametrize("vocab", [8193, 17001, 40960, 65536, 128257, 300032])
+@pytest.mark.parametrize(("vocab", "dtype", "softcap"), [
+    (8193, torch.bfloat16, None), (17001, torch.float32, 5.0), (40960, torch.float32, 5.0),
+    (65536, torch.bfloat16, None), (128257, torch.bfloat16, None), (300032, torch.float32, 5.0),
+], ids=str)  # fmt: skip
 def test_order_of_what_one_pass_reads_and_writes(vocab, dtype, softcap, launches):
     """Of rows that a program has to itself, and that are divided."""
     launches.chip = CHIPS["sm90"]
-    target, plain = vector(torch.int64), RowCoefficients(vector(), vector())
-    row_kernels(LogitMap(scale=-2.0 if softcap else 1.0, softcap=softcap)).one_pass_(
-        logits(vocab, dtype), target, plain
-    )
+    coefficients, logit_map = RowCoefficients(vector(), vector()), LogitMap(scale=2.0, softcap=softcap)
+    row_kernels(logit_map).one_pass_(logits(vocab, dtype), vector(torch.int64), coefficients)
     (launch,) = launches
     ptx, is_divided = launch.text, vocab * dtype.itemsize > 160 * KIB
     # Rows are loaded 16 bytes at a time, the first time to stay in the cache; so they are stored.
