@@ -24,10 +24,10 @@ from thunder_flce.engine.primitives import Primitives, Region
 
 CALLS = 48
 ONE_MULTIPROCESSOR = replace(ABSENT_DEVICE, multiprocessors=1)
-needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter")
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter")
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch):
     """For calls on a CPU; PyTorch's matmuls run."""
     from thunder_flce.engine.kernels import triton_vectors
@@ -40,14 +40,15 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(triton_vectors, "Device", SimpleNamespace(of=lambda device: ONE_MULTIPROCESSOR))
     row_stride = interface.row_stride
     for module in (interface, plan):
-        monkeypatch.setattr(module, "row_stride", lambda v, **of: row_stride(v, **{**of, "device_type": "cuda"}))
+        stride = lambda vocab, *, dtype, **_: row_stride(vocab, dtype=dtype, device_type="cuda")  # noqa: E731
+        monkeypatch.setattr(module, "row_stride", stride)
     prepare = Region.__init__
 
-    def start(region, call, plan, **others):
-        prepare(region, call, plan, **others)
+    def prepare_for_cuda(region, *arguments, **settings):
+        prepare(region, *arguments, **settings)
         region.device_type = "cuda"
 
-    monkeypatch.setattr(Region, "__init__", start)
+    monkeypatch.setattr(Region, "__init__", prepare_for_cuda)
     monkeypatch.setattr(Primitives, "_is_capturing", lambda ops: False)
     monkeypatch.setattr(Region, "kernels", property(lambda region: TritonRowKernels(region.call.loss.logit_map)))
     monkeypatch.setattr(scaling, "library", lambda dtype, device: "Triton" if dtype.itemsize < 8 else "PyTorch")
@@ -63,15 +64,18 @@ def with_kernels(call: Call) -> Call:
     return replace(call, options=replace(call.options, row_kernels="auto", ignored_rows=ignored_rows))
 
 
-@needs_interpreter
-def test_any_call(as_on_a_gpu):
+def test_any_call():
     for number in range(CALLS):
         call = random_calls.numbered(number, "cpu", way="ranks")  # Of small vocabularies.
         with_kernels(call).run("cpu")
 
 
-@needs_interpreter
-def test_no_valid_target(as_on_a_gpu):
+def test_any_divergence():
+    for number in range(8):
+        check_call(number, dtype=torch.float32)
+
+
+def test_no_valid_target():
     """Zeros, even for an upstream gradient of NaN; and an error for what is no target."""
     case = make_case(tokens=5, ignored=1.0)
     linear_cross_entropy(case.x, case.weight, case.target).backward(torch.tensor(float("nan")))
@@ -79,12 +83,6 @@ def test_no_valid_target(as_on_a_gpu):
     case.target[3:] = 101
     with pytest.raises(IndexError, match=r"target has 2 of 5 values .*\[0, 101\)"):
         linear_cross_entropy(case.x, case.weight, case.target, options=Options(ignored_rows="skip"))
-
-
-@needs_interpreter
-def test_any_divergence(as_on_a_gpu):
-    for number in range(8):
-        check_call(number, dtype=torch.float32)
 
 
 class _Operations(TorchDispatchMode):
@@ -105,37 +103,32 @@ class _Operations(TorchDispatchMode):
         return run_inside(self, func, args, kwargs)
 
 
+TOKEN_LOSS = {"token_loss": FUNCTIONS["bounds"], "token_inputs": (torch.rand(5),)}
 LOGGED = ("log_prob", "log_sum_exp")
-STEPS = {
-    "plain": ({}, ["_one_pass_kernel"]),
-    "logged": ({"outputs": LOGGED, "detached": LOGGED}, ["_one_pass_kernel"]),
-    "token loss": (
-        {"token_loss": FUNCTIONS["bounds"], "token_inputs": (torch.rand(5),)},
-        ["_statistics_kernel", "_moments_kernel", "token_kernel", "_gradient_kernel"],
-    ),
-}
 
 
-@needs_interpreter
-@pytest.mark.parametrize(("settings", "of_rows"), STEPS.values(), ids=STEPS)
-def test_no_operations_beside_the_kernels(settings, of_rows, as_on_a_gpu, monkeypatch):
+@pytest.mark.parametrize(("settings", "row_kernels"), [
+    ({}, ["_one_pass_kernel"]),
+    ({"outputs": LOGGED, "detached": LOGGED}, ["_one_pass_kernel"]),
+    (TOKEN_LOSS, ["_statistics_kernel", "_moments_kernel", "token_kernel", "_gradient_kernel"]),
+], ids=["plain", "logged", "token loss"])  # fmt: skip
+def test_no_operations_beside_the_kernels(settings, row_kernels, monkeypatch):
     """Each takes the host as long as the launch of a kernel. And the tests above are of these kernels."""
     from thunder_flce.engine.kernels import triton_rows, triton_tokens, triton_vectors
 
     launched = []
 
-    def launch(kernel, *given, run=triton_rows.launch):
+    def launch(kernel, *arguments, run=triton_rows.launch):
         launched.append(getattr(kernel, "__name__", str(kernel)))
         # The interpreter has operations of its own.
         with _disable_current_modes():
-            run(kernel, *given)
+            run(kernel, *arguments)
 
     for module in (triton_rows, triton_tokens, triton_vectors):
         monkeypatch.setattr(module, "launch", launch)
     case = make_case(tokens=5)
-    with _Operations() as seen:
+    with _Operations() as operations:
         loss = results_of(case, options=Options(ignored_rows="compute"), **settings)
-    seen.names.remove("_assert_async")
-    assert not seen.names
+    assert operations.names == ["_assert_async"]
     (loss if isinstance(loss, torch.Tensor) else loss[0]).backward()
-    assert launched == ["_prepare_kernel", *of_rows, "_finish_kernel", "_scale_kernel"]
+    assert launched == ["_prepare_kernel", *row_kernels, "_finish_kernel", "_scale_kernel"]
