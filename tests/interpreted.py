@@ -31,7 +31,7 @@ def prepare_row_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     from thunder_flce.engine.kernels import triton_rows, triton_tokens
 
     def log1p(x):
-        # The rounding of 1 + x cancels, since logarithm and difference have it both.
+        # The rounding of 1 + x cancels, since both the logarithm and the difference have it.
         return tl.where(1.0 + x == 1.0, x, tl.log(1.0 + x) * (x / tl.where(1.0 + x == 1.0, 1.0, (1.0 + x) - 1.0)))
 
     def expm1(x):
@@ -39,21 +39,16 @@ def prepare_row_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         sinh = tl.where(x * x < 0.01, x / 2 + x * x * x / 48, (half - 1 / half) / 2)
         return 2 * half * sinh
 
-    stand_in = SimpleNamespace(
-        exp=lambda x: tl.exp(x), log=lambda x: tl.log(x), expm1=expm1, log1p=log1p,
-        tanh=lambda x: 1 - 2 / (tl.exp(2 * x) + 1),
-    )  # fmt: skip
+    functions = {"exp": lambda x: tl.exp(x), "log": lambda x: tl.log(x), "expm1": expm1, "log1p": log1p}
+    libdevice = SimpleNamespace(**functions, tanh=lambda x: 1 - 2 / (tl.exp(2 * x) + 1))
     for module in (triton_rows, triton_tokens):
-        monkeypatch.setattr(module, "libdevice", stand_in)
+        monkeypatch.setattr(module, "libdevice", libdevice)
     monkeypatch.setattr(triton_rows, "_LARGEST_ROW_BYTES", 2**30)
-    patch = interpreter._patch_lang_tensor
+    patch_tensor, patch_language, patched = interpreter._patch_lang_tensor, interpreter._patch_lang, set()
 
-    def patch_too(tensor, *scope):
-        patch(tensor, *scope)
+    def patch_index_too(tensor, *scope):
+        patch_tensor(tensor, *scope)
         tensor.__index__ = lambda self: int(self.handle.data.item())
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_too)
-    patch_language, patched = interpreter._patch_lang, set()
 
     def patch_once(fn):
         """Patches once per launch instead of for each function called in it, in two thirds of the time."""
@@ -67,4 +62,5 @@ def prepare_row_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
             scope.restore = lambda: (patched.clear(), restore())
         return scope
 
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_index_too)
     monkeypatch.setattr(interpreter, "_patch_lang", patch_once)

@@ -81,28 +81,27 @@ def test_peak_memory_is_what_the_program_predicts(needs, way, shape, monkeypatch
                 tensor.requires_grad_(False)
     if budget is not None:
         options = replace(options, memory_budget=int(budget * shape.tokens * shape.vocab * shape.dtype.itemsize))
-    seen = []
+    planned, plan_for = [], calls.plan_for
 
-    def plan_for(call, options, **others):
-        seen.append((call.specs(), planned(call, options, **others)))
-        return seen[-1][1]
+    def recorded_plan_for(call, options, **settings):
+        planned.append((call.specs(), plan_for(call, options, **settings)))
+        return planned[-1][1]
 
-    planned = calls.plan_for
-    monkeypatch.setattr(calls, "plan_for", plan_for)
+    monkeypatch.setattr(calls, "plan_for", recorded_plan_for)
     monkeypatch.setattr(calls, "_settings_cache", {})
     upstream = torch.ones((shape.tokens,) if reduction == "none" else (), device="cuda")
 
     def run():
-        others = {"linear_bias": inputs.bias, "terms": [tuple(adapter)] if adapter else ()}
-        others |= {"reduction": reduction, "options": options}
-        loss = linear_cross_entropy(inputs.x, inputs.weight, inputs.target, **others)
+        settings = {"linear_bias": inputs.bias, "terms": [tuple(adapter)] if adapter else ()}
+        settings |= {"reduction": reduction, "options": options}
+        loss = linear_cross_entropy(inputs.x, inputs.weight, inputs.target, **settings)
         if loss.requires_grad:
             loss.backward(upstream)
         for tensor in (*inputs.named_operands().values(), *adapter):
             tensor.grad = None
 
     peak = _peak_bytes(run)
-    call, plan = seen[-1]
+    call, plan = planned[-1]
     predicted = call.gradient_bytes + temporary_bytes(call, plan)
     # The prediction leaves out vectors of one number a token: targets, their order, weights and statistics.
     assert 0.95 * predicted <= peak <= 1.05 * predicted + VECTOR_BYTES * call.tokens, plan.describe()
@@ -123,8 +122,8 @@ def test_operations_on_the_device():
     with torch.profiler.profile(activities=activities) as profile:
         step()
         torch.cuda.synchronize()
-    found = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    assert 0 < len(found) <= 14, found
+    names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert 0 < len(names) <= 14, names
 
 
 def test_peak_memory_through_thunder():
@@ -173,13 +172,13 @@ def test_cuda_graph(ranks, rows, dtype, strategy, reduction):
                 target.copy_(source)
         graph.replay()
         exact = truth(case, grad, reduction=reduction)
-        of_loss, of_gradients = (1e-5, 1e-5) if dtype == torch.float32 else (1e-3, 5e-3)
-        assert error(result.loss, exact.loss) < of_loss
-        assert all(error(*pair) < of_gradients for pair in zip(result.gradients, exact.gradients, strict=True))
+        most, most_of_gradients = (1e-5, 1e-5) if dtype == torch.float32 else (1e-3, 5e-3)
+        assert error(result.loss, exact.loss) < most
+        assert all(error(*pair) < most_of_gradients for pair in zip(result.gradients, exact.gradients, strict=True))
 
 
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if is_installed(name)])
-def test_cuda_graph_of_each_backend(backend):
+def test_cuda_graph_of_a_backend(backend):
     """All of its kernels: sums over rows, moments, target entries."""
     options = Options(strategy="save_logits", row_kernels=backend)
     settings = {"label_smoothing": 0.1, "z_loss": 0.1, "outputs": ("mean_logit", "log_sum_sq_probs")}
@@ -195,8 +194,7 @@ def test_cuda_graph_of_each_backend(backend):
         for tensor in results:
             tensor.fill_(float("nan"))
     graph.replay()
-    for got, right in zip(results, [expected.loss, *expected.outputs, *expected.gradients], strict=True):
-        torch.testing.assert_close(got, right)
+    torch.testing.assert_close(results, [expected.loss, *expected.outputs, *expected.gradients])
 
 
 @pytest.mark.inductor
@@ -219,8 +217,8 @@ def test_gradients_accumulate_in_cuda_graphs():
         return [parameter.grad.clone() for parameter in module.parameters()]
 
     expected = gradients(loss)
-    got = gradients(torch.compile(loss, backend=compile_graph, mode="reduce-overhead"))
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+    compiled = torch.compile(loss, backend=compile_graph, mode="reduce-overhead")
+    torch.testing.assert_close(gradients(compiled), expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("captured", ["forward", "backward"])

@@ -219,36 +219,36 @@ def kernel_of(function, inputs):
 @on_device
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
 def test_integers_are_compared_as_they_are(dtype):
-    """float32 has no odd numbers from 2²⁴ on; and what is computed of integers alone is left to PyTorch."""
+    """float32 has no odd numbers from 2²⁴ on."""
     odd = 2**24 + 1
     inputs = [torch.tensor(numbers, device=DEVICE, dtype=dtype) for numbers in ([odd - 1, odd, -odd], [odd] * 3)]
     ones = torch.ones(3, device=DEVICE)
     for function in (lambda p, e, i, j: p * (i == j), lambda p, e, i, j: torch.where(i != odd, 0 * p, p)):
         value, _ = kernel_of(function, inputs)(RowStatistics(ones, ones), 0 * ones, {}, ones, inputs, columns=V)
         assert value.tolist() == [0, -2, 0]
+
+
+@on_device
+def test_what_pytorch_makes_of_integers_and_masks_is_left_to_it():
+    """Integers of a dtype remain that; a mask stays one, whatever fills it; and 300 is 44 beside numbers of 8 bits."""
+    integers = [torch.tensor([44, -3], device=DEVICE)] * 2
+    narrow = [torch.tensor([True, False], device=DEVICE), torch.tensor([44, -3], device=DEVICE, dtype=torch.int8)]
     for function in (
         lambda p, e, i, j: p * (i - j), lambda p, e, i, j: p * (i * 2), lambda p, e, i, j: p * i.clamp(max=5),
         lambda p, e, i, j: p * torch.where(e > 0, i, j), lambda p, e, i, j: p * i.masked_fill(e > 0, 0),
         lambda p, e, i, j: p * -i, lambda p, e, i, j: p * (i + True), lambda p, e, i, j: p * (i - (1 + (j > 0))),
     ):  # fmt: skip
-        assert kernel_of(function, inputs) is None
-
-
-@on_device
-def test_what_pytorch_makes_of_masks_and_narrow_integers_is_left_to_it():
-    """A mask stays one, whatever fills it; and 300 is 44 beside numbers of 8 bits."""
-    inputs = [torch.tensor([True, False], device=DEVICE), torch.tensor([44, -3], device=DEVICE, dtype=torch.int8)]
+        assert kernel_of(function, integers) is None
     for function in (
         lambda p, e, m, k: p * m.masked_fill(e > 0, 128), lambda p, e, m, k: p * (torch.where(m, m, p > 0) + m),
         lambda p, e, m, k: p * (m + True), lambda p, e, m, k: p * (1 + m).masked_fill(e > 0, 0.5),
         lambda p, e, m, k: p * (k == 300),
     ):  # fmt: skip
-        assert kernel_of(function, inputs) is None
+        assert kernel_of(function, narrow) is None
     for function in (
-        lambda p, e, m, k: p * (1 + m) * (2 * m),
-        lambda p, e, m, k: p * (k == -128) + torch.where(m, p, 1),
-    ):
-        assert kernel_of(function, inputs) is not None
+        lambda p, e, m, k: p * (1 + m) * (2 * m), lambda p, e, m, k: p * (k == -128) + torch.where(m, p, 1),
+    ):  # fmt: skip
+        assert kernel_of(function, narrow) is not None
 
 
 @on_device
