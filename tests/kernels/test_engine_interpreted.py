@@ -22,7 +22,7 @@ from thunder_flce.engine import plan
 from thunder_flce.engine.kernels import interface, scaling
 from thunder_flce.engine.primitives import Primitives, Region
 
-CALLS = 48
+CALLS = 24
 ONE_MULTIPROCESSOR = replace(ABSENT_DEVICE, multiprocessors=1)
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter")
 
