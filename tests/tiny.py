@@ -35,7 +35,7 @@ def model(name="Qwen2", **settings):
         "eos_token_id": 1, "bos_token_id": 1,
     }  # fmt: skip
     config = getattr(transformers, f"{name}Config")(**{**sizes, **settings})
-    made = getattr(transformers, f"{name}ForCausalLM")(config)
+    made = getattr(transformers, "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")(config)
     with torch.no_grad():
         # Logits as large as those of a trained model, so that no two numbers of a test are equal by chance.
         made.get_output_embeddings().weight.mul_(20)

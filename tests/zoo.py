@@ -5,6 +5,7 @@
 `test_model_zoo.py` asserts every row.
 """
 
+import argparse
 import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 
+import tiny
 from thunder_flce.matching.decisions import Reason
 
 HAS_LITGPT = importlib.util.find_spec("litgpt") is not None
@@ -45,19 +46,19 @@ class Entry:
     dynamo: Outcome = FUSED  # For thunderfx and the backend of torch.compile, which get the same graph
 
 
-class OfTransformers(nn.Module):
+class Transformers(nn.Module):
     """A model of transformers that returns the loss, or all outputs."""
 
-    def __init__(self, model: nn.Module, *, all_outputs: bool = False, **settings: Any):
+    def __init__(self, model: nn.Module, *, all_outputs: bool = False, **arguments: Any):
         super().__init__()
-        self.model, self.all_outputs, self.settings = model, all_outputs, settings
+        self.model, self.all_outputs, self.arguments = model, all_outputs, arguments
 
     def forward(self, tokens, labels):
-        outputs = self.model(input_ids=tokens, labels=labels, use_cache=False, **self.settings)
+        outputs = self.model(input_ids=tokens, labels=labels, use_cache=False, **self.arguments)
         return outputs if self.all_outputs else outputs.loss
 
 
-class WithCrossEntropy(nn.Module):
+class Litgpt(nn.Module):
     """A model of litgpt with the loss of its training loops."""
 
     def __init__(self, model: nn.Module, chunk_size: int = 0, lm_head_chunk_size: int = 0):
@@ -70,37 +71,25 @@ class WithCrossEntropy(nn.Module):
 
 
 # At most one layer: layers before the head take most of thunder's time, and do not matter here.
-_SIZES = {
-    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 0, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "attn_implementation": "sdpa",
-}  # fmt: skip
 
 
-def _transformers(name: str, *, call: Mapping[str, Any] | None = None, **config: Any):
-    """Returns a builder for a model of transformers by its classes' prefix; `call` goes to `OfTransformers`."""
+def _transformers(name: str, *, call: Mapping[str, Any] | None = None, loss_type: str | None = None, **config: Any):
+    """Returns a builder for a model of transformers by its classes' prefix; `call` has further arguments of its call.
+
+    The class's name tells transformers the type of its loss, except for GPT-2, which has the `loss_type`.
+    """
 
     def build():
-        model_class = getattr(transformers, f"{name}ForCausalLM")
-        config_class = getattr(transformers, f"{name}Config")
-        return OfTransformers(model_class(config_class(**{**_SIZES, **config})), **(call or {}))
+        settings = {"vocab_size": VOCAB, "num_hidden_layers": 0, "attn_implementation": "sdpa", **config}
+        model = tiny.model(name, **settings)
+        if loss_type:
+            model.loss_type = loss_type
+        return Transformers(model, **(call or {}))
 
     return build
 
 
-def _gpt2(loss_type: str | None = None):
-    """Returns a builder for GPT-2. Its class's name does not tell transformers the type of its loss."""
-
-    def build():
-        sizes = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 0, "n_head": 4, "n_positions": 64}
-        dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **dropout))
-        model.loss_type = loss_type
-        return OfTransformers(model)
-
-    return build
-
-
-def _litgpt(name: str, n_layer: int = 0, **wrap: Any):
+def _litgpt(name: str, n_layer: int = 0, **call: Any):
     """Returns a builder for a small model of litgpt, by the name of its configuration."""
 
     def build():
@@ -113,7 +102,7 @@ def _litgpt(name: str, n_layer: int = 0, **wrap: Any):
         if full.sliding_window_size:
             sizes |= {"sliding_window_size": 8, "sliding_window_indices": full.sliding_window_indices[:1]}
         config = litgpt.Config.from_name(name, vocab_size=VOCAB, padded_vocab_size=VOCAB, **sizes)
-        return WithCrossEntropy(litgpt.GPT(config), **wrap)
+        return Litgpt(litgpt.GPT(config), **call)
 
     return build
 
@@ -140,9 +129,12 @@ ENTRIES = [
         "tied; logits times `logit_scale`", {"logit_scale": 0.0625},
     ),
     Entry("transformers OLMo 2", _transformers("Olmo2")),
-    Entry("transformers GPT-2", _gpt2(loss_type="ForCausalLM"), 'tied; `model.loss_type = "ForCausalLM"`'),
     Entry(
-        "transformers GPT-2", _gpt2(),
+        "transformers GPT-2", _transformers("GPT2", embd_pdrop=0.0, loss_type="ForCausalLM"),
+        'tied; `model.loss_type = "ForCausalLM"`',
+    ),
+    Entry(
+        "transformers GPT-2", _transformers("GPT2", embd_pdrop=0.0),
         "tied; without the type that `loss_only` gives it, transformers logs a warning, where Dynamo breaks the graph",
         dynamo=Reason.ARGUMENT,
     ),
@@ -203,4 +195,5 @@ def write_page() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     write_page()

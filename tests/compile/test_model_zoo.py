@@ -1,9 +1,8 @@
 """Every row of the zoo: loss and all gradients as eager PyTorch has them, and what the table says about fusion.
 
-Each route runs what docs/models.md says that it does with the version of transformers that is there.
+Each compiler runs what docs/models.md says that it does with the version of transformers that is there.
 """
 
-import warnings
 from functools import partial
 from importlib.metadata import version
 
@@ -29,7 +28,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 def _check(entry, compiler):
-    # What docs/models.md says of versions.
     if entry.model.startswith("litgpt"):
         if not zoo.HAS_LITGPT:
             pytest.skip("needs litgpt")
@@ -45,23 +43,27 @@ def _check(entry, compiler):
             with pytest.raises(expected):
                 jitted(*arguments)
         return
-    steps = (lambda each=each: getattr(found := each(*arguments), "loss", found) for each in (model, compiled))
-    assert_agrees(model, *steps, rtol=1e-4, atol=1e-5)
+
+    def loss(module):
+        outputs = module(*arguments)
+        return getattr(outputs, "loss", outputs)
+
+    assert_agrees(model, partial(loss, model), partial(loss, compiled), rtol=1e-4, atol=1e-5)
     (decision,) = decisions(compiled)
     assert (zoo.FUSED if decision.fused else decision.reason) == expected, str(decision)
     if decision.fused:
         call = decision.region.call
-        found = {"softcap": call.loss.softcap, "logit_scale": call.loss.logit_scale}
-        found["linear_bias"] = "linear_bias" in call.tensors
-        assert found == {"softcap": None, "logit_scale": 1.0, "linear_bias": False} | entry.region
-    of_classes = sum(len(parameter) == zoo.VOCAB for parameter in model.parameters() if parameter.ndim == 2)
-    assert (of_classes == 1) == ("tied" in entry.head)
+        region = {"softcap": call.loss.softcap, "logit_scale": call.loss.logit_scale}
+        region["linear_bias"] = "linear_bias" in call.tensors
+        assert region == {"softcap": None, "logit_scale": 1.0, "linear_bias": False} | entry.region
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+    assert (sum(len(matrix) == zoo.VOCAB for matrix in matrices) == 1) == ("tied" in entry.head)
 
 
 def _is_slow(entry, front_end):
     """thunder takes seconds for a model; Dynamo gives thunderfx what it gives the backend."""
-    of_library = [each for each in zoo.ENTRIES if each.model.split()[0] == entry.model.split()[0]]
-    is_quick = entry is of_library[0] or "chunk" in entry.head
+    same_library = [other for other in zoo.ENTRIES if other.model.split()[0] == entry.model.split()[0]]
+    is_quick = entry is same_library[0] or "chunk" in entry.head
     return front_end == "thunderfx" or not is_quick
 
 
@@ -85,13 +87,11 @@ def test_page_has_the_table():
 
 
 @pytest.mark.parametrize("installed", ["4.52.4", "4.57.6"])
-def test_a_transformers_that_thunder_does_not_trace(installed, monkeypatch):
+def test_a_transformers_that_thunder_does_not_trace(installed, monkeypatch, recwarn):
     """The warning names what does; a model without transformers gets none."""
     monkeypatch.setattr(plugin, "version", lambda name: installed)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for model in (zoo.ENTRIES[0].build(), torch.nn.Linear(2, 2)):
-            thunder_flce.jit(model)
-    found = [str(warning.message) for warning in caught if "thunder.jit traces" in str(warning.message)]
-    assert len(found) == (installed != "4.52.4")
-    assert all(f"not of {installed}: use torch.compile" in message for message in found)
+    for model in (zoo.ENTRIES[0].build(), torch.nn.Linear(2, 2)):
+        thunder_flce.jit(model)
+    messages = [str(warning.message) for warning in recwarn if "thunder.jit traces" in str(warning.message)]
+    assert len(messages) == (installed != "4.52.4")
+    assert all(f"not of {installed}: use torch.compile" in message for message in messages)
