@@ -28,6 +28,7 @@ transformers = pytest.importorskip("transformers", reason="needs the extra 'exam
 accelerate = pytest.importorskip("accelerate", reason="needs the extra 'examples'")
 
 import tiny  # noqa: E402
+import zoo  # noqa: E402
 
 B16 = torch.bfloat16
 VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
@@ -44,22 +45,22 @@ def state_of_accelerate(monkeypatch):
 
 
 def history(trainer):
-    """What was logged, but for times: losses, norms of gradients, metrics."""
-    logged = [each for entry in trainer.state.log_history for each in sorted(entry.items())]
+    """Losses, norms of gradients and metrics that a trainer has logged; no times."""
+    logged = [item for entry in trainer.state.log_history for item in sorted(entry.items())]
     times = re.compile("time|second|flos|train_loss|epoch")
     logged = [(name, float(value)) for name, value in logged if not times.search(name)]
     assert len(logged) > 3
     return logged
 
 
-def assert_same(trainer, of_ours, rtol=1e-4):
-    (names, expected), (our_names, got) = zip(*history(trainer)), zip(*history(of_ours))  # noqa: B905
+def assert_same(trainer, our_trainer, rtol=1e-4):
+    (names, expected), (our_names, values) = zip(*history(trainer)), zip(*history(our_trainer))  # noqa: B905
     assert names == our_names
-    torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), rtol=rtol, atol=1e-5)
+    torch.testing.assert_close(torch.tensor(values), torch.tensor(expected), rtol=rtol, atol=1e-5)
 
 
 def arguments(folder, config=transformers.TrainingArguments, **settings):
-    """Of a run of three steps, of two micro-batches each."""
+    """Arguments of a run of three steps, of two micro-batches each."""
     return config(**{
         "output_dir": str(folder), "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 3,
         "optim": "sgd", "learning_rate": 0.1, "use_cpu": True, "bf16": False, "logging_steps": 1, "save_strategy": "no",
@@ -68,7 +69,7 @@ def arguments(folder, config=transformers.TrainingArguments, **settings):
 
 
 def collate(rows):
-    """Padded on the right; padding is no label."""
+    """Pads rows on the right; padding is no label."""
     pad = torch.nn.utils.rnn.pad_sequence
     tokens = [torch.tensor(row["input_ids"]) for row in rows]
     ids, mask = pad(tokens, batch_first=True), pad(list(map(torch.ones_like, tokens)), batch_first=True)
@@ -76,7 +77,7 @@ def collate(rows):
 
 
 class OurTrainer(thunder_flce.LossTrainerMixin, transformers.Trainer):
-    """What a user writes; in these tests, what is not fused is an error."""
+    """The class that a user writes; in these tests, a loss that is not fused is an error."""
 
     backend_options = {"strict": True}
 
@@ -92,15 +93,8 @@ def train(trainer_class, folder, *, model=None, settings=None, rows=None, **othe
     return trainer
 
 
-def assert_same_loss(model, folder):
-    """Of one call, without a step."""
-    trainer, inputs = OurTrainer(model=model, args=arguments(folder)), collate(tiny.rows(4))
-    torch.testing.assert_close(trainer.compute_loss(model, dict(inputs)), model(**inputs).loss)
-    assert_fused(trainer.compiled_loss)
-
-
 def compiled_loss(only, batch):
-    """Of a model that returns only its loss."""
+    """The loss of a model that returns only its loss, compiled."""
     step = torch.compile(only, backend="thunder_flce", options={"strict": True})
     loss = step(**batch)
     assert_fused(step, times=1)
@@ -109,7 +103,7 @@ def compiled_loss(only, batch):
 
 @pytest.fixture
 def not_fused(monkeypatch):
-    """Asserts that a step raises where it is strict, and else warns; returns what it gives then."""
+    """A check that a step raises an error with `strict`, and else warns; returns the step's result."""
 
     def check(step, message):
         with pytest.raises(NotFusedError, match=message):
@@ -122,7 +116,7 @@ def not_fused(monkeypatch):
 
 
 def assert_plans(trainer):
-    """Once for the first length, once for all others, and once in the evaluation, which needs no gradient."""
+    """One for the first length, one for all others, and one for the evaluation, which needs no gradient."""
     report = thunder_flce.explain(trainer.compiled_loss)
     strategies = [decision.plan.strategy for decision in report.decisions]
     assert strategies in (["gradients_in_forward"] * count + ["loss_only"] for count in (1, 2)), strategies
@@ -135,27 +129,22 @@ def accuracy(results):
 
 
 def shifted_by_one(outputs, labels, num_items_in_batch=None):
-    """Older versions give no number in the evaluation."""
+    """The loss that is usual, and 1; older versions give no number of items in the evaluation."""
     logits = outputs.logits[:, :-1].flatten(0, 1)
     count = (labels[:, 1:] != -100).sum() if num_items_in_batch is None else num_items_in_batch
     return F.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / count + 1
 
 
-def with_adapter(of_model=None, **of_adapter):
-    """Makes a model of PEFT."""
+def with_adapter(model_settings=None, **settings):
+    """Returns a builder for a model of peft."""
 
     def make():
-        peft, made = pytest.importorskip("peft"), tiny.model(**(of_model or {}))
+        peft, model = pytest.importorskip("peft"), tiny.model(**(model_settings or {}))
         torch.manual_seed(1)
-        config = peft.LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **of_adapter)
-        return peft.get_peft_model(made, config)
+        config = peft.LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **settings)
+        return peft.get_peft_model(model, config)
 
     return make
-
-
-def gpt2():
-    sizes = {"vocab_size": tiny.VOCAB, "n_embd": 32, "n_layer": 1, "n_head": 4}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
 
 
 def t5():
@@ -176,9 +165,6 @@ RUNS = {
     "logged warnings": {
         "model": partial(tiny.model, "Gemma2", num_hidden_layers=0, use_cache=False), "rows": ONE_LENGTH,
     },
-    "a decoder in what is not called": {
-        "model": partial(tiny.model, "OPT", ffn_dim=48, word_embed_proj_dim=32), "rows": ONE_LENGTH,
-    },
     "encoder and decoder": {"model": t5, "rows": ONE_LENGTH},
     "label smoothing": {"settings": {"label_smoothing_factor": 0.1}},
     "gradient checkpointing": {"settings": CHECKPOINTS, "model": tiny.model, "rows": ONE_LENGTH},
@@ -192,35 +178,35 @@ RUNS = {
     "frozen head": {"settings": CHECKPOINTS | WITHOUT_REENTRY, "model": with_adapter(target_modules=["q_proj"])},
 }  # fmt: skip
 
-WITH_LAYERS = ("logged warnings", "gradient checkpointing", "frozen head")
+COMPILED_LAYERS = ("logged warnings", "gradient checkpointing", "frozen head")
 
 
 @pytest.mark.filterwarnings("ignore:.*tie_word_embeddings")
 @pytest.mark.parametrize(
     ("name", "compile_layers"),
-    [(name, False) for name in RUNS] + [(name, True) for name in WITH_LAYERS],
+    [(name, False) for name in RUNS] + [(name, True) for name in COMPILED_LAYERS],
 )
 def test_trainer(name, compile_layers, tmp_path, monkeypatch):
     monkeypatch.setattr(OurTrainer, "compile_layers", compile_layers)
     run = dict(RUNS[name])
     make = run.pop("model", partial(tiny.model, num_hidden_layers=0))
-    expected, ours = (train(each, tmp_path, model=make(), **run) for each in (transformers.Trainer, OurTrainer))
-    assert_same(expected, ours, 2e-2 if name == "bf16" else 1e-4)
-    assert ours.model.config.to_dict() == expected.model.config.to_dict()
+    theirs, ours = (train(kind, tmp_path, model=make(), **run) for kind in (transformers.Trainer, OurTrainer))
+    assert_same(theirs, ours, 2e-2 if name == "bf16" else 1e-4)
+    assert ours.model.config.to_dict() == theirs.model.config.to_dict()
     if "metrics" not in name:
         assert_plans(ours)
         return
     assert "eval_accuracy" in ours.state.log_history[-1]
-    found, right = (torch.tensor(each.predict(tiny.rows(4)).predictions) for each in (ours, expected))
-    torch.testing.assert_close(found, right)
+    predictions = [torch.tensor(trainer.predict(tiny.rows(4)).predictions) for trainer in (ours, theirs)]
+    torch.testing.assert_close(*predictions)
 
 
 ALL = {"bf16": True, "label_smoothing_factor": 0.1, "gradient_checkpointing": True}
 
 
 def _on_a_rank(rank, folder):
-    """Compares what the Trainer logs with what ours does, as torchrun starts them; returns the latter."""
-    found = []
+    """Compares our Trainer's numbers with the Trainer's, as torchrun starts them; returns ours."""
+    histories = []
     environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend.Inductor, "__call__", lambda self, graph, inputs: graph)
@@ -229,30 +215,31 @@ def _on_a_rank(rank, folder):
         for others, layers, rows in (({}, 0, tiny.rows(32)), (ALL, 1, 2 * ONE_LENGTH)):
             settings = {"average_tokens_across_devices": True, "ddp_backend": "gloo", **others}
             theirs, ours = (
-                train(each, folder, model=tiny.model(num_hidden_layers=layers), settings=settings, rows=rows)
-                for each in (transformers.Trainer, OurTrainer)
+                train(kind, folder, model=tiny.model(num_hidden_layers=layers), settings=settings, rows=rows)
+                for kind in (transformers.Trainer, OurTrainer)
             )
             # Mixed precision of accelerate has a forward of its own there.
             assert ("forward" in vars(theirs.model)) == ("forward" in vars(ours.model))
             assert_plans(ours)
             assert_same(theirs, ours, 2e-2 if others else 1e-4)
-            found.append(history(ours))
+            histories.append(history(ours))
             accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
             torch._dynamo.reset()
-    return found
+    return histories
 
 
 def test_two_processes(tmp_path):
-    """The same as without us and, but for the evaluation, as one process with the same batches."""
-    found = as_processes(2, partial(_on_a_rank, folder=str(tmp_path)))
-    assert all(isinstance(each, list) for each in found), found
+    """The same numbers as without us and, but for the evaluation, as one process has with the same batches."""
+    results = as_processes(2, partial(_on_a_rank, folder=str(tmp_path)))
+    assert all(isinstance(result, list) for result in results), results
     one = train(transformers.Trainer, tmp_path, settings={"gradient_accumulation_steps": 4}, rows=tiny.rows(32))
-    of_one, of_two = ([value for name, value in each if "eval" not in name] for each in (history(one), found[0][0]))
-    torch.testing.assert_close(torch.tensor(of_two), torch.tensor(of_one), rtol=1e-4, atol=1e-5)
+    histories = (history(one), results[0][0])
+    expected, values = ([value for name, value in logged if "eval" not in name] for logged in histories)
+    torch.testing.assert_close(torch.tensor(values), torch.tensor(expected), rtol=1e-4, atol=1e-5)
 
 
 def _sharded(model, version, dtype):
-    """A model whose layers are units of FSDP, as accelerate makes them on GPUs."""
+    """Makes units of FSDP of a model's layers, as accelerate does on GPUs."""
     layers = [*model.model.layers]
     if version == 1:
         mixed = None if dtype is None else fsdp.MixedPrecision(dtype, torch.float32)
@@ -269,8 +256,8 @@ def _sharded(model, version, dtype):
 
 
 def _sharded_on_a_rank(rank, version, dtype, tied, folder):
-    """Losses and norms of gradients, step by step, of the Trainer and of ours."""
-    found = []
+    """Returns losses and norms of gradients, step by step, of the Trainer and of ours."""
+    histories = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend.Inductor, "__call__", lambda self, graph, inputs: graph)
         for trainer_class in (transformers.Trainer, OurTrainer):
@@ -278,37 +265,39 @@ def _sharded_on_a_rank(rank, version, dtype, tied, folder):
             trainer = trainer_class(model=model, args=arguments(folder))
             model = _sharded(model, version, dtype)
             optimizer = torch.optim.SGD(model.parameters(), 0.1)
-            found.append([])
+            histories.append([])
             for first in (0, 4, 8):
                 inputs = collate(ONE_LENGTH[first + rank :: 2][:2])
                 loss = trainer.compute_loss(model.train(), inputs, num_items_in_batch=torch.tensor(20))
                 loss.backward()
                 clip = getattr(model, "clip_grad_norm_", partial(torch.nn.utils.clip_grad_norm_, model.parameters()))
                 norm = clip(1.0)
-                found[-1].append([loss.item(), getattr(norm, "full_tensor", lambda norm=norm: norm)().item()])
+                norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+                histories[-1].append([loss.item(), norm.item()])
                 optimizer.step()
                 optimizer.zero_grad()
-        assert {each.plan.strategy for each in decisions(trainer.compiled_loss)} == {"gradients_in_forward"}
+        assert {decision.plan.strategy for decision in decisions(trainer.compiled_loss)} == {"gradients_in_forward"}
         assert "forward" not in {name for module in model.modules() for name in vars(module)}
         inner = trainer.accelerator.unwrap_model(model)
-        patch.setattr(inner, "forward", lambda forward=inner.forward, **given: forward(**given) and forward(**given))
+        patch.setattr(inner, "forward", lambda forward=inner.forward, **inputs: forward(**inputs) and forward(**inputs))
         patch.setattr(OurTrainer, "backend_options", {})
         with pytest.raises(RuntimeError, match="the layers once per step, but this model's forward calls them again"):
             OurTrainer(model=tiny.model(), args=arguments(folder)).compute_loss(model, inputs)
-    return found
+    return histories
 
 
 @pytest.mark.parametrize("version, dtype, tied", [(1, None, True), (1, B16, False), (2, None, False), (2, B16, True)])
 def test_sharded(version, dtype, tied, tmp_path):
     """By FSDP, whose hooks around each layer break graphs."""
     run = partial(_sharded_on_a_rank, version=version, dtype=dtype, tied=tied, folder=str(tmp_path))
-    for found in as_processes(2, run):
-        assert isinstance(found, list), found
-        torch.testing.assert_close(*map(torch.tensor, reversed(found)), rtol=1e-4 if dtype is None else 2e-2, atol=1e-5)
+    for histories in as_processes(2, run):
+        assert isinstance(histories, list), histories
+        theirs, ours = map(torch.tensor, histories)
+        torch.testing.assert_close(ours, theirs, rtol=1e-4 if dtype is None else 2e-2, atol=1e-5)
 
 
 class CallsItsLayers(torch.nn.Module):
-    """No module around them is called: neither a dictionary, nor a decoder that has a forward, too."""
+    """A model that calls no module around its layers: neither a dictionary, nor a decoder that has a forward."""
 
     def __init__(self, around):
         super().__init__()
@@ -323,13 +312,13 @@ class CallsItsLayers(torch.nn.Module):
         return {"loss": F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())}
 
 
-class Decoder(torch.nn.ModuleDict):
+class UncalledDecoder(torch.nn.ModuleDict):
     def forward(self, hidden):
         raise AssertionError("it is not called")
 
 
 def _without_a_decoder_on_a_rank(rank, around, folder):
-    """How often the forward runs in three steps."""
+    """Returns how often the forward runs in three steps."""
     model = CallsItsLayers(around)
     trainer = OurTrainer(model=model, args=arguments(folder))
     trainer.compiled_loss = trainer._loss
@@ -340,43 +329,27 @@ def _without_a_decoder_on_a_rank(rank, around, folder):
     return model.calls
 
 
-@pytest.mark.parametrize(("around", "calls"), [(torch.nn.ModuleDict, 3), (Decoder, 4)])
+@pytest.mark.parametrize(("around", "calls"), [(torch.nn.ModuleDict, 3), (UncalledDecoder, 4)])
 def test_sharded_without_a_decoder(around, calls, tmp_path):
     """The layers run once a step; where only a forward shows that a module is not called, once more in all."""
     run = partial(_without_a_decoder_on_a_rank, around=around, folder=str(tmp_path))
     assert as_processes(2, run) == [calls] * 2
 
 
-GEMMA_3 = pytest.mark.skipif(VERSION >= (5, 0), reason="newer ones find a decoder by the prefix alone, and all have it")
-
-
-@pytest.mark.parametrize(
-    ("prefix", "compile_layers"), [("model", False), pytest.param("another", False, marks=GEMMA_3), ("model", True)]
-)
-def test_layers(prefix, compile_layers, tmp_path, monkeypatch):
-    """They run as they are; also those of Gemma 3, whose base is the model itself."""
-    monkeypatch.setattr(OurTrainer, "compile_layers", compile_layers)
-    model, traced = tiny.model("Llama"), []
-    monkeypatch.setattr(type(model), "base_model_prefix", prefix)
-    model.model.layers[0].register_forward_hook(lambda *_: traced.append(torch.compiler.is_compiling()))
-    assert_same_loss(model, tmp_path)
-    assert traced == [compile_layers, False]
-
-
-def that_calls_its_layers_twice():
+def calls_its_layers_twice():
     model = tiny.model("Llama")
 
-    def looped(input_ids=None, own=model.model.forward, **given):
+    def looped(input_ids=None, forward=model.model.forward, **inputs):
         if input_ids is not None:
-            given["inputs_embeds"] = model.model.embed_tokens(input_ids)
-            given["inputs_embeds"] = model.model(**given).last_hidden_state
-        return own(**given)
+            inputs["inputs_embeds"] = model.model.embed_tokens(input_ids)
+            inputs["inputs_embeds"] = model.model(**inputs).last_hidden_state
+        return forward(**inputs)
 
     model.model.forward = looped
     return model
 
 
-def with_the_head_in_its_decoder():
+def has_its_head_in_its_decoder():
     """As BLIP."""
 
     class Captioner(transformers.Qwen2PreTrainedModel):
@@ -393,7 +366,7 @@ def with_the_head_in_its_decoder():
     return Captioner(tiny.model())
 
 
-def with_hooks():
+def has_hooks():
     """As DeepSpeed has them around the model, where they break the graph."""
     model = tiny.model()
     model.register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
@@ -401,33 +374,63 @@ def with_hooks():
     return model
 
 
-@pytest.mark.parametrize("make", [that_calls_its_layers_twice, with_the_head_in_its_decoder, with_hooks])
-def test_a_model(make, tmp_path):
-    assert_same_loss(make(), tmp_path)
+def is_its_own_base():
+    """As Gemma 3."""
+    model = tiny.model("Llama")
+    type(model).base_model_prefix = "another"
+    return model
+
+
+NEWER = pytest.mark.skipif(VERSION >= (5, 0), reason="newer ones find a decoder by the prefix alone, and all have it")
+
+
+@pytest.mark.parametrize(("make", "compile_layers"), [
+    (partial(tiny.model, "Llama"), False),
+    (partial(tiny.model, "Llama"), True),
+    # Its base_model is not called.
+    (partial(tiny.model, "OPT", ffn_dim=48, word_embed_proj_dim=32, dropout=0.0), False),
+    pytest.param(is_its_own_base, False, marks=NEWER),
+    (calls_its_layers_twice, False),
+    (has_its_head_in_its_decoder, False),
+    (has_hooks, False),
+])  # fmt: skip
+def test_a_model(make, compile_layers, tmp_path, monkeypatch):
+    """The loss is the model's, and its layers run as they are, unless they are to be compiled."""
+    monkeypatch.setattr(OurTrainer, "compile_layers", compile_layers)
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "base_model_prefix", "model")
+    model, inputs, traced = make(), collate(tiny.rows(4)), []
+    for module in model.modules():
+        if type(module).__name__.endswith("DecoderLayer"):
+            module.register_forward_hook(lambda *_: traced.append(torch.compiler.is_compiling()))
+    trainer = OurTrainer(model=model, args=arguments(tmp_path))
+    loss = trainer.compute_loss(model, dict(inputs))
+    assert set(traced) == {compile_layers}
+    torch.testing.assert_close(loss, model(**inputs).loss)
+    assert_fused(trainer.compiled_loss)
 
 
 def test_random_numbers_before_the_layers(tmp_path):
-    """A mask of the inputs that the loss has, too, would be drawn twice; what the loss does not read may be."""
+    """A mask of inputs and labels would be drawn twice; one of the inputs alone may be."""
     model = tiny.model("Llama")
 
-    def masked(input_ids, labels, own=model.forward, is_lost=False, **given):
-        is_masked = torch.rand(input_ids.shape) < 0.5
-        labels = labels if is_lost else labels.masked_fill(~is_masked, -100)
-        return own(input_ids=input_ids.masked_fill(is_masked, 2), labels=labels, **given)
+    def masked(input_ids, labels, forward=model.forward, labels_are_masked=True, **others):
+        mask = torch.rand(input_ids.shape) < 0.5
+        labels = labels.masked_fill(~mask, -100) if labels_are_masked else labels
+        return forward(input_ids=input_ids.masked_fill(mask, 2), labels=labels, **others)
 
     inputs, losses = collate(tiny.rows(4)), []
-    model.forward = partial(masked, is_lost=True)
+    model.forward = partial(masked, labels_are_masked=False)
     for trainer_class in (transformers.Trainer, OurTrainer):
         trainer = trainer_class(model=model, args=arguments(tmp_path))
         transformers.set_seed(0)
         losses.append([trainer.compute_loss(model, dict(inputs)).item() for _ in range(2)])
-    assert losses[0] == pytest.approx(losses[1])
+    assert losses[1] == pytest.approx(losses[0])
     model.forward = masked
     with pytest.raises(RuntimeError, match="draws random numbers there, .* set compile_layers = True in the class"):
         trainer.compute_loss(model, dict(inputs))
 
 
-def test_a_label_smoother_of_ones_own(tmp_path):
+def test_a_custom_label_smoother(tmp_path):
     class Twice(transformers.trainer_pt_utils.LabelSmoother):
         def __call__(self, *args, **settings):
             return 2 * super().__call__(*args, **settings)
@@ -457,8 +460,8 @@ def test_options_that_are_no_dictionary(tmp_path, monkeypatch):
 
 def test_batches_without_labels(tmp_path):
     rows, no_labels = tiny.rows(4), lambda rows: {"input_ids": collate(rows)["input_ids"]}
-    given = {"args": arguments(tmp_path), "train_dataset": rows, "data_collator": no_labels}
-    trainer = OurTrainer(model=tiny.model(num_hidden_layers=0), **given)
+    settings = {"args": arguments(tmp_path), "train_dataset": rows, "data_collator": no_labels}
+    trainer = OurTrainer(model=tiny.model(num_hidden_layers=0), **settings)
     with pytest.raises(ValueError, match="The model did not return a loss from the inputs"):
         trainer.train()
 
@@ -468,14 +471,15 @@ def test_batches_without_labels(tmp_path):
     ({"compute_loss": lambda *_: None}, "MyTrainer has LossTrainerMixin before a compute_loss of its own"),
 ])  # fmt: skip
 def test_trainers_that_the_mixin_does_not_fit(members, message, tmp_path):
-    ours = type("MyTrainer", (thunder_flce.LossTrainerMixin, type("Its", (transformers.Trainer,), members)), {})
+    base = type("Base", (transformers.Trainer,), members)
+    ours = type("MyTrainer", (thunder_flce.LossTrainerMixin, base), {})
     with pytest.raises(TypeError, match=message):
         ours(model=tiny.model(num_hidden_layers=0), args=arguments(tmp_path))
     with pytest.raises(TypeError, match="MyTrainer has LossTrainerMixin behind the Trainer"):
-        type("MyTrainer", ours.__bases__[::-1], {})
+        type("MyTrainer", (base, thunder_flce.LossTrainerMixin), {})
 
 
-class WithoutOurs(OurTrainer):
+class OwnLoss(OurTrainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         outputs = model(**inputs)
         return (outputs.loss, outputs) if return_outputs else outputs.loss
@@ -487,39 +491,40 @@ class AsksForOutputs(OurTrainer):
         return both if return_outputs else both[0]
 
 
-@pytest.mark.parametrize("trainer_class", [WithoutOurs, AsksForOutputs])
+@pytest.mark.parametrize("trainer_class", [OwnLoss, AsksForOutputs])
 def test_training_without_the_compiled_loss(trainer_class, tmp_path, not_fused):
-    """The other way to write it than the last: the mixin cannot see at the start what a subclass will call."""
+    """The mixin cannot see at the start that a subclass does not call it."""
     name, step = trainer_class.__name__, partial(train, trainer_class, tmp_path, settings={"max_steps": 1})
-    own = "has a compute_loss of its own, which .* give the Trainer a compute_loss_func"
-    not_fused(step, f"{name} trains without the loss of LossTrainerMixin.* {own}")
+    cause = "has a compute_loss of its own, which .* give the Trainer a compute_loss_func"
+    not_fused(step, f"{name} trains without the loss of LossTrainerMixin.* {cause}")
 
 
-def test_a_loss_function_without_labels(tmp_path):
-    """What the Trainer makes of it depends on the version of transformers."""
+def test_a_loss_function_without_labels(tmp_path, monkeypatch):
+    """The Trainer's own loss, which depends on the version of transformers."""
 
     class Model(torch.nn.Module):
         def forward(self, start_positions):
             return {"loss": start_positions.mean(), "logits": start_positions}
 
-    class Ours(thunder_flce.LossTrainerMixin, transformers.Trainer):
-        pass
-
     def compute_loss_func(outputs, labels, num_items_in_batch=None):
         return outputs["logits"].sum()
 
-    given, kwargs = torch.arange(4.0), {"args": arguments(tmp_path), "compute_loss_func": compute_loss_func}
-    theirs, ours = (each(model=Model(), **kwargs) for each in (transformers.Trainer, Ours))
+    monkeypatch.setattr(OurTrainer, "backend_options", {})
+    inputs = {"start_positions": torch.arange(4.0)}
+    theirs, ours = (
+        kind(model=Model(), args=arguments(tmp_path), compute_loss_func=compute_loss_func)
+        for kind in (transformers.Trainer, OurTrainer)
+    )
     with pytest.warns(NotFusedWarning, match='the batch has no "labels"'):
-        found = ours.compute_loss(ours.model, {"start_positions": given})
-    assert found == theirs.compute_loss(theirs.model, {"start_positions": given})
+        loss = ours.compute_loss(ours.model, dict(inputs))
+    assert loss == theirs.compute_loss(theirs.model, dict(inputs))
 
 
 def test_a_compute_loss_around_the_compiled_one(tmp_path):
     class Scales(OurTrainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-            return found if return_outputs else 2 * found
+            result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            return result if return_outputs else 2 * result
 
     assert_plans(train(Scales, tmp_path, settings={"max_steps": 1}))
 
@@ -548,7 +553,7 @@ def test_accelerate(is_first):
     assert not torch.allclose(only(**batch), float32, rtol=1e-6)
 
 
-@pytest.mark.parametrize("make", [gpt2, t5])
+@pytest.mark.parametrize("make", [partial(tiny.model, "GPT2"), t5])
 def test_loss_only_of_models_that_break_graphs(make):
     """By a warning that the loss has no type, and by the cache."""
     model, batch = make().eval(), collate(tiny.rows(2))
@@ -558,18 +563,18 @@ def test_loss_only_of_models_that_break_graphs(make):
 # TRL.
 
 
-def head_of_trl(given):
-    """What its documentation says, in float64."""
-    hidden, weight, bias, targets, temperature, _, softcap, scale, _ = given
-    z = F.linear(hidden.double(), weight.double(), None if bias is None else bias.double()) * scale
+def head_of_trl(hidden, weight, bias, targets, temperature, _, softcap, scale, names):
+    """The results that TRL's documentation says, in float64."""
+    z = F.linear(hidden.double(), weight.double(), bias.double()) * scale
     z = (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
     log_p = z.log_softmax(-1)
-    of_labels, entropy = log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
-    return of_labels, entropy, (2 * log_p).logsumexp(-1), z.mean(-1), z.argmax(-1) == targets
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    label_log_p = log_p.gather(-1, targets[:, None])[:, 0]
+    return label_log_p, entropy, (2 * log_p).logsumexp(-1), z.mean(-1), z.argmax(-1) == targets
 
 
 def replace_head(monkeypatch, head, version="1.16.0"):
-    """In a package that has nothing of TRL but its head, and its version."""
+    """Replaces the head of a package that has nothing of TRL but its head, and its version; returns ours."""
     utils = SimpleNamespace(_ChunkedLogProbFunction=head)
     monkeypatch.setitem(sys.modules, "trl", SimpleNamespace(__version__=version, trainer=SimpleNamespace(utils=utils)))
     monkeypatch.setitem(sys.modules, "trl.trainer", SimpleNamespace(utils=utils))
@@ -580,7 +585,7 @@ def replace_head(monkeypatch, head, version="1.16.0"):
 class HeadOfTrl:
     """TRL's, but for its body."""
 
-    apply = staticmethod(lambda *given: "TRL's own")
+    apply = staticmethod(lambda *arguments: "TRL's own")
 
     @staticmethod
     def forward(
@@ -589,70 +594,78 @@ class HeadOfTrl:
         """Not called."""
 
 
-@pytest.mark.parametrize("dtypes", [("float64", "float64"), ("float32", "bfloat16"), ("bfloat16", "float32")])
-@pytest.mark.parametrize(("temperature", "softcap", "scale"), [(1.0, None, 1.0), (0.7, None, 0.5), (0.7, 3.0, 1.5)])
+F32, F64 = torch.float32, torch.float64
+
+
+@pytest.mark.parametrize(("dtypes", "temperature", "softcap", "scale"), [
+    ((F64, F64), 0.7, None, 0.5), ((F64, F64), 0.7, 3.0, 1.5),
+    ((F32, B16), 1.0, None, 1.0), ((B16, F32), 0.7, 3.0, 1.5),
+])  # fmt: skip
 def test_numbers_of_the_head(monkeypatch, dtypes, temperature, softcap, scale):
-    head = replace_head(monkeypatch, HeadOfTrl)
-    of_hidden, of_weight = (getattr(torch, dtype) for dtype in dtypes)
-    hidden = torch.randn(11, 16, dtype=of_hidden, requires_grad=True)
-    weight = torch.randn(23, 16, dtype=of_weight, requires_grad=True)
-    bias = torch.randn(23, dtype=of_weight, requires_grad=True)
+    head, (hidden_dtype, weight_dtype) = replace_head(monkeypatch, HeadOfTrl), dtypes
+    hidden = torch.randn(11, 16, dtype=hidden_dtype, requires_grad=True)
+    weight = torch.randn(23, 16, dtype=weight_dtype, requires_grad=True)
+    bias = torch.randn(23, dtype=weight_dtype, requires_grad=True)
     names = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-    given = (hidden, weight, bias, torch.randint(23, (11,)), temperature, 32768, softcap, scale, names)
-    tolerance = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 5e-2}[of_hidden]
-    rounded = [each.to(of_hidden) for each in given[1:3]]
-    results, expected = head.apply(*given), head_of_trl((hidden, *rounded, *given[3:]))
-    for result, of_float64 in zip(results[:4], expected, strict=False):
-        torch.testing.assert_close(result.double(), of_float64, rtol=tolerance, atol=4 * tolerance)
+    others = (torch.randint(23, (11,)), temperature, 32768, softcap, scale, names)
+    tolerance = {F64: 1e-9, F32: 1e-5, B16: 5e-2}[hidden_dtype]
+    results = head.apply(hidden, weight, bias, *others)
+    expected = head_of_trl(hidden, weight.to(hidden_dtype), bias.to(hidden_dtype), *others)
+    for result, right in zip(results[:4], expected, strict=False):
+        torch.testing.assert_close(result.double(), right, rtol=tolerance, atol=4 * tolerance)
     assert results[4].dtype == torch.bool
-    if of_hidden == torch.float64:
+    if hidden_dtype == F64:
         assert torch.equal(results[4], expected[4])
-    weights = torch.randn(2, 11, dtype=torch.float64)
-    sums = ((weights * torch.stack(each[:2])).sum() for each in (results, expected))
-    gradients = (torch.autograd.grad(each, given[:3]) for each in sums)
+    weights = torch.randn(2, 11, dtype=F64)
+    sums = ((weights * torch.stack(outputs[:2])).sum() for outputs in (results, expected))
+    gradients = (torch.autograd.grad(total, (hidden, weight, bias)) for total in sums)
     torch.testing.assert_close(*gradients, rtol=tolerance, atol=20 * tolerance)
 
 
 def test_calls_of_the_head(monkeypatch):
     head = replace_head(monkeypatch, HeadOfTrl)
     hidden, weight = torch.randn(0, 4, requires_grad=True), torch.randn(9, 4)
-    given = (hidden, weight, None, torch.empty(0, dtype=torch.int64), 1.0, 32768, None, 1.0)
-    log_probs, *others = head.apply(*given, ("log_probs",))
+    arguments = (hidden, weight, None, torch.empty(0, dtype=torch.int64), 1.0, 32768, None, 1.0)
+    log_probs, *others = head.apply(*arguments, ("log_probs",))
     assert log_probs.shape == (0,) and log_probs.requires_grad and others == [None] * 4
     weight.ds_id = 3  # As DeepSpeed's ZeRO-3 marks what it divides.
     with pytest.warns(UserWarning, match="with ZeRO-3, TRL's own head"):
-        assert head.apply(*given, ()) == "TRL's own"
+        assert head.apply(*arguments, ()) == "TRL's own"
     thunder_flce.replace_trl_head(options=thunder_flce.Options(row_kernels="triton"))  # Again is fine.
-    utils = sys.modules["trl.trainer"].utils
+    head = sys.modules["trl.trainer"].utils._ChunkedLogProbFunction
     with pytest.raises(ValueError, match='row_kernels="triton" runs on CUDA'):
-        utils._ChunkedLogProbFunction.apply(torch.ones(2, 4), torch.ones(9, 4), None, torch.arange(2), *given[4:], ())
+        head.apply(torch.ones(2, 4), torch.ones(9, 4), None, torch.arange(2), *arguments[4:], ())
     with pytest.raises(TypeError, match="options must be thunder_flce.Options"):
         thunder_flce.replace_trl_head(options={"chunk_rows": 4})
 
 
 @pytest.mark.parametrize("head", [None, SimpleNamespace(forward=lambda ctx, hidden, weight, targets: None)])
 def test_another_trl(monkeypatch, head):
-    found = "does not exist" if head is None else "takes hidden, weight, targets"
-    with pytest.raises(ImportError, match=f"needs trl.trainer.utils._Chunked.*in TRL 9.0, it {found}. Install trl=="):
+    actual = "does not exist" if head is None else "takes hidden, weight, targets"
+    with pytest.raises(ImportError, match=f"needs trl.trainer.utils._Chunked.*in TRL 9.0, it {actual}. Install trl=="):
         replace_head(monkeypatch, head, version="9.0")
 
 
 def make_trl_trainer(name, folder, *, config=None, model=None, **others):
-    """A trainer of TRL with a model from a folder, as TRL loads its reference model, and data as it takes them."""
+    """Returns a trainer of TRL, with a model from a folder, as TRL loads its reference model, and with data for it."""
     import trl
     from datasets import Dataset
 
     folder.mkdir(exist_ok=True)
     (tiny.model() if model is None else model).save_pretrained(folder / "model")
     texts = tiny.sentences(24)
-    columns = {"SFT": "text", "DPO": "prompt chosen rejected", "KTO": "prompt completion"}.get(name, "prompt").split()
-    rows = [dict(zip(columns, each, strict=True)) for each in zip(*(texts[i:] for i in range(len(columns))))]  # noqa: B905
-    rows = [{**row, "label": bool(i % 2)} for i, row in enumerate(rows)] if name == "KTO" else rows
+    columns = {"SFT": ["text"], "DPO": ["prompt", "chosen", "rejected"], "KTO": ["prompt", "completion"]}
+    columns = columns.get(name, ["prompt"])
+    rows = [{column: texts[i - at] for at, column in enumerate(columns)} for i in range(24)]
+    if name == "KTO":
+        rows = [{**row, "label": bool(i % 2)} for i, row in enumerate(rows)]
     if (config or {}).get("assistant_only_loss"):
-        said = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 12, texts, strict=True)]
-        rows = [{"messages": said[at : at + 2]} for at in range(0, len(said), 2)]
+        messages = [
+            {"role": role, "content": text} for role, text in zip(("user", "assistant") * 12, texts, strict=True)
+        ]
+        rows = [{"messages": messages[at : at + 2]} for at in range(0, len(messages), 2)]
     if name in ("GRPO", "RLOO"):
-        others["reward_funcs"] = lambda completions, **_: [float(len(each.split()) % 5) for each in completions]
+        others["reward_funcs"] = lambda completions, **_: [float(len(text.split()) % 5) for text in completions]
         config = {"num_generations": 2, "max_completion_length": 8, "beta": 0.04, "num_iterations": 2, **config}
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     others |= {"train_dataset": Dataset.from_list(rows), "processing_class": tiny.tokenizer()}
@@ -666,7 +679,7 @@ TRL_RUNS = {
     "SFT, assistant only": {"assistant_only_loss": True}, "DPO": {}, "DPO, weighting": {"use_weighting": True},
     "KTO": {}, "GRPO, two iterations": {"temperature": 0.7}, "GRPO, Gemma 2": {"temperature": 0.7}, "RLOO": {},
 }  # fmt: skip
-"""By the name of a trainer and what is particular: its configuration"""
+"""Configurations of runs, by the name of the trainer and what is particular"""
 
 
 @needs_trl
@@ -689,11 +702,11 @@ def test_trl(name, tmp_path, monkeypatch):
         trainer.train()
         return trainer
 
-    expected, calls = run(), []
+    theirs, calls = run(), []
     thunder_flce.replace_trl_head()
-    head = utils._ChunkedLogProbFunction
-    utils._ChunkedLogProbFunction = SimpleNamespace(apply=lambda *given: (calls.append(given), head.apply(*given))[1])
-    assert_same(expected, run(), rtol=2e-2 if "bf16" in config else 2e-4)
+    apply = utils._ChunkedLogProbFunction.apply
+    utils._ChunkedLogProbFunction = SimpleNamespace(apply=lambda *values: (calls.append(values), apply(*values))[1])
+    assert_same(theirs, run(), rtol=2e-2 if "bf16" in config else 2e-4)
     assert len(calls) >= 5
 
 
@@ -702,32 +715,23 @@ def test_loss_only_of_what_trl_holds(tmp_path):
     model = make_trl_trainer("SFT", tmp_path).model
     assert "forward" in vars(model)
     batch = collate(tiny.rows(2))
-    found = compiled_loss(thunder_flce.loss_only(model), batch)
-    torch.testing.assert_close(found, tiny.model()(**batch).loss, rtol=1e-4, atol=0)
+    loss = compiled_loss(thunder_flce.loss_only(model), batch)
+    torch.testing.assert_close(loss, tiny.model()(**batch).loss, rtol=1e-4, atol=0)
 
 
 # litgpt and Lightning. Its Trainer is that of lightning 2.6.
 
 
-class Loss(torch.nn.Module):
-    """litgpt's model and its loss, as in its `pretrain`."""
-
-    def __init__(self):
-        super().__init__()
-        litgpt = pytest.importorskip("litgpt", reason="needs the extra 'examples'")
-        sizes = {"block_size": 32, "vocab_size": 61, "padded_vocab_size": 64, "n_layer": 0, "n_head": 4, "n_embd": 32}
-        torch.manual_seed(0)
-        self.gpt = litgpt.GPT(litgpt.Config(**sizes, intermediate_size=48))
-
-    def forward(self, tokens, targets):
-        """Without chunks of its own."""
-        from litgpt.utils import chunked_cross_entropy
-
-        return chunked_cross_entropy(self.gpt(tokens), targets, chunk_size=0)
+def litgpt_loss():
+    """litgpt's model with its loss, as in its `pretrain`."""
+    litgpt = pytest.importorskip("litgpt", reason="needs the extra 'examples'")
+    sizes = {"block_size": 32, "vocab_size": 61, "padded_vocab_size": 64, "n_layer": 0, "n_head": 4, "n_embd": 32}
+    torch.manual_seed(0)
+    return zoo.Litgpt(litgpt.GPT(litgpt.Config(**sizes, intermediate_size=48)))
 
 
-def batches_of(lengths):
-    """Tokens, and the next ones, of which the first are a prompt."""
+def token_batches(lengths):
+    """Yields tokens, and the next ones, of which the first are a prompt."""
     generator = torch.Generator().manual_seed(0)
     for length in lengths:
         tokens = torch.randint(61, (3, length + 1), generator=generator)
@@ -744,27 +748,27 @@ def by_backend(module):
     (by_backend, True, "bf16-mixed", (12, 17, 9)),
 ], ids=["jit, then setup", "setup, then the backend", "the backend, then setup, bf16"])  # fmt: skip
 def test_fabric(compiled_by, is_first, precision, lengths, monkeypatch):
-    fabric_of = pytest.importorskip("lightning.fabric", reason="needs the extra 'examples'").Fabric
+    lightning_fabric = pytest.importorskip("lightning.fabric", reason="needs the extra 'examples'")
     # As lightning has it, until a use of thunder's thunderfx in the same process takes that away.
     capturing = importlib.import_module("lightning.fabric.wrappers")._capture_compile_kwargs
     monkeypatch.setattr(torch, "compile", capturing(torch.compile))
 
     def run(before=lambda module: module, after=lambda step: step):
-        fabric, module = fabric_of(accelerator="cpu", devices=1, precision=precision), before(Loss())
+        fabric = lightning_fabric.Fabric(accelerator="cpu", devices=1, precision=precision)
+        module, logged = before(litgpt_loss()), []
         step, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.5))
-        step, logged = after(step), []
-        for tokens, targets in batches_of(lengths):
+        step = after(step)
+        for tokens, targets in token_batches(lengths):
             loss = step(tokens, targets)
             fabric.backward(loss)
             norm = torch.nn.utils.clip_grad_norm_(step.parameters(), 100)
             logged += [loss.item(), norm.item()]
             optimizer.step()
             optimizer.zero_grad()
-        return logged, step
+        return torch.tensor(logged), step
 
-    (expected, _), (got, step) = run(), run(**{"before" if is_first else "after": compiled_by})
-    rtol = 2e-2 if "bf16" in precision else 1e-4
-    torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), rtol=rtol, atol=0)
+    (expected, _), (logged, step) = run(), run(**{"before" if is_first else "after": compiled_by})
+    torch.testing.assert_close(logged, expected, rtol=2e-2 if "bf16" in precision else 1e-4, atol=0)
     assert_fused(step)
 
 
@@ -800,13 +804,12 @@ PROGRAMS = [
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(("title", "program"), PROGRAMS, ids=[title for title, _ in PROGRAMS])
 def test_programs_of_the_page(title, program, tmp_path, monkeypatch, capsys):
-    """What the page says is yours, they are given here."""
+    """With models, data and arguments for the names that a user has."""
     for library in re.findall(r"^(?:from|import) (\w+)", program, re.MULTILINE):
         pytest.importorskip(library)
     monkeypatch.chdir(tmp_path)
-    model = tiny.model(num_hidden_layers=1 if "peft" in title else 0)
-    model.save_pretrained("model")
-    yours = {"model": transformers.AutoModelForCausalLM.from_pretrained("model"), "tokenizer": tiny.tokenizer()}
+    tiny.model(num_hidden_layers=1 if "peft" in title else 0).save_pretrained("model")
+    names = {"model": transformers.AutoModelForCausalLM.from_pretrained("model"), "tokenizer": tiny.tokenizer()}
     if title == "TRL":
         import trl
         from datasets import Dataset
@@ -814,26 +817,26 @@ def test_programs_of_the_page(title, program, tmp_path, monkeypatch, capsys):
         utils = importlib.import_module("trl.trainer.utils")
         monkeypatch.setattr(utils, our_trl._NAME, utils._ChunkedLogProbFunction)
         columns = {"texts": ("text",), "preferences": ("prompt", "chosen", "rejected"), "prompts": ("prompt",)}
-        for name, of_row in columns.items():
-            yours[name] = Dataset.from_list([dict.fromkeys(of_row, text) for text in tiny.sentences(8)])
-        for kind in ("SFT", "DPO"):
-            yours[f"{kind.lower()}_arguments"] = arguments(tmp_path, getattr(trl, f"{kind}Config"), max_steps=1)
-        of_grpo = {"num_generations": 2, "max_completion_length": 4, "max_steps": 1}
-        yours["grpo_arguments"] = arguments(tmp_path, trl.GRPOConfig, **of_grpo)
-        yours["reward"] = lambda completions, **_: list(map(len, completions))
+        for name, columns_of_set in columns.items():
+            names[name] = Dataset.from_list([dict.fromkeys(columns_of_set, text) for text in tiny.sentences(8)])
+        generation = {"num_generations": 2, "max_completion_length": 4}
+        for kind, settings in (("SFT", {}), ("DPO", {}), ("GRPO", generation)):
+            config = getattr(trl, f"{kind}Config")
+            names[f"{kind.lower()}_arguments"] = arguments(tmp_path, config, max_steps=1, **settings)
+        names["reward"] = lambda completions, **_: list(map(len, completions))
     elif "litgpt" in title:
-        yours |= {"gpt": Loss().gpt, "token_batches": batches_of((12, 17))}
+        names |= {"gpt": litgpt_loss().model, "token_batches": token_batches((12, 17))}
     else:
         rows = tiny.rows(6)
         batches = torch.utils.data.DataLoader(rows, batch_size=2, collate_fn=collate)
-        yours |= {"batches": batches, "optimizer": torch.optim.SGD(yours["model"].parameters(), lr=0.1)}
-        yours |= {"arguments": arguments(tmp_path), "dataset": rows, "collate": collate}
+        names |= {"batches": batches, "optimizer": torch.optim.SGD(names["model"].parameters(), lr=0.1)}
+        names |= {"arguments": arguments(tmp_path), "dataset": rows, "collate": collate}
     before = len(thunder_flce.explain().decisions)
     module = ModuleType("program")
-    vars(module).update(yours)
+    vars(module).update(names)
     monkeypatch.setitem(sys.modules, "program", module)  # Dynamo looks there for what a function reads.
     exec(program, vars(module))
-    found = thunder_flce.explain().decisions[before:]
-    assert all(decision.fused for decision in found)
-    assert bool(found) == (title != "TRL" and "linear_cross_entropy" not in program)
+    program_decisions = thunder_flce.explain().decisions[before:]
+    assert all(decision.fused for decision in program_decisions)
+    assert bool(program_decisions) == (title != "TRL" and "linear_cross_entropy" not in program)
     assert ("gradients in forward" in capsys.readouterr().out) == ("explain(" in program)
