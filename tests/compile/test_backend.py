@@ -20,7 +20,19 @@ from torch._inductor.utils import fresh_cache
 from torch.utils.checkpoint import checkpoint
 
 import thunder_flce
-from front_ends import CLOSE, H, Model, V, assert_agrees, assert_fused, batch, flattened_loss, operands, run
+from front_ends import (
+    CLOSE,
+    H,
+    Model,
+    V,
+    assert_agrees,
+    assert_fused,
+    batch,
+    decisions,
+    flattened_loss,
+    operands,
+    run,
+)
 from test_patterns import _arguments, patterns
 from thunder_flce import NotFusedError
 from thunder_flce.backend import compile_graph
@@ -41,14 +53,12 @@ def test_any_number_of_tokens(name):
     """One graph for all of them: what the first call has, such as B = T, is not taken for the rule."""
     program = getattr(patterns, name)
     compiled = compiled_with(program, fullgraph=True, dynamic=True)
-    arguments, compilations = _arguments(program), []
+    compilations = []
     for rows, length in ((2, 24), (2, 17), (1, 9), (2, 2)):
-
-        def part(of, rows=rows, length=length):
-            is_of_tokens = of.shape[:2] == (2, 24)
-            return of.detach()[:rows, :length].clone().requires_grad_(of.requires_grad) if is_of_tokens else of
-
-        tensors = [*map(part, arguments)]
+        tensors = []
+        for tensor in _arguments(program):
+            part = tensor[:rows, :length] if tensor.shape[:2] == (2, 24) else tensor
+            tensors.append(part.detach().clone().requires_grad_(tensor.requires_grad))
         tensors[2][0, 0] = 3
         # The weights of tokens, where there are any.
         tensors[-1][:, 0] = 1
@@ -77,21 +87,21 @@ def test_batches_and_lengths_that_change(device):
     compiled = compiled_with(program, options={"chunk_rows": 64})
     for rows, length in ((2, 12), (3, 7), (4, 9)):
         shapes = (rows, length, H), (V, H), (V, H)
-        operands = [torch.randn(*shape, device=device, requires_grad=True) for shape in shapes]
+        parameters = [torch.randn(*shape, device=device, requires_grad=True) for shape in shapes]
         labels = torch.randint(V, (rows, length), device=device)
-        tensors = *operands, labels, torch.randn(rows, length, device=device)
+        tensors = *parameters, labels, torch.randn(rows, length, device=device)
         torch.testing.assert_close(run(compiled, tensors), run(program, tensors), **CLOSE)
     assert_fused(compiled)
-    assert {each.plan.strategy for each in thunder_flce.explain(compiled).decisions} == {"gradients_in_forward"}
+    assert {decision.plan.strategy for decision in decisions(compiled)} == {"gradients_in_forward"}
 
 
 def test_labels_of_fewer_tokens():
     """PyTorch gathers for those that there are; what was compiled for as many labels as tokens does not."""
     compiled, weight = compiled_with(_log_probs), torch.randn(53, 16)
-    for of_hidden, of_labels in ((9, 9), (5, 5), (7, 7), (8, 6), (6, 4), (10, 10)):
-        hidden, labels = torch.randn(4, of_hidden, 16), torch.randint(53, (4, of_labels))
-        found, right = (each(hidden, weight, labels).sum() for each in (compiled, _log_probs))
-        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
+    for tokens, label_count in ((9, 9), (5, 5), (7, 7), (8, 6), (6, 4), (10, 10)):
+        hidden, labels = torch.randn(4, tokens, 16), torch.randint(53, (4, label_count))
+        result, right = (program(hidden, weight, labels).sum() for program in (compiled, _log_probs))
+        torch.testing.assert_close(result, right, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("loss", [
@@ -106,18 +116,17 @@ def test_the_mean_of_tokens_of_which_there_may_be_none(loss):
     compiled, weight = compiled_with(program), torch.randn(53, 16)
     for length, at in ((9, 2), (8, 3), (7, 7), (6, 2), (5, 5)):
         hidden, labels = torch.randn(4, length, 16, requires_grad=True), torch.randint(53, (4, length))
-        found, right = (each(hidden, weight, labels, at) for each in (compiled, program))
-        torch.testing.assert_close(found, right, equal_nan=True)
-    plans = [each.plan for each in thunder_flce.explain(compiled).decisions if each.plan]
-    assert "gradients_in_forward" in {each.strategy for each in plans}
+        result, right = (function(hidden, weight, labels, at) for function in (compiled, program))
+        torch.testing.assert_close(result, right, equal_nan=True)
+    assert "gradients_in_forward" in {decision.plan.strategy for decision in decisions(compiled) if decision.plan}
 
 
 def test_graphs_of_two_functions():
     """Each has its own, though both have the same options."""
-    compiled = [compiled_with(lambda h, w, y, factor=factor: factor * _log_probs(h, w, y).sum()) for factor in (2, 3)]
-    for each in compiled:
-        each(torch.randn(4, 5, 16), torch.randn(53, 16), torch.randint(53, (4, 5)))
-    assert [len(thunder_flce.explain(each)) for each in compiled] == [1, 1]
+    functions = [compiled_with(lambda h, w, y, factor=factor: factor * _log_probs(h, w, y).sum()) for factor in (2, 3)]
+    for compiled in functions:
+        compiled(*operands(6))
+    assert [len(thunder_flce.explain(compiled)) for compiled in functions] == [1, 1]
 
 
 @pytest.mark.skipif(torch.__version__ < "2.10", reason="PyTorch 2.9 returns something else there")
@@ -136,40 +145,24 @@ def test_a_graph_break_in_the_layers(nested):
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize(("name", "values", "times"), [
-    ("ignore_index", (-100, 3), 2), ("label_smoothing", (0.25, 0.5), None),
-])  # fmt: skip
-def test_a_setting_that_changes(name, values, times, monkeypatch):
-    """Dynamo has it as a symbol at first, and AOTAutograd has it trace the program once more with the number."""
+@pytest.mark.parametrize(("loss", "values", "times"), [
+    (lambda z, y, value: F.cross_entropy(z, y.masked_fill(y < 9, value), ignore_index=value), (-100, 3), 2),
+    (lambda z, y, value: F.cross_entropy(z, y, label_smoothing=value), (0.25, 0.5, 0.0), None),
+    (lambda z, y, value: F.cross_entropy(z.div_(value), y) * value**2, (0.7, 1.3, 0.0625), None),
+    (lambda z, y, value: F.cross_entropy(value * z, y) + F.cross_entropy(z * (value + 2), y), (2, 3, 5), None),
+], ids=["ignore_index", "label_smoothing", "temperature", "factor"])  # fmt: skip
+def test_a_number_that_changes(loss, values, times, monkeypatch):
+    """Dynamo has a number for it at first, then a symbol; AOTAutograd may have it trace the program once more."""
     monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", lambda graph, inputs, **_: aot_eager(graph, inputs))
 
-    def step(tokens, labels, value):
-        return F.cross_entropy(model.logits(tokens).view(-1, V), labels.view(-1), **{name: value})
+    def step(h, w, y, value):
+        return loss(F.linear(h, w), y, value)
 
-    model, (tokens, labels) = Model(), batch()
-    compiled = compiled_with(step, dynamic=True, options={"strict": True})
+    compiled, tensors = compiled_with(step, options={"strict": True}), operands(24)
     for value in values:
-        given = tokens, labels.masked_fill(labels == -100, value) if name == "ignore_index" else labels, value
-        torch.testing.assert_close(compiled(*given), step(*given))
+        result, right = (run(partial(program, value=value), tensors) for program in (compiled, step))
+        torch.testing.assert_close(result, right, **CLOSE)
     assert_fused(compiled, times)
-
-
-@pytest.mark.inductor
-@pytest.mark.parametrize(("scaled", "values"), [
-    ([lambda z, t: z.div_(t)], (0.7, 1.3, 0.0625)), ([lambda z, t: t * z, lambda z, t: z * (t + 2)], (2, 3, 5)),
-])  # fmt: skip
-def test_a_temperature_that_changes(scaled, values):
-    """Dynamo has a number for it at first, then a symbol; so have those who multiply the loss by it."""
-
-    def step(hidden, weight, labels, t):
-        logits = F.linear(hidden, weight)
-        return sum(F.cross_entropy(each(logits, t), labels) for each in scaled) * t**2
-
-    compiled = compiled_with(step, options={"strict": True})
-    for t in values:
-        found, right = (run(partial(each, t=t), tensors) for tensors in [operands(24)] for each in (compiled, step))
-        torch.testing.assert_close(found, right, **CLOSE)
-    assert_fused(compiled)
 
 
 @pytest.mark.gpu
@@ -205,18 +198,18 @@ def test_a_small_loss_is_left_to_inductor(lengths, settings, largest, are_left, 
         for tensor in (x, y) if largest and tokens == lengths[0] else ():
             torch._dynamo.mark_dynamic(tensor, 0, min=2, max=largest)
         torch.testing.assert_close(compiled(x, y), F.cross_entropy(head(x), y))
-    found = thunder_flce.explain(compiled).decisions
-    assert [not each.fused for each in found] == ["left to Inductor" in str(each) for each in found] == are_left
+    left = ["left to Inductor" in str(decision) for decision in decisions(compiled)]
+    assert [not decision.fused for decision in decisions(compiled)] == left == are_left
 
 
 @pytest.mark.parametrize("is_one_head", [True, False])
 def test_losses_of_one_head_are_small_together(is_one_head, on_gpu):
     first, second = (nn.Linear(H, V, bias=False) for _ in range(2))
     heads = (first, first) if is_one_head else (first, second)
-    compiled = compiled_with(lambda xs, y: [F.cross_entropy(of(x), y) for of, x in zip(heads, xs, strict=True)])
+    compiled = compiled_with(lambda xs, y: [F.cross_entropy(head(x), y) for head, x in zip(heads, xs, strict=True)])
     tokens = lengths.ONE_CHUNK_BYTES // (4 * V) * 3 // 4
     compiled(torch.randn(2, tokens, H).unbind(), torch.randint(V, (tokens,)))
-    assert {each.fused for each in thunder_flce.explain(compiled).decisions} == {is_one_head}
+    assert {decision.fused for decision in decisions(compiled)} == {is_one_head}
 
 
 @pytest.mark.parametrize(("largest", "expected"), [(None, [True, True, False]), (16, [True]), (99, [False])])
@@ -241,8 +234,7 @@ def test_saved_logits_of_many_lengths(largest, expected):
             torch._dynamo.mark_dynamic(tensor, 1, min=2, max=largest)
         if tokens <= (largest or tokens):
             torch.testing.assert_close(run(compiled, tensors), run(preference, tensors), **CLOSE)
-    decisions = thunder_flce.explain(compiled).decisions
-    assert [each.plan.strategy == "save_logits" for each in decisions] == expected
+    assert [decision.plan.strategy == "save_logits" for decision in decisions(compiled)] == expected
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -262,8 +254,8 @@ def test_pairs_of_many_lengths(is_declared):
         if is_declared:
             torch._dynamo.mark_dynamic(tensors[0], 0)  # No guard may make that a number.
         torch.testing.assert_close(run(compiled, tensors), run(preference, tensors), **CLOSE)
-    found = thunder_flce.explain(compiled).decisions
-    assert all(each.fused for each in found) is not is_declared and found
+    assert all(decision.fused for decision in decisions(compiled)) is not is_declared
+    assert decisions(compiled)
 
 
 @pytest.mark.parametrize(("program", "strategy"), [
@@ -275,7 +267,7 @@ def test_no_tokens(program, strategy):
     """Their logits take no memory, which is no reason to save them."""
     compiled, tensors = compiled_with(program, fullgraph=True), (*operands(0), torch.ones(0))
     torch.testing.assert_close(run(compiled, tensors), run(program, tensors), equal_nan=True)
-    assert [each.plan.strategy for each in thunder_flce.explain(compiled).decisions] == [strategy]
+    assert [decision.plan.strategy for decision in decisions(compiled)] == [strategy]
 
 
 def test_kernels_of_the_user(monkeypatch):
@@ -300,7 +292,7 @@ def test_kernels_of_the_user(monkeypatch):
 
     order = []
     torch.compile(program, backend=backend, fullgraph=True)(*operands(6))
-    assert [each for each in order if each in ("linear", "log", "triton")] == ["linear", "triton", "linear"]
+    assert [name for name in order if name in ("linear", "log", "triton")] == ["linear", "triton", "linear"]
 
 
 def test_an_exported_program():
@@ -346,23 +338,29 @@ def test_inductor():
     compiled = compiled_with(program, dynamic=True, options=options)
     torch.testing.assert_close(run(compiled, tensors), run(program, tensors), **CLOSE)
     assert_fused(compiled, times=1)
-    assert thunder_flce.explain(compiled).decisions[0].plan.chunk_rows == 7
+    assert decisions(compiled)[0].plan.chunk_rows == 7
 
 
 @pytest.mark.inductor
 @fresh_cache()
-def test_programs_on_the_disk():
-    """They are told apart by constants of a derivative, too: here by the tokens of a list."""
-    for tokens in ([0, 3], [1, 3]):
+def test_programs_on_the_disk(monkeypatch):
+    """Constants of a derivative tell them apart, here the tokens of a list.
+
+    Compiled or found on the disk, each has a frame larger than a chunk of Python's stack: see `dynamo.frames`.
+    """
+    monkeypatch.setattr(frames, "_LARGE", 1)
+    for tokens in ([0, 3], [1, 3], [0, 3]):
         torch._dynamo.reset()
-        arguments = operands(6)
+        PyCodeCache.cache_clear()
 
         def program(hidden, weight, labels, tokens=tokens):
             return _log_probs(hidden, weight, labels)[tokens].sum()
 
-        compiled = compiled_with(program)
-        torch.testing.assert_close(run(compiled, arguments), run(program, arguments), **CLOSE)
+        compiled, tensors = compiled_with(program), operands(6)
+        torch.testing.assert_close(run(compiled, tensors), run(program, tensors), **CLOSE)
         assert_fused(compiled, times=1)
+        codes = [module.call.__code__ for module in PyCodeCache.modules if hasattr(module, "call")]
+        assert len(codes) == 2 and all(code.co_stacksize * 8 >= 2**14 for code in codes)
 
 
 def test_what_is_computed_again_is_in_the_code():
@@ -385,34 +383,19 @@ def test_what_is_computed_again_is_in_the_code():
     assert "checkpoint" not in codes[0] and codes[0] != codes[1]
 
 
-@pytest.mark.inductor
-@fresh_cache()
-def test_frames_of_inductors_programs(monkeypatch):
-    """Each is larger than a chunk of Python's stack, compiled or found on the disk: see `dynamo.frames`."""
-    monkeypatch.setattr(frames, "_LARGE", 1)
-    for _ in range(2):
-        torch._dynamo.reset()
-        PyCodeCache.cache_clear()
-        compiled, arguments = compiled_with(lambda *given: _log_probs(*given).sum()), operands(6)
-        for _ in range(2):
-            compiled(*arguments).backward()
-        programs = [module.call.__code__ for module in PyCodeCache.modules if hasattr(module, "call")]
-        assert len(programs) == 2 and all(each.co_stacksize * 8 >= 2**14 for each in programs)
-
-
-@pytest.mark.parametrize(("of_head", "of_loss"), [(True, False), (True, True), (False, True)])
-def test_autocast(of_head, of_loss):
+@pytest.mark.parametrize(("head_is_cast", "loss_is_cast"), [(True, False), (True, True), (False, True)])
+def test_autocast(head_is_cast, loss_is_cast):
     """The region must not be cast where the loss is, whose place it takes."""
     model, arguments = Model(), batch()
 
     def step(tokens, labels):
-        with torch.autocast("cpu", torch.bfloat16, enabled=of_head):
+        with torch.autocast("cpu", torch.bfloat16, enabled=head_is_cast):
             logits = model.logits(tokens)
-        with torch.autocast("cpu", torch.bfloat16, enabled=of_loss):
-            return F.cross_entropy((logits if of_loss else logits.float()).view(-1, V), labels.view(-1))
+        with torch.autocast("cpu", torch.bfloat16, enabled=loss_is_cast):
+            return F.cross_entropy((logits if loss_is_cast else logits.float()).view(-1, V), labels.view(-1))
 
     compiled = compiled_with(step, fullgraph=True)
-    close = {"rtol": 2e-2, "atol": 2e-2} if of_head else CLOSE
+    close = {"rtol": 2e-2, "atol": 2e-2} if head_is_cast else CLOSE
     assert_agrees(model, lambda: step(*arguments), lambda: compiled(*arguments), **close)
     assert_fused(compiled, times=1)
 
@@ -421,7 +404,7 @@ def test_what_autocast_does_not_cast():
     """An operator of another library called softmax, a product with an out_dtype, wider class probabilities."""
 
     def backend(gm, inputs):
-        assert not any(each.fused for each in fusion.fuse(gm, thunder_flce.Options(), strict=False))
+        assert not any(decision.fused for decision in fusion.fuse(gm, thunder_flce.Options(), strict=False))
         assert [node.target for node in gm.graph.nodes if node.op == "call_method"] == ["t"]
         return gm.forward
 
@@ -441,15 +424,15 @@ def test_without_gradients(has_grad):
             return F.cross_entropy(F.linear(hidden, weight), labels, class_weights)
 
     def backend(gm, inputs):
-        before = [node for node in gm.graph.nodes if node.target is torch._C._set_grad_enabled]
-        assert [each.fused for each in fusion.fuse(gm, thunder_flce.Options(), strict=True)] == [True]
-        assert [node for node in gm.graph.nodes if node.target is torch._C._set_grad_enabled] == before
+        switches = gm.graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled)
+        assert [decision.fused for decision in fusion.fuse(gm, thunder_flce.Options(), strict=True)] == [True]
+        assert gm.graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled) == switches
         return gm.forward
 
     class_weights = torch.rand(V, dtype=torch.bfloat16, requires_grad=not has_grad)
-    tensors = [each.detach() for each in operands(5)]
-    found = torch.compile(program, backend=backend)(*tensors)
-    torch.testing.assert_close(found, program(*tensors), rtol=1e-2, atol=1e-2)
+    tensors = [tensor.detach() for tensor in operands(5)]
+    result = torch.compile(program, backend=backend)(*tensors)
+    torch.testing.assert_close(result, program(*tensors), rtol=1e-2, atol=1e-2)
 
 
 def test_compiled_in_a_checkpoint():
