@@ -553,10 +553,9 @@ def test_accelerate(is_first):
     assert not torch.allclose(only(**batch), float32, rtol=1e-6)
 
 
-@pytest.mark.parametrize("make", [partial(tiny.model, "GPT2"), t5])
-def test_loss_only_of_models_that_break_graphs(make):
-    """By a warning that the loss has no type, and by the cache."""
-    model, batch = make().eval(), collate(tiny.rows(2))
+def test_loss_only_of_gpt2():
+    """It has no type of the loss, and a warning that says so would break the graph."""
+    model, batch = tiny.model("GPT2").eval(), collate(tiny.rows(2))
     torch.testing.assert_close(compiled_loss(thunder_flce.loss_only(model), batch), model(**batch).loss)
 
 

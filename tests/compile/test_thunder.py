@@ -2,6 +2,7 @@
 
 import operator
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -21,16 +22,18 @@ from random_calls import chooser, named
 from reference import doubled
 from thunder_flce import FuseLinearCrossEntropy, NotFusedWarning, Options, linear_cross_entropy
 
+by_each_jit = pytest.mark.parametrize("jit", [thunder.jit, thunder_flce.jit], ids=["thunder", "ours"])
+
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("jit", [thunder.jit, thunder_flce.jit], ids=["thunder", "ours"])
+@by_each_jit
 def test_one_trace_for_all_lengths(jit, reduction):
     """With symbolic values, the operation makes its plan when it runs."""
     jitted = jit(lambda h, w, y: linear_cross_entropy(h, w, y, reduction=reduction), cache="symbolic values")
     for tokens in (7, 5, 1):
-        given = operands(tokens, torch.float64)
-        right = run(lambda h, w, y: F.cross_entropy(F.linear(h, w), y, reduction=reduction), given)
-        torch.testing.assert_close(run(jitted, given), right)
+        tensors = operands(tokens, torch.float64)
+        right = run(lambda h, w, y: F.cross_entropy(F.linear(h, w), y, reduction=reduction), tensors)
+        torch.testing.assert_close(run(jitted, tensors), right)
     assert thunder.cache_misses(jitted) == 1
 
 
@@ -39,12 +42,12 @@ def test_one_trace_for_all_lengths(jit, reduction):
 ], ids=["number", "computed", "of a size", "size"])  # fmt: skip
 def test_symbolic_numbers(number):
     """The symbol has them as constants: thunder compiles anew for others, also where they are made of sizes."""
-    program = lambda x, weight, target, scale: linear_cross_entropy(x, weight, target, logit_scale=number(x, scale))  # noqa: E731
+    program = lambda h, w, y, scale: linear_cross_entropy(h, w, y, logit_scale=number(h, scale))  # noqa: E731
     jitted = thunder_flce.jit(program, cache="symbolic values")
     for tokens, scale in ((7, 1.5), (5, 0.5), (7, 1.5)):
         tensors = operands(tokens)
-        found, right = (run(lambda *given, of=of, scale=scale: of(*given, scale), tensors) for of in (jitted, program))
-        torch.testing.assert_close(found, right)
+        result, right = (run(partial(function, scale=scale), tensors) for function in (jitted, program))
+        torch.testing.assert_close(result, right)
     assert thunder.cache_misses(jitted) == 2
 
 
@@ -56,9 +59,8 @@ def test_numbers_that_are_read():
         return loss, loss.detach().item()
 
     tensors, jitted = operands(7), thunder_flce.jit(logged, strict=True)
-    found, right = jitted(*tensors), logged(*tensors)
-    torch.testing.assert_close(found, right)
-    torch.testing.assert_close(*(torch.autograd.grad(loss, tensors[:2]) for loss, _ in (found, right)))
+    assert jitted(*tensors)[1] == pytest.approx(logged(*tensors)[1])
+    torch.testing.assert_close(*(run(lambda *_, step=step: step(*tensors)[0], tensors) for step in (jitted, logged)))
     assert_fused(jitted, times=1)
 
     scaled = lambda h, w, y: F.cross_entropy(F.linear(h, w) * w.max().item(), y)  # noqa: E731
@@ -75,7 +77,7 @@ def test_a_number_that_changes_brings_no_other_reason():
         logits = F.linear(h * scale, w)
         return F.cross_entropy(logits, y), logits
 
-    compiled, tensors = thunder_flce.thunderfx(program), [each.detach() for each in operands(7)]
+    compiled, tensors = thunder_flce.thunderfx(program), [tensor.detach() for tensor in operands(7)]
     with pytest.warns(NotFusedWarning, match="returns its logits"):
         for scale in (1.5, 2.5):
             torch.testing.assert_close(compiled(*tensors, scale), program(*tensors, scale))
@@ -87,13 +89,16 @@ def test_a_softmax_with_a_dtype_under_autocast(dtype, device):
     """As attention has it; not as a loss."""
 
     def program(q):
-        scores, of = q @ q.transpose(-1, -2), {"dtype": dtype}
-        return scores.softmax(-1, **of), F.softmax(scores, -1, **of), F.log_softmax(scores, -1, **of)
+        scores = q @ q.transpose(-1, -2)
+        return (
+            scores.softmax(-1, dtype=dtype),
+            F.softmax(scores, -1, dtype=dtype),
+            F.log_softmax(scores, -1, dtype=dtype),
+        )
 
     q = torch.randn(4, 6, device=device)
     with torch.autocast(device, torch.bfloat16):
-        found, expected = thunder_flce.jit(program)(q), program(q)
-    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(thunder_flce.jit(program)(q), program(q), rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("loss", [
@@ -130,53 +135,51 @@ def test_target_out_of_range_in_cross_entropy_alone(device):
 @pytest.mark.parametrize("front_end", [thunder_flce.jit, thunder_flce.thunderfx])
 def test_many_lengths_bring_one_warning(front_end, recwarn):
     step = front_end(lambda h, w, y: F.cross_entropy(F.linear(h, w), y))
-    weight, found = torch.randn(11, 8, requires_grad=True), []
+    weight, counts = torch.randn(11, 8, requires_grad=True), []
     for tokens in range(3, 16):
         step(torch.randn(tokens, 8), weight, torch.randint(11, (tokens,)))
-        found.append(sum("for the 8th time" in str(each.message) for each in recwarn))
+        counts.append(sum("for the 8th time" in str(warning.message) for warning in recwarn))
     # Dynamo makes a second graph for all lengths, which thunder compiles for each.
     first = 7 if front_end is thunder_flce.jit else 8
-    assert found == [0] * first + [1] * (len(found) - first)
+    assert counts == [0] * first + [1] * (len(counts) - first)
 
 
 def test_second_backward_over_a_retained_graph():
     """Of logits that are saved, which a backward may use up."""
     model, arguments = Model(), batch()
     jitted = thunder_flce.jit(model, options=Options(strategy="save_logits"))
-    weight, loss, expected = model.lm_head.weight, jitted(*arguments), model(*arguments)
+    weight, losses = model.lm_head.weight, (jitted(*arguments), model(*arguments))
     for factor in (0.7, 3.0):
-        grad, of = torch.tensor(factor), {"retain_graph": True}
-        of_both = (torch.autograd.grad(each, weight, grad, **of) for each in (loss, expected))
-        torch.testing.assert_close(*of_both, rtol=1e-4, atol=1e-6)
+        gradients = (torch.autograd.grad(loss, weight, torch.tensor(factor), retain_graph=True) for loss in losses)
+        torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize("jit", [thunder_flce.jit, thunder.jit], ids=["flce", "plain"])
-def test_functional_form_under_autocast(jit, bias):
+@by_each_jit
+def test_functional_form_under_autocast(jit):
     """The linear is cast, as PyTorch's; its operands' gradients keep their dtype."""
 
-    def program(labels, x, w, b=None):
+    def program(x, w, b, labels):
         with torch.autocast("cpu", torch.bfloat16):
             return linear_cross_entropy(x, w, labels, linear_bias=b)
 
-    def expected(labels, *operands):
+    def spelled_out(x, w, b, labels):
         with torch.autocast("cpu", torch.bfloat16):
-            return F.cross_entropy(F.linear(*operands).float(), labels)
+            return F.cross_entropy(F.linear(x, w, b).float(), labels)
 
-    operands = [torch.randn(*size, requires_grad=True) for size in ((7, H), (V, H), (V,))[: 2 + bias]]
-    given = torch.randint(0, V, (7,)), *operands
-    (loss, gradients), (right, right_gradients) = run(jit(program), given), run(expected, given)
+    x, w, labels = operands(7)
+    tensors = x, w, torch.randn(V, requires_grad=True), labels
+    (loss, gradients), (right, right_gradients) = run(jit(program), tensors), run(spelled_out, tensors)
     torch.testing.assert_close(loss, right, rtol=2e-3, atol=2e-3)
     torch.testing.assert_close(gradients, right_gradients, rtol=3e-2, atol=3e-3)
 
 
-@pytest.mark.parametrize("jit", [thunder.jit, thunder_flce.jit], ids=["thunder", "ours"])
+@by_each_jit
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_an_output_without_the_loss(jit, reduction):
     """The gradient of the loss is zeros then, which thunder writes without a shape for a scalar."""
 
     def program(x, weight, target):
-        loss, entropy = thunder_flce.linear_cross_entropy(x, weight, target, reduction=reduction, outputs=("entropy",))
+        loss, entropy = linear_cross_entropy(x, weight, target, reduction=reduction, outputs=("entropy",))
         return entropy.square().sum()
 
     tensors = operands(7)
@@ -241,48 +244,42 @@ def test_transforms_that_rewrite_linears(transform, monkeypatch):
 
     functional = SimpleNamespace(QuantState=lambda absmax, **state: state)
     monkeypatch.setitem(sys.modules, "bitsandbytes", SimpleNamespace(functional=functional, matmul_4bit=product))
-    model, arguments, losses = Model(vocab=H).requires_grad_(False), [each % H for each in batch()], []
+    model, arguments, losses = Model(vocab=H).requires_grad_(False), [tensor % H for tensor in batch()], []
     for jit in (thunder.jit, thunder_flce.jit):
-        applied = transform()
-        jitted = jit(model, transforms=[applied], executors=[get_bitsandbytes_executor()])
+        jitted = jit(model, transforms=[transform()], executors=[get_bitsandbytes_executor()])
         for name, parameter in jitted._overrides_parameters.items():
             if "lora" in name:
                 torch.nn.init.eye_(parameter)
-        losses += [jitted(*arguments), jitted(*(each[:2] for each in arguments))]
+        losses += [jitted(*arguments), jitted(*(tensor[:2] for tensor in arguments))]
     torch.testing.assert_close(losses[2:], losses[:2])
-    assert [each.fused for each in decisions(jitted)] == [not isinstance(applied, Quantized)] * 2
+    assert [decision.fused for decision in decisions(jitted)] == [transform is not Quantized] * 2
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("of_sequences", [
+@pytest.mark.parametrize("sequence_sums", [
     lambda log_probs: log_probs.view(8, -1).sum(-1), lambda log_probs: (-log_probs).view(8, -1).sum(-1),
     lambda log_probs: (log_probs * 0.5).view(8, -1).mean(-1),
     lambda log_probs: torch.stack(log_probs.view(8, -1).unbind()).sum(-1),
 ])  # fmt: skip
-def test_sums_of_sequences(of_sequences):
+def test_sums_of_sequences(sequence_sums):
     """Their gradients are expanded and reshaped, which nvFuser must not fuse with what follows."""
 
     def preference(x, weight, target):
         log_probs = F.linear(x, weight).log_softmax(-1).gather(-1, target[:, None]).squeeze(-1)
-        chosen, rejected = of_sequences(log_probs).chunk(2)
+        chosen, rejected = sequence_sums(log_probs).chunk(2)
         return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
 
-    operands = [torch.randn(size, H, device="cuda", requires_grad=True) for size in (64, V)]
+    parameters = [torch.randn(size, H, device="cuda", requires_grad=True) for size in (64, V)]
     target = torch.randint(V, (64,), device="cuda")
     steps = thunder_flce.jit(preference), preference
-    got, expected = (torch.autograd.grad(step(*operands, target), operands) for step in steps)
-    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-5)
+    gradients = (torch.autograd.grad(step(*parameters, target), parameters) for step in steps)
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-5)
 
 
 # thunderfx.
 
 
 SHAPES = [(3, 8), (2, 9), (4, 5), (3, 8)]
-
-
-def weighted_loss(logits, labels):
-    losses = F.cross_entropy(logits[:, 1:].flatten(0, 1), labels[:, 1:].flatten(), reduction="none")
-    return (losses * labels[:, 1:].flatten().remainder(3)).sum() / losses.numel()
 
 
 def losses_of_slices(logits, labels):
@@ -299,7 +296,12 @@ def losses_in_another_order(logits, labels):
     return torch.where(labels > 3, losses, 0.0).sum(), logged
 
 
-@pytest.mark.parametrize("loss", [front_ends.flattened_loss, weighted_loss, losses_of_slices, losses_in_another_order])
+def assert_not_split(compiled):
+    """Asserts that thunder compiles all of each graph, and leaves nothing to Inductor."""
+    assert not any(info.split_reasons for info in compiled._backend.subgraph_infos)
+
+
+@pytest.mark.parametrize("loss", [front_ends.flattened_loss, losses_of_slices, losses_in_another_order])
 def test_new_shapes(loss):
     """Dynamo makes the first dimension that changes a dynamic one; thunder still gets a trace for each of its sizes.
 
@@ -315,10 +317,10 @@ def test_new_shapes(loss):
     assert compiled_so_far in (2, 3, 4)
     compiled(*arguments)
     assert len(decisions(compiled)) == compiled_so_far
-    assert not any(each.split_reasons for each in compiled._backend.subgraph_infos)
+    assert_not_split(compiled)
 
 
-def of_sequences_in_16_bits(hidden, weight, labels):
+def sequence_losses_in_16_bits(hidden, weight, labels):
     """Their weights are in float32, and expanded."""
     losses = F.cross_entropy(F.linear(hidden.to(torch.bfloat16), weight.to(torch.bfloat16)), labels, reduction="none")
     return (losses.view(4, 6) @ torch.ones(6, dtype=torch.bfloat16)).mean()
@@ -334,27 +336,21 @@ def labels_changed_after_a_logged_loss(hidden, weight, labels):
     return losses, labels, hidden.sum()
 
 
-@pytest.mark.parametrize("program", [of_sequences_in_16_bits, labels_changed_after_a_logged_loss])
-def test_what_is_written_stays_in_thunder(program):
-    compiled, tensors = thunder_flce.thunderfx(program), operands(24)[:2]
-    found, right = (run(lambda *given, of=of: of(*given, torch.arange(24)), tensors) for of in (compiled, program))
-    torch.testing.assert_close(found, right, rtol=2e-2, atol=2e-2)
+def by(product):
+    return lambda hidden, weight, labels: F.cross_entropy(product(hidden.bfloat16(), weight.t()).float(), labels)
+
+
+@pytest.mark.parametrize(("program", "is_autocast"), [
+    (sequence_losses_in_16_bits, False), (labels_changed_after_a_logged_loss, False), (by(torch.mm), True),
+    (by(operator.matmul), True), (by(lambda x, matrix: torch.addmm(matrix[0], x, matrix)), True),
+])  # fmt: skip
+def test_one_graph_stays_in_thunder(program, is_autocast):
+    compiled, parameters = thunder_flce.thunderfx(program), operands(24)[:2]
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+        results = (run(function, (*parameters, torch.arange(24))) for function in (compiled, program))
+        torch.testing.assert_close(*results, rtol=2e-2, atol=2e-2)
     assert_fused(compiled, times=1)
-    assert not any(each.split_reasons for each in compiled._backend.subgraph_infos)
-
-
-@pytest.mark.parametrize("product", [torch.mm, operator.matmul, lambda x, matrix: torch.addmm(matrix[0], x, matrix)])
-def test_autocast_of_products(product):
-    """Of hidden states in bfloat16 with a weight in float32."""
-
-    def program(hidden, weight, labels):
-        return F.cross_entropy(product(hidden, weight.t()).float(), labels)
-
-    compiled, weight = thunder_flce.thunderfx(program, strict=True), torch.randn(V, H, requires_grad=True)
-    tensors = torch.randn(24, H, dtype=torch.bfloat16), weight, torch.arange(24)
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(run(compiled, tensors), run(program, tensors), rtol=2e-2, atol=2e-2)
-    assert_fused(compiled, times=1)
+    assert_not_split(compiled)
 
 
 @pytest.mark.parametrize("interpreter", ["thunder.jit", "thunder.fx"])
@@ -375,18 +371,18 @@ TOLERANCES = {torch.float32: 2e-5, torch.float64: 1e-12, torch.bfloat16: 3e-2}
 
 
 def drawn(number, device):
-    """A call: logits, targets or their probabilities, class weights or None, and the other arguments."""
+    """Returns a random call: logits, targets or their probabilities, class weights or None, and other arguments."""
     one_of, generator = chooser(number), torch.Generator().manual_seed(number)
     dtype = one_of(*TOLERANCES)
     shape = one_of((6, 9), (9,), (3, 9, 4), (2, 9, 3, 2), (0, 9), (1, 9))
-    of_rows = shape[:1] + shape[2:] if len(shape) > 1 else ()
+    target_shape = shape[:1] + shape[2:] if len(shape) > 1 else ()
     rand = lambda *size: torch.rand(size, generator=generator)  # noqa: E731
     logits = (rand(*shape) * 8 - 4).to(device, dtype).requires_grad_()
-    target = torch.randint(9, of_rows, generator=generator)
+    target = torch.randint(9, target_shape, generator=generator)
     settings = {"reduction": one_of("mean", "sum", "none"), "label_smoothing": one_of(0.0, 0.0, 0.3)}
     if one_of(True, True, False):
         settings["ignore_index"] = one_of(-100, 4, -1)
-        target = target.masked_fill(rand(*of_rows) < 0.3, settings["ignore_index"]).to(device)
+        target = target.masked_fill(rand(*target_shape) < 0.3, settings["ignore_index"]).to(device)
     else:
         target = rand(*shape).to(device, one_of(dtype, torch.float32, torch.float64)).requires_grad_()
     weight = (rand(9) + 0.1).to(device, dtype).requires_grad_(target.requires_grad) if one_of(False, True) else None
@@ -394,22 +390,22 @@ def drawn(number, device):
 
 
 def check(program, tensors):
-    """Results and gradients, jitted and in float64; returns our symbol, or thunder's own, on its own or in a fusion."""
+    """Compares results and gradients with float64; returns which of our symbol and thunder's own run."""
     jitted = thunder.jit(program, executors=[thunder_flce.executor, *thunder.get_default_executors()])
-    found, upstream = [], None
-    for function, of in ((jitted, tensors), (program, tuple(map(doubled, tensors)))):
-        result = function(*of)
+    results, upstream = [], None
+    for function, arguments in ((jitted, tensors), (program, tuple(map(doubled, tensors)))):
+        result = function(*arguments)
         dtype = program(*tensors).dtype if function is jitted else torch.float64
         assert result.dtype is dtype
         upstream = torch.randn_like(result) if upstream is None else upstream
-        needing = [each for each in of if each is not None and each.requires_grad]
+        needing = [tensor for tensor in arguments if tensor is not None and tensor.requires_grad]
         gradients = torch.autograd.grad(result, needing, upstream.to(result.dtype)) if needing else ()
-        found.append([each.detach().double() for each in (result, *gradients)])
+        results.append([tensor.detach().double() for tensor in (result, *gradients)])
     tolerance = TOLERANCES[tensors[0].dtype]
-    for got, right in zip(*found, strict=True):
+    for value, right in zip(*results, strict=True):
         # The error of a sum that cancels is relative to its largest summand.
         largest = float(right.nan_to_num(0, 0, 0).abs().max()) if right.numel() else 0.0
-        torch.testing.assert_close(got, right, rtol=tolerance, atol=tolerance * max(1.0, largest), equal_nan=True)
+        torch.testing.assert_close(value, right, rtol=tolerance, atol=tolerance * max(1.0, largest), equal_nan=True)
     return {bsym.sym.name for bsym in symbols(thunder.last_traces(jitted)[-1])} & {OURS, "cross_entropy"}
 
 
@@ -418,8 +414,8 @@ def test_cross_entropies(device):
     for number in range(COUNT):
         logits, target, weight, settings = drawn(number, device)
         with named((number, logits.shape, logits.dtype, target.dtype, weight is not None, settings)):
-            found = check(lambda x, y, w, of=settings: F.cross_entropy(x, y, w, **of), (logits, target, weight))
-            assert found == (set() if target.is_floating_point() else {OURS})
+            names = check(partial(F.cross_entropy, **settings), (logits, target, weight))
+            assert names == (set() if target.is_floating_point() else {OURS})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -447,5 +443,5 @@ def test_logits_that_are_changed_after_the_loss(device):
         logits.mul_(2)
         return loss
 
-    operands = [torch.randn(size, 7, device=device, requires_grad=True) for size in (5, 11)]
-    assert check(program, (*operands, torch.arange(5, device=device))) == {OURS}
+    parameters = [torch.randn(size, 7, device=device, requires_grad=True) for size in (5, 11)]
+    assert check(program, (*parameters, torch.arange(5, device=device))) == {OURS}
