@@ -282,6 +282,11 @@ def test_sums_of_sequences(sequence_sums):
 SHAPES = [(3, 8), (2, 9), (4, 5), (3, 8)]
 
 
+def weighted_loss(logits, labels):
+    losses = F.cross_entropy(logits[:, 1:].flatten(0, 1), labels[:, 1:].flatten(), reduction="none")
+    return (losses * labels[:, 1:].flatten().remainder(3)).sum() / losses.numel()
+
+
 def losses_of_slices(logits, labels):
     losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
     return (losses[:, 1:] * labels[:, :-1].remainder(3)).sum() + losses[:, -3:].exp().mean() + losses[1:, 0].sum()
@@ -301,7 +306,7 @@ def assert_not_split(compiled):
     assert not any(info.split_reasons for info in compiled._backend.subgraph_infos)
 
 
-@pytest.mark.parametrize("loss", [front_ends.flattened_loss, losses_of_slices, losses_in_another_order])
+@pytest.mark.parametrize("loss", [front_ends.flattened_loss, weighted_loss, losses_of_slices, losses_in_another_order])
 def test_new_shapes(loss):
     """Dynamo makes the first dimension that changes a dynamic one; thunder still gets a trace for each of its sizes.
 
