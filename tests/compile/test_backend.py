@@ -144,26 +144,46 @@ def test_a_graph_break_in_the_layers(nested):
                 compiled(*arguments)
 
 
-@pytest.mark.inductor
-@pytest.mark.parametrize(("loss", "values", "dynamic", "times"), [
-    (lambda z, y, value: F.cross_entropy(z, y, ignore_index=value), (-100, 3), True, 2),
-    (lambda z, y, value: F.cross_entropy(z, y, label_smoothing=value), (0.25, 0.5), True, None),
-    (lambda z, y, value: F.cross_entropy(z.div_(value), y) * value**2, (0.7, 1.3, 0.0625), None, None),
-    (lambda z, y, value: F.cross_entropy(value * z, y) + F.cross_entropy(z * (value + 2), y), (2, 3, 5), None, None),
-], ids=["ignore_index", "label_smoothing", "temperature", "factor"])  # fmt: skip
-def test_a_number_that_changes(loss, values, dynamic, times, monkeypatch):
-    """Dynamo has a symbol for it, at first or later; AOTAutograd may have it trace the program with the number."""
+@pytest.fixture
+def without_inductors_code(monkeypatch):
+    """Runs AOTAutograd in place of Inductor."""
     monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", lambda graph, inputs, **_: aot_eager(graph, inputs))
 
-    def step(h, w, y, value):
-        return loss(F.linear(h, w), y, value)
 
-    compiled, (h, w, y) = compiled_with(step, dynamic=dynamic, options={"strict": True}), operands(24)
+@pytest.mark.inductor
+@pytest.mark.parametrize(("name", "values", "times"), [
+    ("ignore_index", (-100, 3), 2), ("label_smoothing", (0.25, 0.5), None),
+])  # fmt: skip
+def test_a_setting_that_changes(name, values, times, without_inductors_code):
+    """Dynamo has it as a symbol at first, and AOTAutograd has it trace the program once more with the number."""
+
+    def step(tokens, labels, value):
+        return F.cross_entropy(model.logits(tokens).view(-1, V), labels.view(-1), **{name: value})
+
+    model, (tokens, labels) = Model(), batch()
+    compiled = compiled_with(step, dynamic=True, options={"strict": True})
     for value in values:
-        tensors = h, w, y.masked_fill(y < 30, int(value))  # Some are ignored where that is the value to ignore.
-        result, right = (run(partial(program, value=value), tensors) for program in (compiled, step))
-        torch.testing.assert_close(result, right, **CLOSE)
+        arguments = tokens, labels.masked_fill(labels == -100, value) if name == "ignore_index" else labels, value
+        torch.testing.assert_close(compiled(*arguments), step(*arguments))
     assert_fused(compiled, times)
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize(("loss", "values"), [
+    (lambda z, y, t: F.cross_entropy(z.div_(t), y) * t**2, (0.7, 1.3, 0.0625)),
+    (lambda z, y, t: F.cross_entropy(t * z, y) + F.cross_entropy(z * (t + 2), y), (2, 3, 5)),
+], ids=["float", "integer"])  # fmt: skip
+def test_a_temperature_that_changes(loss, values, without_inductors_code):
+    """Dynamo has a number for it at first, then a symbol; so have those who multiply the loss by it."""
+
+    def step(hidden, weight, labels, t):
+        return loss(F.linear(hidden, weight), labels, t)
+
+    compiled, tensors = compiled_with(step, options={"strict": True}), operands(24)
+    for t in values:
+        result, right = (run(partial(function, t=t), tensors) for function in (compiled, step))
+        torch.testing.assert_close(result, right, **CLOSE)
+    assert_fused(compiled)
 
 
 @pytest.mark.gpu
