@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from ranks import as_threads
 from reference import OF_TOKENS, Case, Result, differentiate, incoming_gradients, ours, results_of
@@ -23,10 +23,11 @@ BOTH = ((2, 2), (Shard(0), Shard(1)), (R, Shard(0)))
 def part_of(case: Case, rows: slice, tokens=ALL) -> Case:
     """Returns a rank's part of a case, as new leaves: some rows of the vocabulary and some tokens."""
 
-    def leaf(of):
-        return lambda tensor: tensor.detach()[of].clone().requires_grad_(tensor.requires_grad)
+    def leaf(tensor, index):
+        return tensor.detach()[index].clone().requires_grad_(tensor.requires_grad)
 
-    return replace(case.mapped(leaf(tokens), leaf(rows)), target=case.target[tokens].clone())
+    part = case.mapped(partial(leaf, index=tokens), partial(leaf, index=rows))
+    return replace(part, target=case.target[tokens].clone())
 
 
 def parts(sizes) -> list[slice]:
@@ -34,7 +35,7 @@ def parts(sizes) -> list[slice]:
     return [slice(stop - size, stop) for size, stop in zip(sizes, itertools.accumulate(sizes), strict=True)]
 
 
-def of_rank(rank: int, case: Case, sizes, grad=None, *, counts=None, how=None, **settings) -> Result:
+def rank_result(rank: int, case: Case, sizes, grad=None, *, counts=None, how=None, **settings) -> Result:
     """Returns one rank's result; a loss per token is that of the rank's tokens.
 
     Args:
@@ -51,10 +52,9 @@ def of_rank(rank: int, case: Case, sizes, grad=None, *, counts=None, how=None, *
     factor = len(sizes) if (how or {}).get("data_parallel") else 1
     part = part_of(case, parts(sizes)[rank], tokens)
     dtype = torch.float64 if case.x.dtype is torch.float64 else torch.float32
-    part.incoming[names, dtype] = [each[tokens] * factor for each in incoming_gradients(case, names, dtype)]
+    part.incoming[names, dtype] = [output[tokens] * factor for output in incoming_gradients(case, names, dtype)]
     for name in {*OF_TOKENS} & {*settings}:
-        of_all = settings[name]
-        settings[name] = tuple(each[tokens] for each in of_all) if isinstance(of_all, tuple) else of_all[tokens]
+        settings[name] = tree_map(lambda tensor: tensor[tokens], settings[name])
     grad = grad[tokens] * factor if grad is not None and grad.ndim else grad
     group = VocabParallel(group=dist.group.WORLD, **how) if how else dist.group.WORLD
     if factor > 1 and grad is None and settings.get("reduction") == "none":
@@ -63,7 +63,7 @@ def of_rank(rank: int, case: Case, sizes, grad=None, *, counts=None, how=None, *
     inputs = {id(x) for x in (part.x, *(x for x, _ in part.terms))}
     pairs = zip(part.needing_grad(), result.gradients, strict=True)
     gradients = (gradient / factor if id(operand) in inputs else gradient for operand, gradient in pairs)
-    return Result(result.loss.detach(), tuple(gradients), tuple(each.detach() for each in result.outputs))
+    return Result(result.loss.detach(), tuple(gradients), tuple(output.detach() for output in result.outputs))
 
 
 def has_same_bits(one, other) -> bool:
@@ -74,61 +74,62 @@ def has_same_bits(one, other) -> bool:
 def joined(case: Case, results: list[Result], counts=None) -> Result:
     """Joins the ranks' results to that of the whole case; asserts that replicated results are equal on all ranks."""
 
-    def whole(each, *, is_divided):
+    def whole(tensors, *, is_divided):
         if is_divided:
-            return torch.cat(each)
-        assert all(has_same_bits(one, each[0]) for one in each), "differs between ranks"
-        return each[0]
+            return torch.cat(tensors)
+        assert all(has_same_bits(tensor, tensors[0]) for tensor in tensors), "differs between ranks"
+        return tensors[0]
 
-    vocab, of_tokens = case.weight.shape[0], counts is not None
+    vocab, divides_tokens = case.weight.shape[0], counts is not None
     gradients = (
-        whole(each, is_divided=of_tokens or operand.shape[0] == vocab)
-        for operand, *each in zip(case.needing_grad(), *(result.gradients for result in results), strict=True)
+        whole(tensors, is_divided=divides_tokens or operand.shape[0] == vocab)
+        for operand, *tensors in zip(case.needing_grad(), *(result.gradients for result in results), strict=True)
     )
     loss, *outputs = (
-        whole(each, is_divided=of_tokens and each[0].ndim > 0)
-        for each in zip(*((result.loss, *result.outputs) for result in results), strict=True)
+        whole(tensors, is_divided=divides_tokens and tensors[0].ndim > 0)
+        for tensors in zip(*((result.loss, *result.outputs) for result in results), strict=True)
     )
     return Result(loss, tuple(gradients), tuple(outputs))
 
 
 def divided(case: Case, sizes, grad=None, *, counts=None, **settings) -> Result:
-    """Returns the loss and gradients of a case that is divided among threads; see `of_rank`."""
-    run = partial(of_rank, case=case, sizes=sizes, grad=grad, counts=counts, **settings)
+    """Returns the loss and gradients of a case that is divided among threads; see `rank_result`."""
+    run = partial(rank_result, case=case, sizes=sizes, grad=grad, counts=counts, **settings)
     return joined(case, as_threads(len(sizes), run), counts)
 
 
-def on_mesh(case: Case, mesh, of_x, of_weight) -> Case:
+def placed_case(case: Case, mesh, x_placements, weight_placements) -> Case:
     """Returns the case with operands as DTensors on a mesh; targets stay whole."""
 
     def placed(tensor, placements):
         # A broadcast overwrites its argument, and threads share the case: clone.
         return distribute_tensor(tensor.detach().clone(), mesh, placements).requires_grad_(tensor.requires_grad)
 
-    return case.mapped(partial(placed, placements=of_x), partial(placed, placements=of_weight))
+    return case.mapped(partial(placed, placements=x_placements), partial(placed, placements=weight_placements))
 
 
-def of_mesh(rank: int, case: Case, placements, grad=None, **settings) -> Result:
-    """Returns the gathered results on one rank; `placements` are those of `on_mesh`, after the mesh's shape."""
-    shape, *of_operands = placements
-    placed = on_mesh(case, init_device_mesh(case.x.device.type, shape), *of_operands)
-    results = results_of(placed, **settings)
-    of_tokens = tuple(p if isinstance(p, Shard) else R for p in placed.x.placements)
-    for each in results if isinstance(results, tuple) else (results,):
-        assert isinstance(each, DTensor) == (each.ndim > 0 and any(p != R for p in of_tokens))
-        assert not isinstance(each, DTensor) or (each.placements == of_tokens and each.shape == case.x.shape[:-1])
+def mesh_rank_result(rank: int, case: Case, placements, grad=None, **settings) -> Result:
+    """Returns the gathered results on one rank; `placements` are the mesh's shape, and those of `placed_case`."""
+    shape, *operand_placements = placements
+    placed = placed_case(case, init_device_mesh(case.x.device.type, shape), *operand_placements)
     placed.incoming = case.incoming
-    results = tree_map(lambda each: each.full_tensor() if isinstance(each, DTensor) else each, results)
-    found = differentiate(results, placed, grad, settings.get("outputs", ()))
-    for operand, gradient in zip(placed.needing_grad(), found.gradients, strict=True):
+    results = results_of(placed, **settings)
+    token_placements = tuple(p if isinstance(p, Shard) else R for p in placed.x.placements)
+    for result in results if isinstance(results, tuple) else (results,):
+        assert isinstance(result, DTensor) == (result.ndim > 0 and any(p != R for p in token_placements))
+        if isinstance(result, DTensor):
+            assert result.placements == token_placements and result.shape == case.x.shape[:-1]
+    results = tree_map_only(DTensor, DTensor.full_tensor, results)
+    result = differentiate(results, placed, grad, settings.get("outputs", ()))
+    for operand, gradient in zip(placed.needing_grad(), result.gradients, strict=True):
         assert gradient.placements == operand.placements and gradient.shape == operand.shape
-    gathered = tuple(gradient.full_tensor() for gradient in found.gradients)
-    return Result(found.loss.detach(), gathered, tuple(each.detach() for each in found.outputs))
+    gradients = tuple(gradient.full_tensor() for gradient in result.gradients)
+    return Result(result.loss.detach(), gradients, tuple(output.detach() for output in result.outputs))
 
 
-def on_a_mesh(case: Case, placements, grad=None, **settings) -> Result:
-    """Returns the result of a case on a mesh of threads, the same on all ranks."""
-    run = partial(of_mesh, case=case, placements=placements, grad=grad, **settings)
+def mesh_result(case: Case, placements, grad=None, **settings) -> Result:
+    """Returns the result of a case on a mesh of threads, the same on all ranks; see `mesh_rank_result`."""
+    run = partial(mesh_rank_result, case=case, placements=placements, grad=grad, **settings)
     first, *others = as_threads(torch.Size(placements[0]).numel(), run)
     for other in others:
         assert all(map(has_same_bits, (first.loss, *first.gradients), (other.loss, *other.gradients)))

@@ -13,12 +13,12 @@ from torch._dynamo import guards
 
 def _callers():
     """Returns the caller's frame and the two below it, like `inspect.stack`; thunder reads the third entry only."""
-    frame, found = sys._getframe(1), []
+    frame, frames = sys._getframe(1), []
     for _ in range(3):
         code = frame.f_code
-        found.append(inspect.FrameInfo(frame, code.co_filename, frame.f_lineno, code.co_name, None, None))
+        frames.append(inspect.FrameInfo(frame, code.co_filename, frame.f_lineno, code.co_name, None, None))
         frame = frame.f_back
-    return found
+    return frames
 
 
 # For each program that it compiles, thunder reads the whole stack, with the source of every frame. At each exception in
@@ -27,27 +27,27 @@ interpreter.inspect = SimpleNamespace(**{**vars(inspect), "stack": _callers})
 sys.setswitchinterval(1e-4)
 
 
-def _global(of_module, name):
-    if isinstance(of_module, WrappedValue) and type(of_module.value) is dict:
-        if name.value in of_module.value:
-            return of_dict(of_module, name)
-        builtins = of_dict(of_module, interpreter.wrap_const("__builtins__"))
+def _global(module, name):
+    if isinstance(module, WrappedValue) and type(module.value) is dict:
+        if name.value in module.value:
+            return dict_item(module, name)
+        builtins = dict_item(module, interpreter.wrap_const("__builtins__"))
         if type(builtins.value) is dict and name.value in builtins.value:
-            return of_dict(builtins, name)
-    return globals_lookup(of_module, name)
+            return dict_item(builtins, name)
+    return globals_lookup(module, name)
 
 
-def _arguments(given):
-    if isinstance(given, WrappedValue) and type(given.value) in (list, tuple):
-        return [of_sequence(given, interpreter.wrap_const(at)) for at in range(len(given.value))]
-    return wrap_args_from_list(given)
+def _arguments(arguments):
+    if isinstance(arguments, WrappedValue) and type(arguments.value) in (list, tuple):
+        return [sequence_item(arguments, interpreter.wrap_const(at)) for at in range(len(arguments.value))]
+    return wrap_args_from_list(arguments)
 
 
 # thunder interprets d[k] for each name and argument that a function of a program reads: again half of the time.
 WrappedValue, globals_lookup = interpreter.WrappedValue, interpreter.globals_lookup
 wrap_args_from_list = interpreter.wrap_args_from_list
-of_dict = interpreter.MutMappingWrapperMethods.__getitem__
-of_sequence = interpreter.SequenceWrapperMethods.__getitem__
+dict_item = interpreter.MutMappingWrapperMethods.__getitem__
+sequence_item = interpreter.SequenceWrapperMethods.__getitem__
 interpreter.globals_lookup, interpreter.wrap_args_from_list = _global, _arguments
 # thunder disassembles each function at every call.
 instructions = functools.lru_cache(4096)(lambda code: tuple(dis.get_instructions(code)))

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 import thunder_flce
-from divided import BOTH, divided, on_a_mesh
+from divided import BOTH, divided, mesh_result
 from reference import Case, Result, assert_close_to_truth, differentiate, ours, poison_memory
 from thunder_flce import LinearCrossEntropyLoss, Options, linear_cross_entropy
 from thunder_flce.engine.kernels import dispatch, torch_rows
@@ -474,7 +474,7 @@ def on_ranks(case: Case, grad: Tensor, options: Options, arguments: Arguments, p
 
 def as_dtensors(case: Case, grad: Tensor, options: Options, arguments: dict[str, Any]) -> tuple[Result, dict[str, Any]]:
     """Runs on a mesh of 2 × 2 ranks: the first dimension divides sequences, the second tokens and vocabulary."""
-    return on_a_mesh(case, BOTH, grad, options=options, **arguments), arguments
+    return mesh_result(case, BOTH, grad, options=options, **arguments), arguments
 
 
 RANKS = {

@@ -6,11 +6,13 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -58,9 +60,8 @@ def as_threads(count: int, run: Callable[[int], Any]) -> list[Any]:
     barrier = threading.Barrier(count)
     # One flag for all threads says whether a dispatch mode, or thunder's autocast, is active. If threads change it in
     # turns, it may stay set: then Dynamo silently compiles nothing any more, and thunder uses the wrong dtype.
-    autocast = sys.modules.get("thunder.transforms.autocast")
-    modules = [each for each in (_python_dispatch, autocast) if each is not None]
-    flags = [{name: flag for name, flag in vars(each).items() if isinstance(flag, bool)} for each in modules]
+    modules = [module for module in (_python_dispatch, sys.modules.get("thunder.transforms.autocast")) if module]
+    flags = [{name: flag for name, flag in vars(module).items() if isinstance(flag, bool)} for module in modules]
     # Each thread has its own grad mode and autocast.
     is_grad_enabled = torch.is_grad_enabled()
 
@@ -90,8 +91,8 @@ def as_threads(count: int, run: Callable[[int], Any]) -> list[Any]:
     finally:
         isolate(False)
         _uninstall_threaded_pg()
-        for module, of_module in zip(modules, flags, strict=True):
-            vars(module).update(of_module)
+        for module, module_flags in zip(modules, flags, strict=True):
+            vars(module).update(module_flags)
     if errors:
         raise RankErrors(errors)
     return results
@@ -99,23 +100,10 @@ def as_threads(count: int, run: Callable[[int], Any]) -> list[Any]:
 
 def errors_of(count: int, run: Callable[[int], Any]) -> list[BaseException]:
     """Returns the exceptions of all ranks; asserts that each rank raised one."""
-    try:
-        found = as_threads(count, run)
-    except RankErrors as raised:
-        assert len(raised.errors) == count, raised.errors
-        return [raised.errors[rank] for rank in range(count)]
-    raise AssertionError(f"no rank raised: {found}")
-
-
-def outcome(run: Callable[[], Any], *, within_s: float) -> str:
-    """Returns a call's result or exception as text; asserts that no collective waited for the group's timeout."""
-    started = time.monotonic()
-    try:
-        found = str(run())
-    except Exception as failure:
-        found = f"{type(failure).__name__}: {failure}"
-    assert time.monotonic() - started < within_s, "the timeout of the group"
-    return found
+    with pytest.raises(RankErrors) as raised:
+        as_threads(count, run)
+    assert len(raised.value.errors) == count, raised.value.errors
+    return [raised.value.errors[rank] for rank in range(count)]
 
 
 def as_processes(count: int, run: Callable[[int], Any], *, device: str = "cpu", timeout_s: int = 300) -> list[Any]:
@@ -125,22 +113,22 @@ def as_processes(count: int, run: Callable[[int], Any], *, device: str = "cpu", 
 
     Args:
         count: number of processes.
-        run: a module's function of the rank. If it raises an exception, the result is the exception's text.
+        run: a module's function of the rank. If it raises an exception, the result is the traceback as text.
         device: "cpu", or "cuda" for a GPU per rank.
         timeout_s: time limit of all ranks together.
     """
     processes, pipes = _started(count, device)
-    has_failed, found, deadline = True, [], time.monotonic() + timeout_s
+    has_failed, answers, deadline = True, [], time.monotonic() + timeout_s
     try:
         for pipe in pipes:
             pipe.send(run)
         for rank, pipe in enumerate(pipes):
             assert pipe.poll(max(deadline - time.monotonic(), 0)), f"rank {rank} hangs"
             try:
-                found.append(pickle.loads(pipe.recv_bytes()))
+                answers.append(pickle.loads(pipe.recv_bytes()))
             except (EOFError, ConnectionResetError):
-                found.append((None, True))
-        results, failures = zip(*found, strict=True)
+                answers.append((None, True))
+        results, failures = zip(*answers, strict=True)
         has_failed = any(failures)
         return [*results]
     finally:
@@ -157,11 +145,11 @@ def _started(count: int, device: str) -> tuple[list, list]:
     context = torch.multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
     store, processes, pipes = f"file://{tempfile.mkdtemp()}/store", [], []
     for rank in range(count):
-        pipe, of_rank = context.Pipe()
-        processes.append(context.Process(target=_process, args=(rank, count, device, store, of_rank), daemon=True))
+        pipe, rank_pipe = context.Pipe()
+        processes.append(context.Process(target=_process, args=(rank, count, device, store, rank_pipe), daemon=True))
         pipes.append(pipe)
         processes[-1].start()
-        of_rank.close()  # The pipe then ends with the process.
+        rank_pipe.close()  # The pipe then ends with the process.
     return processes, pipes
 
 
@@ -182,8 +170,8 @@ def _process(rank, count, device, store, pipe) -> None:
         torch.manual_seed(1234)
         try:
             result, has_failed = run(rank), False
-        except Exception as error:
-            result, has_failed = f"{type(error).__name__}: {error}", True
+        except Exception:
+            result, has_failed = traceback.format_exc(), True
         pipe.send_bytes(pickle.dumps((result, has_failed)))
         if has_failed:
             os._exit(1)  # An orderly end may hang on other ranks or on the device.

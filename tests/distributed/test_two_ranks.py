@@ -1,11 +1,7 @@
-"""Models on two ranks that speak gloo: data parallel, sharded and tensor parallel, with thunder and without it.
+"""Models on two ranks that speak gloo: data parallel, sharded and tensor parallel, with thunder and without it."""
 
-One pair of processes runs all that is marked with `on_two_ranks`; each of these is then a test.
-"""
-
-import functools
-import traceback
 import warnings
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -38,15 +34,15 @@ from thunder_flce.backend import compile_graph
 CASES, CPU = {}, torch.device("cpu")
 
 
-def on_two_ranks(**values):
-    """Makes a function of the rank a test, or one for each value of its other argument, by name."""
+def on_two_ranks(**variants):
+    """Makes a function of the rank a case of `test_on_two_ranks`, or one for each variant of its other arguments."""
 
-    def mark(case):
-        each = {f"{case.__name__}[{name}]": functools.partial(case, of=value) for name, value in values.items()}
-        CASES.update(each or {case.__name__: case})
+    def register(case):
+        named = {f"{case.__name__}[{name}]": partial(case, **arguments) for name, arguments in variants.items()}
+        CASES.update(named or {case.__name__: case})
         return case
 
-    return mark
+    return register
 
 
 class Model(front_ends.Model):
@@ -110,9 +106,9 @@ def padded_part(rank: int, gradient: torch.Tensor, ranks: int = 2) -> torch.Tens
     return torch.cat([gradient, gradient.new_zeros(ranks, *gradient.shape[1:])])[rank * rows :][:rows]
 
 
-def thunder_fsdp(model: nn.Module, sharding: FSDPType):
+def thunder_fsdp(model: nn.Module):
     step = thunder_flce.jit(model, strict=True)
-    return thunder.distributed.fsdp(step, device=CPU, sharding_strategy=sharding)
+    return thunder.distributed.fsdp(step, device=CPU, sharding_strategy=FSDPType.ZERO3)
 
 
 def thunder_distributes_first(model: nn.Module, is_ddp: bool):
@@ -129,25 +125,23 @@ def thunder_distributes_first(model: nn.Module, is_ddp: bool):
 
 
 @on_two_ranks(
-    zero2_tied=(thunder_fsdp, FSDPType.ZERO2, True),
-    zero3=(thunder_fsdp, FSDPType.ZERO3, False),
-    ddp_first=(thunder_distributes_first, True, False),
-    fsdp_first_tied=(thunder_distributes_first, False, True),
+    zero3={"distribute": thunder_fsdp},
+    ddp_first={"distribute": partial(thunder_distributes_first, is_ddp=True), "is_sharded": False},
+    fsdp_first_tied={"distribute": partial(thunder_distributes_first, is_ddp=False), "tied": True},
 )
-def thunder_distributes(rank, of):
-    distribute, how, tied = of
+def thunder_distributes(rank, distribute, is_sharded=True, tied=False):
     model = Model(97, tied=tied)
-    exact, step = exact_gradients(model), distribute(model, how)
+    exact, step = exact_gradients(model), distribute(model)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "thunder_flce")
         step(*batch(rank, 97)).backward()
     assert_fused(step)
-    check(step, exact, part=(lambda gradient: gradient) if how is True else functools.partial(padded_part, rank))
+    check(step, exact, part=partial(padded_part, rank) if is_sharded else lambda gradient: gradient)
 
 
-@on_two_ranks(plain=False, tied=True)
-def thunder_ddp_accumulates(rank, of):
-    model = Model(tied=of)
+@on_two_ranks()
+def thunder_ddp_accumulates(rank):
+    model = Model()
     exact = exact_gradients(model, (0, 1, 2, 3))
     step = thunder.distributed.ddp(thunder_flce.jit(model, strict=True))
     with step.no_sync():
@@ -179,20 +173,21 @@ def fully_shard_of_a_thunder_module_warns(rank):
 
 # PyTorch's own.
 
+BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
 
 @on_two_ranks(
     plain={},
     tied={"tied": True},
     frozen={"frozen": True},
-    bfloat16={"policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+    bfloat16={"policy": BFLOAT16, "bound": 0.03},
 )
-def fsdp2_head(rank, of):
-    tied, policy = of.get("tied", False), of.get("policy", MixedPrecisionPolicy())
-    found = []
+def fsdp2_head(rank, tied=False, frozen=False, policy=MixedPrecisionPolicy(), bound=1e-5):
+    counts = []
     for chunk_rows, unshards in ((24, True), (5, True), (5, False)):
         model = ModelWithLoss(tied=tied, options=Options(chunk_rows=chunk_rows))
         exact = exact_gradients(model)
-        if of.get("frozen"):
+        if frozen:
             model.lm_head.linear.weight.requires_grad_(False)
         if tied:
             fully_shard([model.embedding, model.lm_head], mp_policy=policy)
@@ -205,10 +200,10 @@ def fsdp2_head(rank, of):
             # As a unit of its own, this rank has only its rows again.
             assert tied or model.lm_head.linear.weight.to_local().shape == (48, H)
             loss.backward()
-        found.append(communication.get_total_counts())
-        check(model, exact, bound=0.03 if "policy" in of else 1e-5)
+        counts.append(communication.get_total_counts())
+        check(model, exact, bound=bound)
     # However many chunks there are; and the gradients are there before the backward, which needs no weight.
-    assert found[0] == found[1] > found[2] or (tied and found[0] == found[1] == found[2]), found
+    assert counts[0] == counts[1] > counts[2] or (tied and counts[0] == counts[1] == counts[2]), counts
 
 
 def divide_head(model: nn.Module, mesh) -> None:
@@ -219,18 +214,18 @@ def divide_head(model: nn.Module, mesh) -> None:
     fully_shard(model, mesh=mesh, ignored_params=set(head.parameters()))
 
 
-@on_two_ranks(mean=False, num_items=True)
-def fsdp2_divides_the_vocabulary_too(rank, of):
+@on_two_ranks(mean={"has_num_items": False}, num_items={"has_num_items": True})
+def fsdp2_divides_the_vocabulary_too(rank, has_num_items):
     """The gradients are those of the mean over all tokens, of which the ranks have 24 and 20; over two batches."""
     model, mesh = ModelWithLoss(97), init_device_mesh("cpu", (2,))
     exact = Model(97).double()
-    batches = [[each.flatten()[: 24 - 4 * number] for each in batch(number, 97)] for number in range(2)]
-    exact(*(torch.cat(each)[None] for each in zip(*batches, strict=True))).backward()
+    batches = [[tensor.flatten()[: 24 - 4 * number] for tensor in batch(number, 97)] for number in range(2)]
+    exact(*(torch.cat(tensors)[None] for tensors in zip(*batches, strict=True))).backward()
     divide_head(model, mesh)
     tokens, labels = batches[rank]
     for _ in range(2):
-        loss = model(tokens, labels, 2 * count_items(labels, group=dist.group.WORLD) if of else None)
-        (loss if of else loss / 2).backward()
+        loss = model(tokens, labels, 2 * count_items(labels, group=dist.group.WORLD) if has_num_items else None)
+        (loss if has_num_items else loss / 2).backward()
     right = {name: parameter.grad for name, parameter in exact.named_parameters()}
     check(model, right)
     assert model.lm_head.linear.weight.grad.placements == (Shard(0),)
@@ -243,9 +238,8 @@ def fsdp2_divides_the_vocabulary_of_a_model_in_bfloat16(rank):
     """Whose parameters are those of a state dict."""
     model, mesh = ModelWithLoss(97), init_device_mesh("cpu", (2,))
     exact = exact_gradients(model, of_all_tokens=True)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    fully_shard(model.hidden, mp_policy=policy)
-    fully_shard(model.embedding, mp_policy=policy)
+    fully_shard(model.hidden, mp_policy=BFLOAT16)
+    fully_shard(model.embedding, mp_policy=BFLOAT16)
     divide_head(model, mesh)
     options = StateDictOptions(full_state_dict=True)
     set_model_state_dict(model, ModelWithLoss(97).state_dict(), options=options)
@@ -279,12 +273,10 @@ def module_with_a_divided_weight(rank):
     assert x.grad.placements == (Shard(0),) and error(x.grad.full_tensor(), hidden.grad) < 1e-12
 
 
-@on_two_ranks(ddp=(True, False), ddp_tied=(True, True), fsdp2=(False, False), fsdp2_tied=(False, True))
-def backend_of_torch_compile(rank, of):
+@on_two_ranks(ddp={"is_ddp": True}, fsdp2_tied={"is_ddp": False})
+def backend_of_torch_compile(rank, is_ddp):
     """With `aot_eager` in place of Inductor, which takes seconds for each program."""
-    is_ddp, tied = of
-    torch._dynamo.reset()
-    model = Model(97, tied=tied)
+    model = Model(97, tied=not is_ddp)
     exact = exact_gradients(model)
     step = DistributedDataParallel(model) if is_ddp else fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     with mock.patch("torch._inductor.compile_fx.compile_fx", lambda gm, inputs, **others: aot_eager(gm, inputs)):
@@ -320,12 +312,11 @@ def _on_gpus(rank: int) -> list[str]:
             step = distribute(step, ["lm_head"])
         else:
             step = distribute(step, device=device) if kind == "fsdp" else distribute(step)
-        step(*(each.to(device) for each in batch(0 if is_column else rank))).backward()
+        step(*(tensor.to(device) for tensor in batch(0 if is_column else rank))).backward()
         assert_fused(step)
         for name, gradient in exact.items():
             is_part = kind == "fsdp" or (is_column and name == "lm_head.weight")
-            found = step.get_parameter(name).grad.cpu()
-            distance = error(found, padded_part(rank, gradient, ranks) if is_part else gradient)
+            distance = error(step.get_parameter(name).grad.cpu(), padded_part(rank, gradient, ranks) if is_part else gradient)
             if not distance < 1e-3:
                 wrong.append(f"{kind}, {name}: {distance}")
 
@@ -334,11 +325,11 @@ def _on_gpus(rank: int) -> list[str]:
 
     sizes = (200, *[20] * (ranks - 2), 131 - 20 * (ranks - 2))
     part = part_of(make_case(tokens=64, vocab=331, hidden=64, device="cuda"), parts(sizes)[rank])
-    found = []
+    results = []
     for step in (call, torch.compile(call, fullgraph=True)):
         loss = step(part.x, part.weight, part.target)
-        found.append((loss, *torch.autograd.grad(loss, (part.x, part.weight))))
-    if not all(map(torch.equal, *found)):
+        results.append((loss, *torch.autograd.grad(loss, (part.x, part.weight))))
+    if not all(map(torch.equal, *results)):
         wrong.append("a compiled call differs")
     return wrong
 
@@ -348,26 +339,7 @@ def test_on_gpus():
     assert as_processes(GPUS, _on_gpus, device="cuda") == [[]] * GPUS
 
 
-def _run(rank: int) -> dict[str, str]:
-    found = {}
-    for name, case in CASES.items():
-        torch.manual_seed(3)
-        try:
-            case(rank)
-            found[name] = ""
-        except Exception:
-            found[name] = traceback.format_exc()
-    return found
-
-
-@pytest.fixture(scope="module")
-def outcomes():
-    found = as_processes(2, _run, timeout_s=900)
-    assert all(isinstance(each, dict) for each in found), found
-    return found
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_on_two_ranks(name, outcomes):
-    for rank, found in enumerate(outcomes):
-        assert not found[name], f"on rank {rank}: {found[name]}"
+def test_on_two_ranks(name):
+    results = as_processes(2, CASES[name])
+    assert results == [None, None], "\n".join(map(str, results))
