@@ -4,6 +4,7 @@ import itertools
 from dataclasses import replace
 from functools import partial
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -64,6 +65,13 @@ def rank_result(rank: int, case: Case, sizes, grad=None, *, counts=None, how=Non
     pairs = zip(part.needing_grad(), result.gradients, strict=True)
     gradients = (gradient / factor if id(operand) in inputs else gradient for operand, gradient in pairs)
     return Result(result.loss.detach(), tuple(gradients), tuple(output.detach() for output in result.outputs))
+
+
+def assert_refused(function, arguments, *changes) -> None:
+    """Asserts that a function refuses some arguments after each of the changes, with an error that says `message`."""
+    for change, message in changes:
+        with pytest.raises((TypeError, ValueError), match=message):
+            function(**arguments | change)
 
 
 def has_same_bits(one, other) -> bool:

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
 
-from divided import R, on_a_mesh, on_mesh
+from divided import R, assert_refused, mesh_result, placed_case
 from ranks import RankErrors, as_threads
 from reference import Case, assert_close_to_truth, error, incoming_gradients, make_case, truth
 from thunder_flce import count_items, linear_cross_entropy
@@ -47,7 +48,7 @@ MESHES = [
 @pytest.mark.parametrize("placements", MESHES, ids=str)
 def test_every_placement(placements):
     case = make_batch(dtype=torch.float64)
-    result = on_a_mesh(case, placements, num_items=13.0, label_smoothing=0.1)
+    result = mesh_result(case, placements, num_items=13.0, label_smoothing=0.1)
     assert_close_to_truth(result, case, tiny=True, num_items=13.0, label_smoothing=0.1)
 
 
@@ -74,30 +75,33 @@ def test_tensor_parallel_inside_fully_shard():
 
     def run(rank):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        part, mine = copy.deepcopy(head), slice(2 * (rank // 2), 2 * (rank // 2) + 2)
-        of_logits = {"input_layouts": Shard(1), "output_layouts": Shard(-1), "use_local_output": False}
-        parallelize_module(part, mesh["tp"], {"norm": SequenceParallel(), "output": ColwiseParallel(**of_logits)})
+        part, sequences = copy.deepcopy(head), slice(2 * (rank // 2), 2 * (rank // 2) + 2)
+        columns = ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False)
+        parallelize_module(part, mesh["tp"], {"norm": SequenceParallel(), "output": columns})
         fully_shard(part, mesh=mesh["dp"])
-        x = distribute_tensor(hidden[mine].clone(), mesh["tp"], [Shard(1)]).requires_grad_()
-        num_items = count_items(labels[mine], group=mesh["dp"])
-        loss = part(x, labels[mine], num_items)
+        x = distribute_tensor(hidden[sequences].clone(), mesh["tp"], [Shard(1)]).requires_grad_()
+        num_items = count_items(labels[sequences], group=mesh["dp"])
+        loss = part(x, labels[sequences], num_items)
         loss.backward()
         assert part.output.weight.grad.placements == part.output.weight.placements
         assert error(part.output.weight.grad.full_tensor(), gradients["output"]) < 1e-12
         assert error(part.norm.weight.grad.full_tensor(), gradients["norm"]) < 1e-12
         assert x.grad.placements == (Shard(1),)
-        assert error(x.grad.full_tensor(), 2 * gradients["x"][mine]) < 1e-12
+        assert error(x.grad.full_tensor(), 2 * gradients["x"][sequences]) < 1e-12
         total = loss.detach().clone()
         dist.all_reduce(total, group=mesh.get_group("dp"))
         assert error(total / 2, exact) < 1e-12
-        on_both = DTensor.from_local(x.detach().to_local(), mesh, [Shard(0), Shard(1)], run_check=False)
-        for outside, message in (
-            (x.detach(), r"linear_weight must be on input's mesh, .*tp=2.*, but is on .*dp=2, tp=2.*fully_shard"),
-            (on_both, r"linear_weight must be .*but is _StridedShard\(.* along 'dp'; redistribute .*fully_shard"),
-            (x.detach().to_local(), "input must be a DTensor because others are .*fully_shard"),
-        ):
-            with pytest.raises((TypeError, ValueError), match=message):
-                linear_cross_entropy(outside, part.output.weight, labels[mine], num_items=num_items)
+        x = x.detach()
+        on_grid = DTensor.from_local(x.to_local(), mesh, [Shard(0), Shard(1)], run_check=False)
+        not_on_mesh = r"linear_weight must be on input's mesh, .*tp=2.*, but is on .*dp=2, tp=2.*fully_shard"
+        strided = r"linear_weight must be .*but is _StridedShard\(.* along 'dp'; redistribute .*fully_shard"
+        assert_refused(
+            linear_cross_entropy,
+            {"linear_weight": part.output.weight, "target": labels[sequences], "num_items": num_items},
+            ({"input": x}, not_on_mesh),
+            ({"input": on_grid}, strided),
+            ({"input": x.to_local()}, "input must be a DTensor because others are .*fully_shard"),
+        )
 
     as_threads(4, run)
 
@@ -107,36 +111,34 @@ def test_what_one_rank_refuses_raises_on_all_of_them(wrong):
     case = make_batch()
 
     def run(rank):
-        placed = on_mesh(case, init_device_mesh("cpu", (2, 2)), [Shard(0), R], [R, Shard(0)])
+        placed = placed_case(case, init_device_mesh("cpu", (2, 2)), [Shard(0), R], [R, Shard(0)])
         settings = {"linear_bias": placed.bias, "num_items": 32.0, **(wrong if rank == 1 else {})}
         if rank < 2:  # Those that divide the vocabulary of the same tokens.
             linear_cross_entropy(placed.x, placed.weight, placed.target, **settings)
 
     with pytest.raises(RankErrors) as raised:
         as_threads(4, run)
-    (own,) = wrong
-    assert str(raised.value.errors[0]).startswith("rank 1 of vocab_parallel has refused its arguments: ")
-    assert own in str(raised.value.errors[1]) and len(raised.value.errors) == 2
+    (name,), errors = wrong, raised.value.errors
+    assert str(errors[0]).startswith("rank 1 of vocab_parallel has refused its arguments: ")
+    assert name in str(errors[1]) and len(errors) == 2
 
 
 def test_plain_tensors_of_all_tokens_or_of_this_rank():
     case = make_batch(bias=False, ranks=())
-    weights, class_weight = torch.rand(4, 8), torch.rand(41)
-    logits = F.linear(case.x, case.weight).detach().double().movedim(-1, 1)
-    rows = F.cross_entropy(logits, case.target, class_weight.double(), reduction="none")
+    weights, case.class_weight = torch.rand(4, 8), torch.rand(41)
+    exact = truth(case, reduction="sum", token_weights=weights).loss
 
     def run(rank):
-        mesh = init_device_mesh("cpu", (2,))
-        placed = on_mesh(case, mesh, [Shard(1)], [Shard(0)])
-        mine = slice(4 * rank, 4 * rank + 4)
-        settings = {"reduction": "sum", "weight": distribute_tensor(class_weight, mesh, [Shard(0)])}
-        for target, of_tokens in (
+        mesh, tokens = init_device_mesh("cpu", (2,)), slice(4 * rank, 4 * rank + 4)
+        placed = placed_case(case, mesh, [Shard(1)], [Shard(0)])
+        settings = {"reduction": "sum", "weight": distribute_tensor(case.class_weight, mesh, [Shard(0)])}
+        for target, token_weights in (
             (case.target, weights),
-            (case.target[:, mine], weights[:, mine]),
+            (case.target[:, tokens], weights[:, tokens]),
             (distribute_tensor(case.target, mesh, [Shard(0)]), distribute_tensor(weights, mesh, [Shard(1)])),
         ):
-            found = linear_cross_entropy(placed.x, placed.weight, target, token_weights=of_tokens, **settings)
-            assert error(found, (rows * weights).sum()) < 1e-6
+            loss = linear_cross_entropy(placed.x, placed.weight, target, token_weights=token_weights, **settings)
+            assert error(loss, exact) < 1e-6
 
     as_threads(2, run)
 
@@ -147,7 +149,7 @@ def test_outputs_that_are_changed_in_place():
     (upstream,) = incoming_gradients(case, ("entropy",), torch.float64)
 
     def run(rank):
-        placed = on_mesh(case, init_device_mesh("cpu", (2,)), [Shard(0)], [R])
+        placed = placed_case(case, init_device_mesh("cpu", (2,)), [Shard(0)], [R])
         _, entropy = linear_cross_entropy(placed.x, placed.weight, case.target, reduction="none", outputs=("entropy",))
         entropy *= 3
         entropy.full_tensor().backward(upstream / 3)
@@ -188,25 +190,24 @@ def test_refused():
                 return DTensor.from_local(tensor.detach(), mesh, placements)
             return distribute_tensor(tensor.detach().clone(), mesh, placements)
 
-        for of_x, of_weight, settings, message in REFUSED:
-            given = {"input": placed(case.x, of_x), "linear_weight": placed(case.weight, of_weight)}
-            with pytest.raises((TypeError, ValueError), match=message):
-                linear_cross_entropy(**{**given, "target": case.target, **settings})
+        for x_placements, weight_placements, change, message in REFUSED:
+            x, weight = placed(case.x, x_placements), placed(case.weight, weight_placements)
+            arguments = {"input": x, "linear_weight": weight, "target": case.target}
+            assert_refused(linear_cross_entropy, arguments, (change, message))
         other = init_device_mesh("cpu", (1, 4))
-        given = {"input": placed(case.x, [R]), "linear_weight": placed(case.weight, [Shard(0)]), "target": case.target}
         five = {"input": placed(case.x[:, :5], [Shard(1)]), "target": case.target[:, :5]}
         six = {"input": placed(case.x[:, :6], [Shard(1)] * 2, grid), "target": case.target[:, :6]}
         six["linear_weight"] = placed(case.weight, [R, Shard(0)], grid)
         twice = {"input": placed(case.x, [R] * 2, grid), "linear_weight": placed(case.weight, [Shard(0)] * 2, grid)}
-        for changes, message in (
+        assert_refused(
+            partial(linear_cross_entropy, num_items=9),
+            {"input": placed(case.x, [R]), "linear_weight": placed(case.weight, [Shard(0)]), "target": case.target},
             (five, "dimension 1 of 5 tokens must be a multiple of the 2 ranks"),
             # Three tokens along the first dimension of the mesh are no two equal parts along the second.
             (six, r"1 of 6 tokens must be a multiple of the 4 ranks .* along 'tp', which"),
             ({"target": placed(case.target, [R, R], other)}, "target must be on input's mesh"),
             ({"linear_weight": placed(case.weight, [R, R], other)}, "linear_weight must be on input's mesh"),
             (twice, r"Shard\(0\) along one dimension of the mesh at most.*fully_shard"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                linear_cross_entropy(**given | changes, num_items=9)
+        )
 
     as_threads(4, run)
