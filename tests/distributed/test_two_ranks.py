@@ -10,7 +10,6 @@ import thunder.distributed
 import torch
 import torch.distributed as dist
 from thunder.distributed import FSDPType
-from thunder.distributed.transforms.ddp_v2 import DDPTransform
 from thunder.distributed.transforms.fsdp_v2 import FSDPTransform
 from thunder.transforms import MaterializationTransform
 from torch import nn
@@ -25,13 +24,15 @@ from torch.nn.parallel import DistributedDataParallel
 import front_ends
 import thunder_flce
 from divided import part_of, parts
-from front_ends import H, assert_fused
+from front_ends import H, V, assert_fused
 from ranks import GPUS, as_processes
 from reference import error, make_case, truth
 from thunder_flce import LinearCrossEntropyLoss, Options, VocabParallel, count_items, linear_cross_entropy
 from thunder_flce.backend import compile_graph
 
 CASES, CPU = {}, torch.device("cpu")
+FLOAT32 = {"policy": MixedPrecisionPolicy(), "bound": 1e-5}
+BFLOAT16 = {"policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), "bound": 0.03}
 
 
 def on_two_ranks(**variants):
@@ -48,7 +49,7 @@ def on_two_ranks(**variants):
 class Model(front_ends.Model):
     """The same on all ranks, whose loss PyTorch computes."""
 
-    def __init__(self, vocab: int = 96, *, tied: bool = False):
+    def __init__(self, vocab: int = V, *, tied: bool = False):
         torch.manual_seed(0)
         super().__init__(vocab=vocab)
         if tied:
@@ -58,17 +59,17 @@ class Model(front_ends.Model):
 class ModelWithLoss(Model):
     """The same with a head that computes its loss."""
 
-    def __init__(self, vocab: int = 96, *, tied: bool = False, options: Options | None = None):
-        super().__init__(vocab, tied=tied)
+    def __init__(self, *, tied: bool = False, options: Options | None = None):
+        super().__init__(tied=tied)
         weight = self.lm_head.weight
-        self.lm_head = LinearCrossEntropyLoss(H, vocab, options=options)
+        self.lm_head = LinearCrossEntropyLoss(H, V, options=options)
         self.lm_head.linear.weight = weight
 
     def forward(self, tokens, labels, num_items=None):
         return self.lm_head(self.last_hidden(tokens), labels, num_items=num_items)
 
 
-def batch(number: int, vocab: int = 96):
+def batch(number: int, vocab: int = V):
     """Tokens, and labels of which batches have different numbers."""
     tokens, labels = torch.randint(vocab, (2, 3, 8), generator=torch.Generator().manual_seed(number))
     labels[: number % 2 + 1] = -100
@@ -79,12 +80,12 @@ def exact_gradients(
     model: nn.Module, numbers=(0, 1), *, ranks: int = 2, of_all_tokens: bool = False
 ) -> dict[str, torch.Tensor]:
     """Those of the losses of some batches, averaged over ranks, or of the mean over all tokens; in float64."""
-    head = getattr(model.lm_head, "linear", model.lm_head)
-    exact = Model(model.embedding.num_embeddings, tied=head.weight is model.embedding.weight).double()
+    head, vocab = getattr(model.lm_head, "linear", model.lm_head), model.embedding.num_embeddings
+    exact = Model(vocab, tied=head.weight is model.embedding.weight).double()
     counts = [(batch(number)[1] != -100).sum() for number in numbers]
     for number, count in zip(numbers, counts, strict=True):
         part = count / sum(counts) if of_all_tokens else 1 / ranks
-        (part * exact(*batch(number, model.embedding.num_embeddings))).backward()
+        (part * exact(*batch(number, vocab))).backward()
     return {name: parameter.grad for name, parameter in exact.named_parameters()}
 
 
@@ -106,37 +107,24 @@ def padded_part(rank: int, gradient: torch.Tensor, ranks: int = 2) -> torch.Tens
     return torch.cat([gradient, gradient.new_zeros(ranks, *gradient.shape[1:])])[rank * rows :][:rows]
 
 
-def thunder_fsdp(model: nn.Module):
-    step = thunder_flce.jit(model, strict=True)
-    return thunder.distributed.fsdp(step, device=CPU, sharding_strategy=FSDPType.ZERO3)
-
-
-def thunder_distributes_first(model: nn.Module, is_ddp: bool):
-    """The other order of transforms."""
-    if is_ddp:
-        group = thunder.distributed.copy_default_process_group()
-        distributed = [DDPTransform(process_group=group, bucket_size_in_mb=25.0, broadcast_from=None)]
-    else:
+@on_two_ranks(fusion_first={"is_fsdp_first": False}, fsdp_first_tied={"is_fsdp_first": True})
+def thunder_fsdp(rank, is_fsdp_first):
+    model = Model(tied=is_fsdp_first)
+    exact = exact_gradients(model)
+    if is_fsdp_first:
         init = MaterializationTransform.init_from_original_module_init()
-        distributed = [FSDPTransform(device=CPU), MaterializationTransform(CPU, init=init)]
-    transforms = [*distributed, thunder_flce.FuseLinearCrossEntropy(strict=True)]
-    executors = [thunder_flce.executor, *thunder.get_default_executors()]
-    return thunder.jit(model, transforms=transforms, executors=executors)
-
-
-@on_two_ranks(
-    zero3={"distribute": thunder_fsdp},
-    ddp_first={"distribute": partial(thunder_distributes_first, is_ddp=True), "is_sharded": False},
-    fsdp_first_tied={"distribute": partial(thunder_distributes_first, is_ddp=False), "tied": True},
-)
-def thunder_distributes(rank, distribute, is_sharded=True, tied=False):
-    model = Model(97, tied=tied)
-    exact, step = exact_gradients(model), distribute(model)
+        transforms = [FSDPTransform(device=CPU), MaterializationTransform(CPU, init=init)]
+        transforms.append(thunder_flce.FuseLinearCrossEntropy(strict=True))
+        executors = [thunder_flce.executor, *thunder.get_default_executors()]
+        step = thunder.jit(model, transforms=transforms, executors=executors)
+    else:
+        step = thunder_flce.jit(model, strict=True)
+        step = thunder.distributed.fsdp(step, device=CPU, sharding_strategy=FSDPType.ZERO3)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "thunder_flce")
-        step(*batch(rank, 97)).backward()
+        step(*batch(rank)).backward()
     assert_fused(step)
-    check(step, exact, part=partial(padded_part, rank) if is_sharded else lambda gradient: gradient)
+    check(step, exact, part=partial(padded_part, rank))
 
 
 @on_two_ranks()
@@ -157,14 +145,10 @@ def thunder_ddp_accumulates(rank):
 
 
 @on_two_ranks()
-def thunder_fsdp_without_sums_warns(rank):
+def thunder_warns_of_gradients_that_are_not_summed(rank):
     step = thunder.distributed.fsdp(thunder_flce.jit(Model()), device=CPU)
     with step.no_sync(), pytest.warns(UserWarning, match=r"fsdp loses gradients in no_sync\(\)"):
         step(*batch(rank))
-
-
-@on_two_ranks()
-def fully_shard_of_a_thunder_module_warns(rank):
     step = thunder_flce.jit(Model())
     fully_shard(step, mesh=init_device_mesh("cpu", (2,)))
     with pytest.warns(UserWarning, match="fully_shard has no effect on a module that thunder compiles"):
@@ -173,17 +157,9 @@ def fully_shard_of_a_thunder_module_warns(rank):
 
 # PyTorch's own.
 
-FLOAT32 = MixedPrecisionPolicy()
-BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
-
-@on_two_ranks(
-    plain={},
-    tied={"tied": True},
-    frozen={"frozen": True},
-    bfloat16={"policy": BFLOAT16, "bound": 0.03},
-)
-def fsdp2_head(rank, tied=False, frozen=False, policy=FLOAT32, bound=1e-5):
+@on_two_ranks(plain=FLOAT32, tied={"tied": True, **FLOAT32}, frozen={"frozen": True, **FLOAT32}, bfloat16=BFLOAT16)
+def fsdp2_head(rank, policy, bound, tied=False, frozen=False):
     counts = []
     for chunk_rows, unshards in ((24, True), (5, True), (5, False)):
         model = ModelWithLoss(tied=tied, options=Options(chunk_rows=chunk_rows))
@@ -199,7 +175,7 @@ def fsdp2_head(rank, tied=False, frozen=False, policy=FLOAT32, bound=1e-5):
         with CommDebugMode() as communication:
             loss = model(*batch(rank))
             # As a unit of its own, this rank has only its rows again.
-            assert tied or model.lm_head.linear.weight.to_local().shape == (48, H)
+            assert tied or model.lm_head.linear.weight.to_local().shape == (49 - rank, H)
             loss.backward()
         counts.append(communication.get_total_counts())
         check(model, exact, bound=bound)
@@ -207,87 +183,60 @@ def fsdp2_head(rank, tied=False, frozen=False, policy=FLOAT32, bound=1e-5):
     assert counts[0] == counts[1] > counts[2] or (tied and counts[0] == counts[1] == counts[2]), counts
 
 
-def divide_head(model: nn.Module, mesh) -> None:
-    """Has the ranks of data parallel training divide the vocabulary of a model with a loss."""
-    head = model.lm_head
+@on_two_ranks(mean=FLOAT32, num_items={"has_num_items": True, **FLOAT32}, bfloat16=BFLOAT16)
+def fsdp2_divides_the_vocabulary_too(rank, policy, bound, has_num_items=False):
+    """Gradients are those of the mean over all tokens, in two equal batches; parameters are those of a state dict."""
+    model, mesh = ModelWithLoss(), init_device_mesh("cpu", (2,))
+    exact, head = exact_gradients(model, of_all_tokens=True), model.lm_head
     head.vocab_parallel = VocabParallel(group=mesh, data_parallel=True)
     head.linear.weight = nn.Parameter(distribute_tensor(head.linear.weight.detach(), mesh, [Shard(0)]))
+    for module in (model.hidden, model.embedding):
+        fully_shard(module, mp_policy=policy)
     fully_shard(model, mesh=mesh, ignored_params=set(head.parameters()))
-
-
-@on_two_ranks(mean={"has_num_items": False}, num_items={"has_num_items": True})
-def fsdp2_divides_the_vocabulary_too(rank, has_num_items):
-    """The gradients are those of the mean over all tokens, of which the ranks have 24 and 20; over two batches."""
-    model, mesh = ModelWithLoss(97), init_device_mesh("cpu", (2,))
-    exact = Model(97).double()
-    batches = [[tensor.flatten()[: 24 - 4 * number] for tensor in batch(number, 97)] for number in range(2)]
-    exact(*(torch.cat(tensors)[None] for tensors in zip(*batches, strict=True))).backward()
-    divide_head(model, mesh)
-    tokens, labels = batches[rank]
+    options = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(model, ModelWithLoss().state_dict(), options=options)
+    torch.testing.assert_close(get_model_state_dict(model, options=options), dict(ModelWithLoss().state_dict()))
+    tokens, labels = batch(rank)
     for _ in range(2):
         loss = model(tokens, labels, 2 * count_items(labels, group=dist.group.WORLD) if has_num_items else None)
         (loss if has_num_items else loss / 2).backward()
-    right = {name: parameter.grad for name, parameter in exact.named_parameters()}
-    check(model, right)
-    assert model.lm_head.linear.weight.grad.placements == (Shard(0),)
+    check(model, exact, bound=bound)
+    assert head.linear.weight.grad.placements == (Shard(0),)
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-    assert error(norm.full_tensor(), sum(gradient.square().sum() for gradient in right.values()).sqrt()) < 1e-5
-
-
-@on_two_ranks()
-def fsdp2_divides_the_vocabulary_of_a_model_in_bfloat16(rank):
-    """Whose parameters are those of a state dict."""
-    model, mesh = ModelWithLoss(97), init_device_mesh("cpu", (2,))
-    exact = exact_gradients(model, of_all_tokens=True)
-    fully_shard(model.hidden, mp_policy=BFLOAT16)
-    fully_shard(model.embedding, mp_policy=BFLOAT16)
-    divide_head(model, mesh)
-    options = StateDictOptions(full_state_dict=True)
-    set_model_state_dict(model, ModelWithLoss(97).state_dict(), options=options)
-    torch.testing.assert_close(get_model_state_dict(model, options=options), dict(ModelWithLoss(97).state_dict()))
-    model(*batch(rank, 97)).backward()
-    check(model, exact, bound=0.03)
-    model.lm_head.linear.weight = nn.Parameter(model.lm_head.linear.weight.full_tensor())
+    exact_norm = torch.stack([gradient.norm() for gradient in exact.values()]).norm()
+    assert error(norm.full_tensor(), exact_norm) < bound
+    head.linear.weight = nn.Parameter(head.linear.weight.full_tensor())
     with pytest.raises(TypeError, match="weight must be a DTensor with vocab_parallel"):
-        model(*batch(rank, 97))
-
-
-# DTensors.
+        model(tokens, labels)
 
 
 @on_two_ranks()
 def module_with_a_divided_weight(rank):
-    mesh = init_device_mesh("cpu", (2,))
-    loss, part = (LinearCrossEntropyLoss(H, 97, bias=True, dtype=torch.float64) for _ in range(2))
-    for name, parameter in loss.linear.named_parameters():
-        with torch.no_grad():
-            dist.broadcast(parameter, 0)
-        setattr(part.linear, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
-    hidden = torch.randn(4, 6, H, dtype=torch.float64).requires_grad_()
-    dist.broadcast(hidden.detach(), 0)
-    labels = batch(1)[1].view(4, 6)
-    loss(hidden, labels).backward()
-    x = distribute_tensor(hidden.detach(), mesh, [Shard(0)]).requires_grad_()
+    case, mesh = make_case(bias=True, dtype=torch.float64), init_device_mesh("cpu", (2,))
+    module = LinearCrossEntropyLoss(*case.weight.shape[::-1], bias=True, dtype=torch.float64)
+    x, weight, bias = (distribute_tensor(tensor.detach(), mesh, [Shard(0)]) for tensor in case.operands())
+    module.linear.weight, module.linear.bias = nn.Parameter(weight), nn.Parameter(bias)
     # Nobody has waited for this all-gather yet.
-    part(x.redistribute(placements=[Replicate()], async_op=True), labels).backward()
-    check(part, {name: parameter.grad for name, parameter in loss.named_parameters()}, bound=1e-12)
-    assert x.grad.placements == (Shard(0),) and error(x.grad.full_tensor(), hidden.grad) < 1e-12
+    hidden = x.requires_grad_().redistribute(placements=[Replicate()], async_op=True)
+    module(hidden, case.target).backward()
+    tensors = x, module.linear.weight, module.linear.bias
+    for tensor, gradient in zip(tensors, truth(case).gradients, strict=True):
+        assert tensor.grad.placements == (Shard(0),) and error(tensor.grad.full_tensor(), gradient) < 1e-12
 
 
 @on_two_ranks(ddp={"is_ddp": True}, fsdp2_tied={"is_ddp": False})
 def backend_of_torch_compile(rank, is_ddp):
     """With `aot_eager` in place of Inductor, which takes seconds for each program."""
-    model = Model(97, tied=not is_ddp)
+    model = Model(tied=not is_ddp)
     exact = exact_gradients(model)
     step = DistributedDataParallel(model) if is_ddp else fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     with mock.patch("torch._inductor.compile_fx.compile_fx", lambda gm, inputs, **others: aot_eager(gm, inputs)):
         compiled = torch.compile(step, backend=compile_graph, options={"strict": True})
         for _ in range(2):
             step.zero_grad()
-            compiled(*batch(rank, 97)).backward()
+            compiled(*batch(rank)).backward()
     check(model, exact)
-    (decision,) = thunder_flce.explain(compiled).decisions
-    assert decision.fused, decision
+    assert_fused(compiled, times=1)
 
 
 @on_two_ranks()
@@ -305,7 +254,7 @@ def _on_gpus(rank: int) -> list[str]:
     """With NCCL, what thunder distributes, and a compiled call; in words, what is wrong."""
     device, ranks, wrong = torch.device("cuda", rank), dist.get_world_size(), []
     for kind in ("ddp", "fsdp", "column_parallel"):
-        model, is_column = Model(), kind == "column_parallel"
+        model, is_column = Model(96), kind == "column_parallel"
         exact = exact_gradients(model, [0] * ranks if is_column else range(ranks), ranks=ranks)
         step = thunder_flce.jit(model.to(device), strict=True)
         distribute = getattr(thunder.distributed, kind)
@@ -313,7 +262,7 @@ def _on_gpus(rank: int) -> list[str]:
             step = distribute(step, ["lm_head"])
         else:
             step = distribute(step, device=device) if kind == "fsdp" else distribute(step)
-        step(*(tensor.to(device) for tensor in batch(0 if is_column else rank))).backward()
+        step(*(tensor.to(device) for tensor in batch(0 if is_column else rank, 96))).backward()
         assert_fused(step)
         for name, gradient in exact.items():
             is_part = kind == "fsdp" or (is_column and name == "lm_head.weight")
@@ -343,5 +292,5 @@ def test_on_gpus():
 
 @pytest.mark.parametrize("name", CASES)
 def test_on_two_ranks(name):
-    results = as_processes(2, CASES[name])
-    assert results == [None, None], "\n".join(map(str, results))
+    for rank, result in enumerate(as_processes(2, CASES[name])):
+        assert result is None, f"on rank {rank}: {result}"
