@@ -9,6 +9,7 @@ import re
 import signal
 import time
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -16,8 +17,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_map
 
-from divided import joined, of_mesh, of_rank, part_of, parts
-from ranks import GPUS, as_processes, outcome
+from divided import joined, mesh_rank_result, part_of, parts, rank_result
+from ranks import GPUS, as_processes
 from reference import Case, Result, assert_close_to_truth, captured, composed, make_case
 from thunder_flce import Options, linear_cross_entropy
 from thunder_flce.agreement import CHECK_EVERY_CALL
@@ -35,7 +36,7 @@ SETTINGS = [
 ]
 
 
-def _case(device: str, dtype: torch.dtype) -> Case:
+def _case(device: str, dtype: torch.dtype = torch.float32) -> Case:
     torch.manual_seed(5)
     case = make_case(tokens=96, vocab=331, hidden=32, bias=True, class_weight=True, device=device, dtype=dtype)
     case.target = case.target.short()  # Neither gloo nor NCCL knows int16.
@@ -44,41 +45,40 @@ def _case(device: str, dtype: torch.dtype) -> Case:
 
 def _divisions(ranks: int) -> list[dict]:
     """Of the vocabulary, and of the tokens: equal parts, or other numbers for gradients that are averaged."""
-    of_tokens = {"sizes": UNEVEN[ranks], "options": Options(chunk_rows=16)}
+    chunks = {"options": Options(chunk_rows=16)}
     return [
         *({"sizes": sizes, "dtype": dtype, **settings}
           for dtype in (torch.float32, torch.bfloat16)
-          for sizes in ([331 // ranks + (each < 331 % ranks) for each in range(ranks)], (331, *[0] * (ranks - 1)))
+          for sizes in ([331 // ranks + (rank < 331 % ranks) for rank in range(ranks)], (331, *[0] * (ranks - 1)))
           for settings in SETTINGS),
-        {**of_tokens, "counts": [96 // ranks] * ranks, "how": {"sequence_parallel": True}},
-        {**of_tokens, "counts": OWN_TOKENS[ranks], "how": {"data_parallel": True}},
-        {"placements": ((ranks,), (Shard(0),), (Shard(0),)), "options": Options(chunk_rows=16)},
+        {"sizes": UNEVEN[ranks], **chunks, "counts": [96 // ranks] * ranks, "how": {"sequence_parallel": True}},
+        {"sizes": UNEVEN[ranks], **chunks, "counts": OWN_TOKENS[ranks], "how": {"data_parallel": True}},
+        {"placements": ((ranks,), (Shard(0),), (Shard(0),)), **chunks},
     ]  # fmt: skip
 
 
-def _results(rank: int) -> list[Result]:
+def _results(rank: int, device: str) -> list[Result]:
     """This rank's results, on the CPU."""
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    found = []
+    results = []
     for settings in _divisions(dist.get_world_size()):
-        case, has_whole = _case(device, settings.pop("dtype", torch.float32)), "placements" in settings
-        result = (of_mesh if has_whole else of_rank)(rank, case, **settings)
-        found.append(Result(**tree_map(lambda each: each.cpu(), vars(result))))
-    return found
+        run = mesh_rank_result if "placements" in settings else rank_result
+        result = run(rank, _case(device, settings.pop("dtype", torch.float32)), **settings)
+        results.append(Result(**tree_map(torch.Tensor.cpu, vars(result))))
+    return results
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_results(device):
     ranks = RANKS[device]
-    found = as_processes(ranks, _results, device=device)
-    assert all(isinstance(each, list) for each in found), found
-    for settings, *results in zip(_divisions(ranks), *found, strict=True):
+    results = as_processes(ranks, partial(_results, device=device), device=device)
+    assert all(isinstance(rank_results, list) for rank_results in results), results
+    for settings, *rank_results in zip(_divisions(ranks), *results, strict=True):
         case = _case(device, settings.pop("dtype", torch.float32))
-        case = Case(*(each.detach().cpu().requires_grad_() for each in (case.x, case.weight, case.bias)),
+        case = Case(*(tensor.detach().cpu().requires_grad_() for tensor in case.operands()),
                     case.target.cpu(), case.class_weight.cpu())  # fmt: skip
-        has_whole, counts = "placements" in settings, settings.get("counts")
-        settings = {name: each for name, each in settings.items() if name in inspect.signature(composed).parameters}
-        for result in results if has_whole else [joined(case, results, counts)]:
+        is_whole, counts = "placements" in settings, settings.get("counts")
+        settings = {name: settings[name] for name in {*settings} & {*inspect.signature(composed).parameters}}
+        for result in rank_results if is_whole else [joined(case, rank_results, counts)]:
             assert_close_to_truth(result, case, tiny=True, **settings)
 
 
@@ -108,7 +108,8 @@ def _two_heads(rank: int) -> list[torch.Tensor]:
     """Of one column and of two: the first rank has one of each."""
     x, target = torch.ones(6, 4), torch.zeros(6, dtype=torch.long)
     one, two = torch.ones(1 - rank, 4, requires_grad=True), torch.ones(1, 4, requires_grad=True)
-    losses = [linear_cross_entropy(x, each, target, vocab_parallel=dist.group.WORLD) for each in (one, two, one, two)]
+    heads = (one, two, one, two)
+    losses = [linear_cross_entropy(x, head, target, vocab_parallel=dist.group.WORLD) for head in heads]
     sum(losses).backward()
     return [loss.detach() for loss in losses]
 
@@ -121,9 +122,20 @@ def test_heads_of_which_a_rank_has_as_many_rows():
 # How it fails: with words, and within the group's timeout.
 
 
+def outcome(run, *, within_s: float) -> str:
+    """Returns a call's result or exception as text; asserts that no collective waited for the group's timeout."""
+    started = time.monotonic()
+    try:
+        text = str(run())
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    assert time.monotonic() - started < within_s, "the timeout of the group"
+    return text
+
+
 def _wrong_target(rank: int) -> str:
     """Where nobody waits for the device; afterwards this process has lost it."""
-    case = _case("cuda", torch.float32)
+    case = _case("cuda")
     case.target[5] = 331
     part = part_of(case, parts(UNEVEN[dist.get_world_size()])[rank])
     options = Options(ignored_rows="compute")
@@ -137,16 +149,16 @@ def _wrong_target(rank: int) -> str:
 
 @pytest.mark.parametrize("device", DEVICES[1:])
 def test_a_wrong_target_asserts_on_all_devices(device, capfd):
-    found = as_processes(GPUS, _wrong_target, device=device)
-    said = capfd.readouterr().err
+    texts = as_processes(GPUS, _wrong_target, device=device)
+    printed = capfd.readouterr().err
     # NCCL's watchdog may notice it first, and then ends the process with these words.
-    assert all("device-side assert" in (said if each is None else each) for each in found), (found, said)
+    assert all("device-side assert" in (printed if text is None else text) for text in texts), (texts, printed)
 
 
 def _captured_anew(rank: int) -> list[str]:
     """A call that was never made without a graph; then two heads of which the first rank has as many rows."""
     torch.manual_seed(0)
-    case, found = make_case(tokens=64, vocab=331, hidden=64, device="cuda"), []
+    case, outcomes = make_case(tokens=64, vocab=331, hidden=64, device="cuda"), []
     options = Options(ignored_rows="compute")
 
     def step(rows):
@@ -159,51 +171,47 @@ def _captured_anew(rank: int) -> list[str]:
             step(rows)
 
     heads = [slice(0, 100) if rank == 0 else slice(100, stop) for stop in (150, 200)]
-    found.append(outcome(lambda: captured(heads[0]), within_s=55))
+    outcomes.append(outcome(lambda: captured(heads[0]), within_s=55))
     for head in heads:
         step(head)
-    found.append(outcome(lambda: captured(heads[0]), within_s=55))
-    return found
+    outcomes.append(outcome(lambda: captured(heads[0]), within_s=55))
+    return outcomes
 
 
 @pytest.mark.gpu(count=2)
 def test_calls_that_a_graph_cannot_capture():
     results = as_processes(2, _captured_anew, device="cuda")
-    for found in results:
-        assert "cannot agree on a new call with vocab_parallel while a CUDA graph is captured" in found[0], found
+    for first, _ in results:
+        assert "cannot agree on a new call with vocab_parallel while a CUDA graph is captured" in first, results
     assert "cannot agree" in results[0][1] and "cannot agree" not in results[1][1], results
 
 
 def _call(rank: int, group, **settings) -> str:
     """What becomes of a call, in words."""
-    case = _case("cpu", torch.float32)
-    part = part_of(case, parts((200, 131))[rank])
-
-    def loss():
-        return linear_cross_entropy(part.x, part.weight, case.target, vocab_parallel=group, **settings).item()
-
-    return outcome(loss, within_s=100)
+    case = _case("cpu")
+    part, settings = part_of(case, parts((200, 131))[rank]), {"vocab_parallel": group, **settings}
+    return outcome(lambda: linear_cross_entropy(part.x, part.weight, case.target, **settings).item(), within_s=100)
 
 
 def _failures(rank: int) -> list[str]:
     groups = [dist.new_group(timeout=timedelta(seconds=3)) for _ in range(2)]
-    found = [_call(rank, groups[0])]
+    outcomes = [_call(rank, groups[0])]
     os.environ[CHECK_EVERY_CALL] = "1"
-    found.append(_call(rank, groups[0], num_items=float(rank)))
+    outcomes.append(_call(rank, groups[0], num_items=float(rank)))
     del os.environ[CHECK_EVERY_CALL]
     # A rank raises something of its own, and does not come.
-    found.append(_call(rank, groups[0]) if rank == 0 else "raises")
+    outcomes.append(_call(rank, groups[0]) if rank == 0 else "raises")
     if rank == 1:
         time.sleep(1)
         os.kill(os.getpid(), signal.SIGKILL)
-    return [*found, _call(rank, groups[1])]
+    return [*outcomes, _call(rank, groups[1])]
 
 
 def test_failures():
-    (found, killed) = as_processes(2, _failures)
+    outcomes, killed = as_processes(2, _failures)
     assert killed is None
-    right, values, alone, left = found
-    assert re.fullmatch(r"\d\.\d+", right)
-    assert re.match(r"ValueError: all ranks .* the value of num_items is 0.0 on rank 0 and 1.0 on rank 1", values)
+    loss, different, alone, left = outcomes
+    assert re.fullmatch(r"\d\.\d+", loss)
+    assert re.match(r"ValueError: all ranks .* the value of num_items is 0.0 on rank 0 and 1.0 on rank 1", different)
     for message in (alone, left):
         assert re.match(r"(RuntimeError|DistBackendError|DistNetworkError): .*(imed out|onnection)", message, re.DOTALL)
