@@ -12,62 +12,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import thunder_flce
-from divided import part_of, parts
+from divided import parts
 from ranks import as_threads
-from reference import Case, error, make_case, truth
+from reference import error, make_case, truth
 from thunder_flce import NotFusedWarning, Options, VocabParallel, linear_cross_entropy
 
 H, VOCAB = 8, 102
-
-
-class Losses(nn.Module):
-    """A layer, a head, and two losses on the same logits."""
-
-    def __init__(self, *, columns: int | None = None, bias_after: bool = False):
-        super().__init__()
-        self.hidden = nn.Linear(H, H, dtype=torch.float64)
-        self.lm_head = nn.Linear(H, VOCAB, bias=not bias_after, dtype=torch.float64)
-        self.bias = nn.Parameter(torch.randn(VOCAB, dtype=torch.float64)) if bias_after else None
-        self.columns = columns
-
-    def forward(self, x, labels, class_weights, advantages):
-        logits = self.lm_head(torch.tanh(self.hidden(x)))
-        if self.bias is not None:
-            logits = logits + self.bias
-        logits = 3 * torch.tanh(logits[:, :-1, : self.columns].flatten(0, 1))
-        labels = labels[:, 1:].flatten()
-        log_probs = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[:, None]).squeeze(-1)
-        class_weights = class_weights if self.columns is None else None
-        mean = F.cross_entropy(logits, labels, weight=class_weights, label_smoothing=0.1)
-        return mean, (torch.exp(log_probs) * advantages).sum(), F.cross_entropy(logits, labels, reduction="none")
-
-
-class Step:
-    """A model, its arguments, upstream gradients, and what float64 makes of them. Threads share the random numbers."""
-
-    def __init__(self, **settings):
-        self.model = Losses(**settings)
-        self.x = torch.randn(2, 6, H, dtype=torch.float64).requires_grad_()
-        labels = torch.randint(40, (2, 6))
-        labels[0, 2:4] = -100
-        self.others = labels, torch.rand(VOCAB, dtype=torch.float64), torch.randn(10, dtype=torch.float64)
-        self.upstream = [torch.randn(shape, dtype=torch.float64) for shape in ((), (), (10,))]
-        self.losses = self.model(self.x, *self.others)
-        torch.autograd.backward(self.losses, self.upstream)
-
-    def check(self, rank: int, ranks: int, **settings):
-        """Asserts that losses are exact, and so are x's gradient and this rank's part of the parameters'."""
-        step, device = thunder_flce.jit(deepcopy(self.model), **settings), torch.device("cpu", rank)
-        step = thunder.distributed.column_parallel(step, ["lm_head"], device=device)
-        x = self.x.detach().requires_grad_()
-        losses = step(x, *self.others)
-        torch.autograd.backward(losses, self.upstream)
-        assert all(error(*pair) < 1e-12 for pair in zip(losses, self.losses, strict=True))
-        assert error(x.grad, self.x.grad) < 1e-12
-        for name, parameter in self.model.named_parameters():
-            gradient = parameter.grad.chunk(ranks)[rank] if name.startswith("lm_head") else parameter.grad
-            assert error(step.get_parameter(name).grad, gradient) < 1e-12, name
-        return step
 
 
 @pytest.fixture(autouse=True)
@@ -77,15 +27,49 @@ def on_cpu(monkeypatch):
     monkeypatch.setattr(TransformForTensorParallel, "__post_init__", set_device)
 
 
+class Losses(nn.Module):
+    """A layer, a head, and three losses on the same logits, all of them or the first columns."""
+
+    def __init__(self, columns: int | None):
+        super().__init__()
+        self.columns = columns
+        self.hidden = nn.Linear(H, H, dtype=torch.float64)
+        self.lm_head = nn.Linear(H, VOCAB, dtype=torch.float64)
+
+    def forward(self, x, labels, class_weights, advantages):
+        logits = self.lm_head(torch.tanh(self.hidden(x)))
+        logits = 3 * torch.tanh(logits[:, :-1, : self.columns].flatten(0, 1))
+        labels = labels[:, 1:].flatten()
+        log_probs = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[:, None]).squeeze(-1)
+        mean = F.cross_entropy(logits, labels, weight=class_weights, label_smoothing=0.1)
+        return mean, (torch.exp(log_probs) * advantages).sum(), F.cross_entropy(logits, labels, reduction="none")
+
+
 @pytest.mark.parametrize(
-    "ranks, columns, options",
+    ("ranks", "columns", "options"),
     [(2, None, Options()), (3, VOCAB - 3, Options(strategy="recompute_logits", chunk_rows=4))],
 )
 def test_column_parallel(ranks, columns, options):
-    case = Step(columns=columns)
+    model, x = Losses(columns), torch.randn(2, 6, H, dtype=torch.float64).requires_grad_()
+    labels = torch.randint(40, (2, 6))
+    labels[0, 2:4] = -100
+    class_weights = torch.rand(VOCAB, dtype=torch.float64) if columns is None else None
+    others = labels, class_weights, torch.randn(10, dtype=torch.float64)
+    upstream = [torch.randn(shape, dtype=torch.float64) for shape in ((), (), (10,))]
+    exact_losses = model(x, *others)
+    torch.autograd.backward(exact_losses, upstream)
 
     def run(rank):
-        step = case.check(rank, ranks, options=options, strict=True)
+        step = thunder_flce.jit(deepcopy(model), options=options, strict=True)
+        step = thunder.distributed.column_parallel(step, ["lm_head"], device=torch.device("cpu", rank))
+        hidden = x.detach().requires_grad_()
+        losses = step(hidden, *others)
+        torch.autograd.backward(losses, upstream)
+        assert all(error(*pair) < 1e-12 for pair in zip(losses, exact_losses, strict=True))
+        assert error(hidden.grad, x.grad) < 1e-12
+        for name, parameter in model.named_parameters():
+            gradient = parameter.grad.chunk(ranks)[rank] if name.startswith("lm_head") else parameter.grad
+            assert error(step.get_parameter(name).grad, gradient) < 1e-12, name
         traces = thunder.last_traces(step)[-1], thunder.last_backward_traces(step)[-1]
         return thunder_flce.explain(step), "\n".join(map(str, traces))
 
@@ -98,13 +82,40 @@ def test_column_parallel(ranks, columns, options):
         assert "combined over the ranks" in text and "summed over the ranks" in text and f"'ranks': {ranks}" in text
 
 
-def test_a_bias_that_is_not_divided():
-    case = Step(bias_after=True)
-    with pytest.warns(NotFusedWarning, match="by add with a bias that is not divided among ranks"):
-        as_threads(2, lambda rank: case.check(rank, 2))
-
-
 class Head(nn.Module):
+    """A head with a loss: with a bias that is added outside of the linear, or by `linear_cross_entropy`."""
+
+    def __init__(self, is_call=False):
+        super().__init__()
+        self.lm_head, self.is_call = nn.Linear(H, VOCAB, bias=False, dtype=torch.float64), is_call
+        self.bias = nn.Parameter(torch.randn(VOCAB, dtype=torch.float64))
+
+    def forward(self, x, labels):
+        if self.is_call:
+            return linear_cross_entropy(x, self.lm_head.weight, labels)
+        return F.cross_entropy(self.lm_head(x) + self.bias, labels)
+
+
+def test_what_is_not_fused():
+    model, x, labels = Head(), torch.randn(5, H, dtype=torch.float64), torch.randint(VOCAB, (5,))
+
+    def run(rank):
+        device = torch.device("cpu", rank)
+        for divide in (thunder.distributed.column_parallel, thunder.distributed.row_parallel):
+            step = divide(thunder_flce.jit(deepcopy(model)), ["lm_head"], device=device)
+            assert error(step(x, labels), model(x, labels)) < 1e-12
+        step = thunder.distributed.column_parallel(thunder_flce.jit(Head(is_call=True)), ["lm_head"], device=device)
+        with pytest.raises(NotImplementedError, match="thunder.distributed divides its weight among ranks"):
+            step(x, labels)
+
+    with pytest.warns(NotFusedWarning) as warned:
+        as_threads(2, run)
+    messages = "\n".join(str(warning.message) for warning in warned)
+    assert "by add with a bias that is not divided among ranks" in messages
+    assert "shards its linear, but not by column_parallel of that layer alone" in messages
+
+
+class Call(nn.Module):
     """A call whose ranks are an attribute."""
 
     vocab_parallel = None
@@ -115,44 +126,41 @@ class Head(nn.Module):
 
 def test_other_ranks():
     """thunder compiles anew where a program that it has compiled gets another group, or other settings."""
-    whole = make_case(tokens=36, dtype=torch.float64)
-    case, right = Case(whole.x.detach(), whole.weight.detach(), None, whole.target), truth(whole)
-    exact = right.loss
+    case = make_case(tokens=36, dtype=torch.float64)
+    exact, target = truth(case), case.target
 
     def run(rank):
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("both", "alone"))
-        operands = {"both": part_of(case, parts((60, 41))[rank]), "alone": case}
-        head = Head()
+        both, alone = mesh["both"], mesh["alone"]
+        rows, tokens, x = parts((60, 41))[rank], slice(18 * rank, 18 * rank + 18), case.x.detach()
+        weights = {both: case.weight.detach()[rows], alone: case.weight.detach()}
+        module = Call()
         of_argument = lambda x, w, y, group: linear_cross_entropy(x, w, y, vocab_parallel=group)  # noqa: E731
-        steps = [thunder.jit(of_argument), *(thunder_flce.jit(program) for program in (head, of_argument))]
-        for name in ("both", "alone", "both"):
-            head.vocab_parallel = mesh[name]
-            part = operands[name]
+        steps = [thunder.jit(of_argument), *(thunder_flce.jit(program) for program in (module, of_argument))]
+        for group in (both, alone, both):
+            module.vocab_parallel = group
             for step in steps:
-                arguments = () if step is steps[1] else (mesh[name],)
-                assert error(step(part.x, part.weight, case.target, *arguments), exact) < 1e-12
+                arguments = () if step is steps[1] else (group,)
+                assert error(step(x, weights[group], target, *arguments), exact.loss) < 1e-12
         assert all(thunder.cache_misses(step) == 2 and thunder.cache_hits(step) == 1 for step in steps)
-        steps[-1](part.x, part.weight, case.target, VocabParallel(group=mesh["both"], input_grad="partial"))
-        assert thunder.cache_misses(steps[-1]) == 3
+        step, weight = steps[-1], weights[both]
+        step(x, weight, target, VocabParallel(group=both, input_grad="partial"))
+        assert thunder.cache_misses(step) == 3
 
         # Each with a part of the tokens.
-        tokens = slice(18 * rank, 18 * rank + 18)
-        x, parallel = part.x[tokens].requires_grad_(), VocabParallel(group=mesh["both"], sequence_parallel=True)
-        loss = steps[-1](x, part.weight, case.target[tokens], parallel)
-        assert error(loss, exact) < 1e-12
-        assert error(torch.autograd.grad(loss, x)[0], right.gradients[0][tokens]) < 1e-12
+        own = x[tokens].requires_grad_()
+        loss = step(own, weight, target[tokens], VocabParallel(group=both, sequence_parallel=True))
+        assert error(loss, exact.loss) < 1e-12
+        assert error(torch.autograd.grad(loss, own)[0], exact.gradients[0][tokens]) < 1e-12
 
         # Without ranks, and with them again: the newest program is the first that thunder tries.
-        part, target = operands["both"], torch.zeros_like(case.target)
-        of_all = truth(Case(case.x, case.weight, None, target)).loss
-        steps[-1](part.x, part.weight, target, None)
-        assert error(steps[-1](part.x, part.weight, target, mesh["both"]), of_all) < 1e-12
-        group = mesh["both"]
+        step(x, weight, target.clamp(max=40), None)
+        assert error(step(x, weight, target, both), exact.loss) < 1e-12
         for program in (
             lambda *tensors: linear_cross_entropy(*tensors, vocab_parallel=mesh.get_group("both")),
-            lambda *tensors: linear_cross_entropy(*tensors, vocab_parallel=VocabParallel(group=group)),
+            lambda *tensors: linear_cross_entropy(*tensors, vocab_parallel=VocabParallel(group=both)),
         ):
             with pytest.raises(NotImplementedError, match="does not notice when vocab_parallel .* make it outside"):
-                thunder_flce.jit(program)(part.x, part.weight, case.target)
+                thunder_flce.jit(program)(x, weight, target)
 
     as_threads(2, run)
