@@ -1,18 +1,16 @@
 """DTensors as arguments: the loss of the whole in float64, and gradients in the placements of what they belong to."""
 
-import copy
 import itertools
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from divided import R, assert_refused, mesh_result, placed_case
 from ranks import RankErrors, as_threads
@@ -55,49 +53,44 @@ def test_every_placement(placements):
 class Head(nn.Module):
     """The end of a model, which nobody asks for logits."""
 
-    def __init__(self):
+    def __init__(self, weight):
         super().__init__()
-        self.norm = nn.RMSNorm(8, dtype=torch.float64)
         self.output = nn.Linear(8, 41, bias=False, dtype=torch.float64)
+        self.output.weight = nn.Parameter(weight.detach().clone())
 
-    def forward(self, hidden, labels, num_items=None):
-        return linear_cross_entropy(self.norm(hidden), self.output.weight, labels, num_items=num_items)
+    def forward(self, hidden, labels, num_items):
+        return linear_cross_entropy(hidden, self.output.weight, labels, num_items=num_items)
 
 
 def test_tensor_parallel_inside_fully_shard():
     """Each rank has a part of its rows; in the forward, all of its rows."""
-    head, hidden = Head(), torch.randn(4, 8, 8, dtype=torch.float64)
-    labels = torch.randint(41, (4, 8))
-    labels[0, :5] = -100
-    x = hidden.clone().requires_grad_()
-    exact = F.cross_entropy(head.output(head.norm(x)).flatten(0, 1), labels.flatten())
-    gradients = dict(zip(("x", "norm", "output"), torch.autograd.grad(exact, (x, *head.parameters())), strict=True))
+    case = make_batch(bias=False, ranks=(), dtype=torch.float64)
+    exact = truth(case)
 
     def run(rank):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        part, sequences = copy.deepcopy(head), slice(2 * (rank // 2), 2 * (rank // 2) + 2)
+        head, sequences = Head(case.weight), slice(2 * (rank // 2), 2 * (rank // 2) + 2)
         columns = ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False)
-        parallelize_module(part, mesh["tp"], {"norm": SequenceParallel(), "output": columns})
-        fully_shard(part, mesh=mesh["dp"])
-        x = distribute_tensor(hidden[sequences].clone(), mesh["tp"], [Shard(1)]).requires_grad_()
-        num_items = count_items(labels[sequences], group=mesh["dp"])
-        loss = part(x, labels[sequences], num_items)
+        parallelize_module(head, mesh["tp"], {"output": columns})
+        fully_shard(head, mesh=mesh["dp"])
+        x = distribute_tensor(case.x.detach()[sequences].clone(), mesh["tp"], [Shard(1)]).requires_grad_()
+        weight, labels = head.output.weight, case.target[sequences]
+        num_items = count_items(labels, group=mesh["dp"])
+        loss = head(x, labels, num_items)
         loss.backward()
-        assert part.output.weight.grad.placements == part.output.weight.placements
-        assert error(part.output.weight.grad.full_tensor(), gradients["output"]) < 1e-12
-        assert error(part.norm.weight.grad.full_tensor(), gradients["norm"]) < 1e-12
-        assert x.grad.placements == (Shard(1),)
-        assert error(x.grad.full_tensor(), 2 * gradients["x"][sequences]) < 1e-12
+        for tensor, gradient in ((weight, exact.gradients[1]), (x, 2 * exact.gradients[0][sequences])):
+            assert tensor.grad.placements == tensor.placements
+            assert error(tensor.grad.full_tensor(), gradient) < 1e-12
         total = loss.detach().clone()
         dist.all_reduce(total, group=mesh.get_group("dp"))
-        assert error(total / 2, exact) < 1e-12
+        assert error(total / 2, exact.loss) < 1e-12
         x = x.detach()
         on_grid = DTensor.from_local(x.to_local(), mesh, [Shard(0), Shard(1)], run_check=False)
         not_on_mesh = r"linear_weight must be on input's mesh, .*tp=2.*, but is on .*dp=2, tp=2.*fully_shard"
         strided = r"linear_weight must be .*but is _StridedShard\(.* along 'dp'; redistribute .*fully_shard"
         assert_refused(
             linear_cross_entropy,
-            {"linear_weight": part.output.weight, "target": labels[sequences], "num_items": num_items},
+            {"linear_weight": weight, "target": labels, "num_items": num_items},
             ({"input": x}, not_on_mesh),
             ({"input": on_grid}, strided),
             ({"input": x.to_local()}, "input must be a DTensor because others are .*fully_shard"),
