@@ -104,21 +104,6 @@ def test_cuda_graphs(device):
     assert as_processes(GPUS, _captured, device=device) == [[True] * 3] * GPUS
 
 
-def _two_heads(rank: int) -> list[torch.Tensor]:
-    """Of one column and of two: the first rank has one of each."""
-    x, target = torch.ones(6, 4), torch.zeros(6, dtype=torch.long)
-    one, two = torch.ones(1 - rank, 4, requires_grad=True), torch.ones(1, 4, requires_grad=True)
-    heads = (one, two, one, two)
-    losses = [linear_cross_entropy(x, head, target, vocab_parallel=dist.group.WORLD) for head in heads]
-    sum(losses).backward()
-    return [loss.detach() for loss in losses]
-
-
-def test_heads_of_which_a_rank_has_as_many_rows():
-    for losses in as_processes(2, _two_heads):
-        torch.testing.assert_close(torch.stack(losses).exp(), torch.tensor([1.0, 2.0, 1.0, 2.0]))
-
-
 # How it fails: with words, and within the group's timeout.
 
 

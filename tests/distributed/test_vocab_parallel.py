@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as DivideRows
 
 import thunder_flce
-from divided import assert_refused, divided, part_of, parts, rank_result
+from divided import ALL, assert_refused, divided, part_of, parts, placed_case, rank_result
 from ranks import as_threads, errors_of
-from reference import error, make_case, ours, truth
+from reference import Case, error, make_case, ours, truth
 from test_plan import DEVICES, call, shard_of
 from thunder_flce import LinearCrossEntropyLoss, Options, VocabParallel, count_items, linear_cross_entropy
 from thunder_flce.agreement import CHECK_EVERY_CALL, agreement_on
@@ -27,6 +27,13 @@ from thunder_flce.operation.loss import Loss
 from thunder_flce.options import STRATEGIES
 
 UNEVEN = (40, 0, 61)
+
+
+def rank_arguments(rank: int, case: Case, sizes=(50, 51), counts=None, **how) -> dict:
+    """Returns the arguments of a rank's call, which has some rows of the weight and all tokens, or its own."""
+    part = part_of(case, parts(sizes)[rank], ALL if counts is None else parts(counts)[rank])
+    parallel = VocabParallel(group=dist.group.WORLD, **how)
+    return {"input": part.x, "linear_weight": part.weight, "target": part.target, "vocab_parallel": parallel}
 
 
 def test_of_equal_logits_the_argmax_is_the_lowest_column():
@@ -74,13 +81,10 @@ def test_losses_of_tokens_that_are_changed_in_place_beside_an_output_that_nobody
     case = make_case(tokens=36)
 
     def run(rank):
-        part = part_of(case, parts((50, 51))[rank], parts((20, 16))[rank])
-        parallel = VocabParallel(group=dist.group.WORLD, data_parallel=True)
-        loss, _ = linear_cross_entropy(
-            part.x, part.weight, part.target, reduction="none", outputs=("entropy",), vocab_parallel=parallel
-        )
+        arguments = rank_arguments(rank, case, counts=(20, 16), data_parallel=True)
+        loss, _ = linear_cross_entropy(**arguments, reduction="none", outputs=("entropy",))
         loss *= 3
-        return torch.autograd.grad(loss.sum(), (part.x, part.weight))
+        return torch.autograd.grad(loss.sum(), (arguments["input"], arguments["linear_weight"]))
 
     dx, dw = map(torch.cat, zip(*as_threads(2, run), strict=True))
     exact = truth(case, torch.ones(36), reduction="none").gradients
@@ -92,11 +96,9 @@ def test_weights_that_are_dtensors():
     case = make_case(tokens=36, bias=True)
 
     def run(rank):
-        mesh, tokens = init_device_mesh("cpu", (2,)), parts((20, 16))[rank]
-        dtensors = case.mapped(*[lambda tensor: distribute_tensor(tensor.detach().clone(), mesh, [DivideRows(0)])] * 2)
-        arguments = {"input": case.x.detach()[tokens], "target": case.target[tokens]}
+        dtensors = placed_case(case, init_device_mesh("cpu", (2,)), [DivideRows(0)], [DivideRows(0)])
+        arguments = rank_arguments(rank, case, counts=(20, 16), data_parallel=True)
         arguments |= {"linear_weight": dtensors.weight, "linear_bias": dtensors.bias}
-        arguments["vocab_parallel"] = VocabParallel(group=mesh, data_parallel=True)
         assert error(linear_cross_entropy(**arguments), truth(case).loss) < 1e-6
         alone = [dist.new_group([member]) for member in range(2)][rank]  # Each rank makes each group.
         replicated = dtensors.bias.redistribute(placements=[Replicate()])
@@ -129,10 +131,8 @@ def test_arguments():
 
     def run(rank):
         group, grid = dist.group.WORLD, init_device_mesh("cpu", (2, 1))
-        part = part_of(case, parts((50, 51))[rank])
         assert_refused(
-            linear_cross_entropy,
-            {"input": part.x, "linear_weight": part.weight, "target": part.target, "vocab_parallel": group},
+            linear_cross_entropy, rank_arguments(rank, case),
             ({"weight": torch.ones(50)}, r"weight must be .*\(101,\)"),
             ({"vocab_size": 102}, "vocab_size must be between 1 and .* 101, but got 102"),
             ({"vocab_parallel": grid}, r"device mesh of one dimension, but has 2.*mesh\[\"tp\"\]"),
@@ -234,10 +234,7 @@ def test_what_differs_between_ranks_raises_on_all_of_them(checks_every_call, mon
     case = make_case()
 
     def run(rank, name, value):
-        part = part_of(case, parts((50, 51))[rank])
-        how = {TOKENS[name]: True} if name in TOKENS else {}
-        arguments = {"input": part.x, "linear_weight": part.weight, "target": part.target}
-        arguments["vocab_parallel"] = VocabParallel(group=dist.group.WORLD, **how)
+        arguments = rank_arguments(rank, case, **({TOKENS[name]: True} if name in TOKENS else {}))
         with suppress(TypeError, ValueError):  # Ranks may have agreed on each of them before.
             linear_cross_entropy(**arguments | {name: value(0)})
         linear_cross_entropy(**arguments | {name: value(rank)})
@@ -271,11 +268,10 @@ def test_what_one_rank_refuses_raises_on_all_of_them(name, refused, message):
     case = make_case(class_weight=True)
 
     def run(rank):
-        part, mesh = part_of(case, parts((50, 51))[rank]), init_device_mesh("cpu", (2,))
-        class_weight = distribute_tensor(case.class_weight, mesh, [DivideRows(0)])
-        arguments = {"input": part.x, "linear_weight": part.weight, "target": part.target, "weight": class_weight}
-        arguments |= {name: refused(part.x.detach(), mesh)} if rank else {}
-        linear_cross_entropy(**arguments, vocab_parallel=VocabParallel(group=dist.group.WORLD, data_parallel=True))
+        arguments, mesh = rank_arguments(rank, case, data_parallel=True), init_device_mesh("cpu", (2,))
+        arguments["weight"] = distribute_tensor(case.class_weight, mesh, [DivideRows(0)])
+        arguments |= {name: refused(case.x.detach(), mesh)} if rank else {}
+        linear_cross_entropy(**arguments)
 
     first, second = errors_of(2, run)
     assert isinstance(first, ValueError) and "rank" in str(first) and "has refused its arguments" in str(first)
@@ -284,12 +280,10 @@ def test_what_one_rank_refuses_raises_on_all_of_them(name, refused, message):
 
 def test_what_is_wrong_on_all_ranks_of_data_parallel():
     """Ranks with fewer tokens, which add ignored ones, raise the same error."""
-    case = make_case()
+    case = make_case(tokens=36)
 
     def run(rank, wrong):
-        part = part_of(case, parts((50, 51))[rank])
-        parallel = VocabParallel(group=dist.group.WORLD, data_parallel=True)
-        linear_cross_entropy(part.x[rank:], part.weight, part.target[rank:], **wrong, vocab_parallel=parallel)
+        linear_cross_entropy(**rank_arguments(rank, case, counts=(20, 16), data_parallel=True), **wrong)
 
     for wrong, message in (
         ({"ignore_index": "x"}, "ignore_index must be an int, but got str"),
@@ -300,6 +294,20 @@ def test_what_is_wrong_on_all_ranks_of_data_parallel():
     ):
         raised = errors_of(2, partial(run, wrong=wrong))
         assert all(message in str(error) for error in raised), raised
+
+
+def test_heads_of_which_a_rank_has_as_many_rows():
+    """What ranks have agreed on for one of them is not taken for the other's."""
+
+    def run(rank):
+        x, target = torch.ones(6, 4), torch.zeros(6, dtype=torch.long)
+        heads = [torch.ones(rows, 4, requires_grad=True) for rows in (1 - rank, 1)] * 2
+        losses = torch.stack([linear_cross_entropy(x, head, target, vocab_parallel=dist.group.WORLD) for head in heads])
+        losses.sum().backward()
+        return losses.detach()
+
+    for losses in as_threads(2, run):
+        torch.testing.assert_close(losses.exp(), torch.tensor([1.0, 2.0, 1.0, 2.0]))
 
 
 def test_a_default_device():
