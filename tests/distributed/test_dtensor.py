@@ -157,7 +157,6 @@ REFUSED = [
     ((Shard(2),), (Shard(0),), {}, r"input must be Replicate\(\) or a Shard of a dimension of tokens.*Shard\(dim=2\)"),
     ((Partial(),), (Shard(0),), {}, r"input must be .* but is Partial\(sum\) along 'tp'; redistribute it first"),
     ((R,), (Shard(1),), {}, r"linear_weight must be .*Shard\(0\), as Colwise.* but is Shard\(dim=1\) along 'tp'"),
-    ((R,), (Partial(),), {}, r"linear_weight must be .* but is Partial"),
     ((Shard(0),), (R,), {}, r'reduction "mean" needs num_items.* because input is Shard\(dim=0\) along .tp.'),
     ((Shard(0),), (R,), {"num_items": 9, "outputs": ("accuracy",)}, "outputs must not have 'accuracy', a mean over"),
     ((Shard(0),), (Shard(0),), {"target": torch.zeros(2, 4)}, r"target .*\(4, 8\), or .* rank's tokens, \(2, 8\), but"),

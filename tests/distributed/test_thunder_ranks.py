@@ -85,7 +85,7 @@ def test_column_parallel(ranks, columns, options):
 class Head(nn.Module):
     """A head with a loss: with a bias that is added outside of the linear, or by `linear_cross_entropy`."""
 
-    def __init__(self, is_call=False):
+    def __init__(self, *, is_call: bool = False):
         super().__init__()
         self.lm_head, self.is_call = nn.Linear(H, VOCAB, bias=False, dtype=torch.float64), is_call
         self.bias = nn.Parameter(torch.randn(VOCAB, dtype=torch.float64))

@@ -61,9 +61,7 @@ class ModelWithLoss(Model):
 
     def __init__(self, *, tied: bool = False, options: Options | None = None):
         super().__init__(tied=tied)
-        weight = self.lm_head.weight
-        self.lm_head = LinearCrossEntropyLoss(H, V, options=options)
-        self.lm_head.linear.weight = weight
+        self.lm_head = LinearCrossEntropyLoss.from_linear(self.lm_head, options=options)
 
     def forward(self, tokens, labels, num_items=None):
         return self.lm_head(self.last_hidden(tokens), labels, num_items=num_items)
@@ -76,20 +74,18 @@ def batch(number: int, vocab: int = V):
     return tokens, labels
 
 
-def exact_gradients(
-    model: nn.Module, numbers=(0, 1), *, ranks: int = 2, of_all_tokens: bool = False
-) -> dict[str, torch.Tensor]:
+def exact_gradients(model, numbers=(0, 1), *, ranks=2, is_token_mean=False) -> dict[str, torch.Tensor]:
     """Those of the losses of some batches, averaged over ranks, or of the mean over all tokens; in float64."""
     head, vocab = getattr(model.lm_head, "linear", model.lm_head), model.embedding.num_embeddings
     exact = Model(vocab, tied=head.weight is model.embedding.weight).double()
     counts = [(batch(number)[1] != -100).sum() for number in numbers]
     for number, count in zip(numbers, counts, strict=True):
-        part = count / sum(counts) if of_all_tokens else 1 / ranks
+        part = count / sum(counts) if is_token_mean else 1 / ranks
         (part * exact(*batch(number, vocab))).backward()
     return {name: parameter.grad for name, parameter in exact.named_parameters()}
 
 
-def check(model: nn.Module, exact: dict[str, torch.Tensor], *, bound: float = 1e-5, part=lambda gradient: gradient):
+def check(model, exact: dict[str, torch.Tensor], *, bound=1e-5, part=lambda gradient: gradient) -> None:
     """Asserts that the gradients of a model are these, or this rank's part of them."""
     for name, parameter in model.named_parameters():
         name = name.removeprefix("module.").replace("lm_head.linear", "lm_head")
@@ -187,7 +183,7 @@ def fsdp2_head(rank, policy, bound, tied=False, frozen=False):
 def fsdp2_divides_the_vocabulary_too(rank, policy, bound, has_num_items=False):
     """Gradients are those of the mean over all tokens, in two equal batches; parameters are those of a state dict."""
     model, mesh = ModelWithLoss(), init_device_mesh("cpu", (2,))
-    exact, head = exact_gradients(model, of_all_tokens=True), model.lm_head
+    exact, head = exact_gradients(model, is_token_mean=True), model.lm_head
     head.vocab_parallel = VocabParallel(group=mesh, data_parallel=True)
     head.linear.weight = nn.Parameter(distribute_tensor(head.linear.weight.detach(), mesh, [Shard(0)]))
     for module in (model.hidden, model.embedding):
