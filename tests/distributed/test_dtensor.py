@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from divided import R, assert_refused, mesh_result, placed_case
 from ranks import RankErrors, as_threads
 from reference import Case, assert_close_to_truth, error, incoming_gradients, make_case, truth
-from thunder_flce import count_items, linear_cross_entropy
+from thunder_flce import LinearCrossEntropyLoss, count_items, linear_cross_entropy
 
 
 def make_batch(**changes) -> Case:
@@ -50,18 +50,6 @@ def test_every_placement(placements):
     assert_close_to_truth(result, case, tiny=True, num_items=13.0, label_smoothing=0.1)
 
 
-class Head(nn.Module):
-    """The end of a model, which nobody asks for logits."""
-
-    def __init__(self, weight):
-        super().__init__()
-        self.output = nn.Linear(8, 41, bias=False, dtype=torch.float64)
-        self.output.weight = nn.Parameter(weight.detach().clone())
-
-    def forward(self, hidden, labels, num_items):
-        return linear_cross_entropy(hidden, self.output.weight, labels, num_items=num_items)
-
-
 def test_tensor_parallel_inside_fully_shard():
     """Each rank has a part of its rows; in the forward, all of its rows."""
     case = make_batch(bias=False, ranks=(), dtype=torch.float64)
@@ -69,14 +57,14 @@ def test_tensor_parallel_inside_fully_shard():
 
     def run(rank):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        head, sequences = Head(case.weight), slice(2 * (rank // 2), 2 * (rank // 2) + 2)
-        columns = ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False)
-        parallelize_module(head, mesh["tp"], {"output": columns})
+        head, sequences = LinearCrossEntropyLoss(8, 41), slice(2 * (rank // 2), 2 * (rank // 2) + 2)
+        head.linear.weight = nn.Parameter(case.weight.detach().clone())
+        parallelize_module(head, mesh["tp"], {"linear": ColwiseParallel()})
         fully_shard(head, mesh=mesh["dp"])
         x = distribute_tensor(case.x.detach()[sequences].clone(), mesh["tp"], [Shard(1)]).requires_grad_()
-        weight, labels = head.output.weight, case.target[sequences]
+        weight, labels = head.linear.weight, case.target[sequences]
         num_items = count_items(labels, group=mesh["dp"])
-        loss = head(x, labels, num_items)
+        loss = head(x, labels, num_items=num_items)
         loss.backward()
         for tensor, gradient in ((weight, exact.gradients[1]), (x, 2 * exact.gradients[0][sequences])):
             assert tensor.grad.placements == tensor.placements
