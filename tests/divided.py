@@ -58,8 +58,6 @@ def rank_result(rank: int, case: Case, sizes, grad=None, *, counts=None, how=Non
         settings[name] = tree_map(lambda tensor: tensor[tokens], settings[name])
     grad = grad[tokens] * factor if grad is not None and grad.ndim else grad
     group = VocabParallel(group=dist.group.WORLD, **how) if how else dist.group.WORLD
-    if factor > 1 and grad is None and settings.get("reduction") == "none":
-        grad = torch.full(part.x.shape[:-1], float(factor), device=part.x.device)
     result = ours(part, grad, vocab_parallel=group, **settings)
     inputs = {id(x) for x in (part.x, *(x for x, _ in part.terms))}
     pairs = zip(part.needing_grad(), result.gradients, strict=True)
@@ -68,7 +66,7 @@ def rank_result(rank: int, case: Case, sizes, grad=None, *, counts=None, how=Non
 
 
 def assert_refused(function, arguments, *changes) -> None:
-    """Asserts that a function refuses some arguments after each of the changes, with an error that says `message`."""
+    """Asserts that a function raises an error for its arguments after each change; a change comes with its message."""
     for change, message in changes:
         with pytest.raises((TypeError, ValueError), match=message):
             function(**arguments | change)
