@@ -123,8 +123,8 @@ def test_gradient(rows, vocab, strides, programs, logit_map, dtype, monkeypatch)
         memory = [torch.full((rows + 3, stride), 7.0, dtype=dtype, device=DEVICE) for stride in strides]
         case.z, out = memory[0][:rows, :vocab], memory[-1][:rows, :vocab]
         case.z[:] = z
-        z = case.z if len(strides) == 1 else out
-        check_gradient(TRITON, case, z, target, column_sums=column_sums, tolerance=1e-6)
+        written = case.z if len(strides) == 1 else out
+        check_gradient(TRITON, case, written, target, column_sums=column_sums, tolerance=1e-6)
         assert (memory[-1][rows:] == 7).all()
 
 
