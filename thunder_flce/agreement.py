@@ -39,9 +39,6 @@ from thunder_flce.vocab_parallel import VocabParallel
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-Part = tuple[Call, Callable[[Sequence[Tensor]], Sequence[Tensor]]]
-"""This rank's part of a call, and a function that makes the results of the call from those of the part."""
-
 # Environment variable: any value but "" and "0" makes ranks also compare the values of target and of num_items.
 CHECK_EVERY_CALL = "THUNDER_FLCE_CHECK_RANKS"
 

@@ -11,22 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thunder_flce.agreement import Part
 from thunder_flce.autograd import differentiable_forward, names_needing_grad
-from thunder_flce.operation.call import Call, have_token_dimensions, is_traced
+from thunder_flce.operation.call import Call, RankPart, have_token_dimensions, is_traced
 from thunder_flce.operation.checks import check_call, check_scalar
 from thunder_flce.operators import Settings, is_watched, plan_for, planned_tokens
 from thunder_flce.options import Options, plain
 
 _settings_cache: dict[Any, Settings] = {}
 """Settings of direct calls that were checked and planned before. The key is `_cache_key` of the tensors, the loss's id,
-the shard and the options. The settings keep the loss alive, so that no other object gets its id."""
+the options, the shard and the grad mode. The settings keep the loss alive, so that no other object gets its id."""
 _MOST_CACHED = 4096
 _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 """Tensor types that the engine may take without the dispatcher; subclasses may have a `__torch_dispatch__`"""
 
 
-def run(call: Call, options: Options, ranks: Callable[[], Part] | str | None = None) -> Sequence[Tensor]:
+def run(call: Call, options: Options, ranks: Callable[[], RankPart] | str | None = None) -> Sequence[Tensor]:
     """Runs a call; returns the loss and its outputs.
 
     Args:
@@ -36,7 +35,7 @@ def run(call: Call, options: Options, ranks: Callable[[], Part] | str | None = N
         ranks: for a call of several ranks, what `ranks.on_ranks` returns.
     """
     whole_results: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = None
-    if ranks is not None and not isinstance(ranks, str):
+    if callable(ranks):
         call, whole_results = ranks()
         ranks = None
     tensors, loss = scalars_as_tensors(call.tensors), call.loss

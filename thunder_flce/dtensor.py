@@ -25,8 +25,8 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from thunder_flce.agreement import Part, agreement_on
-from thunder_flce.operation.call import COLUMN, HIDDEN, SCALAR, TOKEN, Call, Spec
+from thunder_flce.agreement import agreement_on
+from thunder_flce.operation.call import COLUMN, HIDDEN, SCALAR, TOKEN, Call, RankPart, Spec
 from thunder_flce.operation.loss import OUTPUTS, Loss
 from thunder_flce.options import Options
 from thunder_flce.vocab_parallel import VocabParallel
@@ -86,7 +86,7 @@ def agreement_with_dtensors(parallel: VocabParallel, call: Call, options: Option
     return agreement_on(parallel, call.map(described), options, placements=placements)
 
 
-def on_mesh(call: Call, options: Options) -> Callable[[], Part]:
+def on_mesh(call: Call, options: Options) -> Callable[[], RankPart]:
     """Does what `ranks.on_ranks` does for calls in which some tensors are DTensors.
 
     Raises:
@@ -140,7 +140,7 @@ def on_mesh(call: Call, options: Options) -> Callable[[], Part]:
             return DTensor.from_local(result.clone(), mesh, placements, run_check=False, shape=shape, stride=strides)
         return DTensor.from_local(result, mesh, sum_placements, run_check=False).full_tensor() if summed else result
 
-    def agreed_part() -> Part:
+    def agreed_part() -> RankPart:
         # Agree first: redistributing runs collectives.
         shard = None if agree is None else agree()
         local_input = _local(input, placements, placements)

@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thunder_flce.agreement import Part, agreement_on
-from thunder_flce.operation.call import TOKEN_ROLES, Call, is_traced
+from thunder_flce.agreement import agreement_on
+from thunder_flce.operation.call import TOKEN_ROLES, Call, RankPart, is_traced
 from thunder_flce.operation.checks import check_call
 from thunder_flce.operation.loss import loss_of
 from thunder_flce.options import Options
 from thunder_flce.vocab_parallel import ONLY_EAGER, VocabParallel, as_literal, has_dtensor, is_dtensor
 
 
-def on_ranks(call: Call, options: Options, parallel: VocabParallel | None) -> Callable[[], Part] | str:
+def on_ranks(call: Call, options: Options, parallel: VocabParallel | None) -> Callable[[], RankPart] | str:
     """Returns the function that has the ranks agree on a call; in a traced program, the ranks that will agree.
 
     The call is not checked yet. Errors that are raised before the returned function is called are errors of this rank
@@ -40,7 +40,7 @@ def on_ranks(call: Call, options: Options, parallel: VocabParallel | None) -> Ca
     else:
         agree = agreement_on(parallel, call, options)
 
-    def agreed_part() -> Part:
+    def agreed_part() -> RankPart:
         part = replace(call, shard=agree())
         if is_dtensor(weight := call.tensors.get("weight")):
             part = replace(part, tensors={**call.tensors, "weight": weight.full_tensor()})
@@ -49,7 +49,7 @@ def on_ranks(call: Call, options: Options, parallel: VocabParallel | None) -> Ca
     return agreed_part
 
 
-def _averaged(call: Call) -> Part:
+def _averaged(call: Call) -> RankPart:
     """Returns this rank's part of a call with `VocabParallel.data_parallel` that the ranks have agreed on.
 
     FSDP and DDP average gradients over the ranks, so the loss to differentiate is the mean over ranks of their losses.

@@ -362,6 +362,10 @@ class Call:
         return tensor if role is not SCALAR or dtype is self.row_dtype else tensor.to(self.row_dtype)
 
 
+RankPart = tuple[Call, Callable[[Sequence[Any]], Sequence[Any]]]
+"""This rank's part of a call, and a function that makes the results of the call from those of the part"""
+
+
 def result_names(call: Call, plan: Any) -> tuple[str, ...]:
     """Returns the names of the forward's results, in order: the loss, its outputs, those that the backward reads."""
     names = ["loss", *call.loss.outputs]
