@@ -86,7 +86,7 @@ def agreement_on(
         call: a call of tensors or specs, not checked yet. `needs_grad` is set for the call of a program; in an eager
             call, the operands' `requires_grad` holds.
         options: the options of the call.
-        placements: in words, by name, those of DTensors, of which `call` has specs with this rank's rows.
+        placements: in words, by name, those of DTensors, of which `call` has specs; the weight's has this rank's rows.
 
     Raises:
         ValueError: on all ranks, by the returned function, if their calls differ; the message names the difference.
@@ -238,7 +238,7 @@ def _description(
                 details[f"the value of {name}"] = str(value)
             continue
         role, shape = call.roles[name], tuple[Any, ...](value.shape)
-        if role == COLUMN and _rows(value) == rows:
+        if role == COLUMN and (name in placements or _rows(value) == rows):
             shape = ("V", *shape[1:])
         elif tokens is not None and role in TOKEN_ROLES and shape[: len(tokens)] == tokens:
             shape = ("T", *shape[len(tokens) :])

@@ -80,8 +80,8 @@ def agreement_with_dtensors(parallel: VocabParallel, call: Call, options: Option
             return value
         placements[name] = f"{value.placements} on {value.device_mesh}"
         # Ranks may have different numbers of the weight's rows.
-        shape = (value.to_local() if call.roles[name] == COLUMN else value).shape
-        return Spec(tuple(shape), value.dtype, value.device, value.requires_grad)
+        rows = (value.to_local() if name == "linear_weight" else value).shape[:1]
+        return Spec((*rows, *value.shape[1:]), value.dtype, value.device, value.requires_grad)
 
     return agreement_on(parallel, call.map(described), options, placements=placements)
 

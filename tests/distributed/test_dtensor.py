@@ -124,6 +124,25 @@ def test_plain_tensors_of_all_tokens_or_of_this_rank():
     as_threads(2, run)
 
 
+@pytest.mark.parametrize("vocab", [41, 1])
+def test_term_that_is_placed_otherwise_than_the_weight(vocab):
+    """Ranks have parts of different sizes of its hidden dimension; a single column of logits is all on one rank."""
+    case = make_batch(bias=False, dtype=torch.float64, vocab=vocab)
+    exact, ((_, term_weight),) = truth(case), case.terms
+
+    def run(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        placed = placed_case(case, mesh, [R], [Shard(0)])
+        weight = distribute_tensor(term_weight.detach().clone(), mesh, [Shard(1)]).requires_grad_()
+        terms = [(placed.terms[0][0], weight)]
+        loss = linear_cross_entropy(placed.x, placed.weight, placed.target, terms=terms)
+        loss.backward()
+        assert error(loss, exact.loss) < 1e-12
+        assert error(weight.grad.full_tensor(), exact.gradients[-1]) < 1e-12
+
+    as_threads(2, run)
+
+
 def test_outputs_that_are_changed_in_place():
     case = make_batch(bias=False, ranks=(), dtype=torch.float64)
     exact = truth(case, torch.zeros(4, 8), reduction="none", outputs=("entropy",))
