@@ -12,7 +12,7 @@ from test_plan import shard_of
 from thunder_flce.engine import printing
 from thunder_flce.engine.plan import Plan
 from thunder_flce.engine.primitives import Primitives
-from thunder_flce.operation.call import Call, named_tensors
+from thunder_flce.operation.call import Call, Spec, named_tensors
 from thunder_flce.operation.loss import Loss
 
 BF16 = torch.bfloat16
@@ -80,6 +80,19 @@ def test_a_call_runs_the_printed_primitives(name, ignored_rows, called, monkeypa
     assert called[printing._Writer] == called[Primitives] != []
     is_scaled = plan.finishes_in_forward and frozen != "linear_weight"
     assert sum(" *= grad" in line for line in program.backward) == (len(needs_grad) if is_scaled else 0)
+    assert max(map(len, program.forward + program.backward)) <= printing.WIDTH
+
+
+@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize("outputs", [(), ("entropy",)])
+def test_the_longest_lines_fit(softcap, outputs):
+    """All terms of a gradient that stays in new memory, of many tokens in one chunk."""
+    call = Call.of_mean(16384, 128256, 4096, dtype=BF16, device=torch.device("cuda"))
+    bias = Spec((128256,), BF16, call.device)
+    loss = Loss(reduction="none", label_smoothing=0.1, softcap=softcap, outputs=outputs)
+    needs_grad = ("input", "linear_weight", "linear_bias")
+    call = Call(tensors={**call.tensors, "linear_bias": bias}, loss=loss, needs_grad=needs_grad)
+    program = printing.program(call, replace(RECOMPUTE, chunk_rows=16384, float32_logits=True))
     assert max(map(len, program.forward + program.backward)) <= printing.WIDTH
 
 

@@ -247,13 +247,18 @@ class _Writer(Primitives):
         self, z: Tensor, results: RowResults, coefficients: RowCoefficients, target: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         out, has_sums = self.dlogits_buffer(z), self.call.bias_grad
-        note = ("in place" if out is z else "in new memory") + (", with its sums over the rows" if has_sums else "")
-        terms = f"A softmax({self._u}) - B one_hot(y)"
+        note = "in place" if out is z else "in new memory"
+        softmax = f"softmax({self._u})" if coefficients.entropy is None else "p"
+        terms = f"A {softmax} - B one_hot(y)"
         terms += " - uniform" if coefficients.uniform is not None else ""
         terms += f" - g_e p ({self._u} - row_max)" if coefficients.entropy is not None else ""
         words = f"{self._in_chunk('dlogits', out)} = {f'u′ ({terms})' if self.call.loss.softcap else terms}    {note}"
         self._write(words, self._row_library)
-        return out, self.empty((self.call.vocab,), self.call.row_dtype) if has_sums else None
+        if not has_sums:
+            return out, None
+        sums, sign = self.empty((self.call.vocab,), self.call.row_dtype), "+=" if self._rows == "C" else "="
+        self._write(f"{self._typed('db', sums)} {sign} sums of dlogits over the rows", self._row_library)
+        return out, sums
 
     def divergence_(self, z: Tensor, teacher: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor]:
         value, divergence = self.empty(z.shape[:1], self.call.row_dtype), self.call.loss.divergence
