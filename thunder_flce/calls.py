@@ -87,10 +87,8 @@ def _prepared(call: Call, options: Options, *, vocab_parallel: str | None) -> Se
     if vocab_parallel is None:  # Otherwise the ranks agree, and check the call, when the operator runs.
         check_call(call)
     call = replace(call, needs_grad=names_needing_grad(call.tensors))
-    if vocab_parallel is not None:
+    if vocab_parallel is not None or (call.shard is None and is_traced(call.tensors["input"])):
         return Settings.unplanned(call, options, vocab_parallel=vocab_parallel)
-    if call.shard is None and is_traced(call.tensors["input"]):
-        return Settings.unplanned(call, options)
     return Settings.planned(call, plan_for(call, options))
 
 

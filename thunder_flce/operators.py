@@ -33,7 +33,7 @@ from thunder_flce.operation.loss import Loss
 from thunder_flce.options import Options, PlainValues
 from thunder_flce.vocab_parallel import VocabParallel
 
-_SCHEMA = 6
+_SCHEMA = 7
 """Version of the settings' format. PyTorch caches compiled graphs on disk, keyed by their arguments, not by the code of
 operators."""
 

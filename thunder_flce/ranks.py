@@ -21,11 +21,11 @@ def on_ranks(call: Call, options: Options, parallel: VocabParallel | None) -> Ca
     The call is not checked yet. Errors that are raised before the returned function is called are errors of this rank
     alone, so the caller has to `share_error`.
     """
-    has_dtensors = has_dtensor([*call.tensors.values()])
     if parallel is None:
         from thunder_flce.dtensor import on_mesh
 
         return on_mesh(call, options)
+    has_dtensors = has_dtensor([*call.tensors.values()])
     tensors = [value for value in call.tensors.values() if isinstance(value, Tensor)]
     if is_traced(call.tensors.get("input")) and all(map(is_traced, tensors)):
         if has_dtensors:
