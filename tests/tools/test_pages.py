@@ -81,3 +81,11 @@ def test_the_table_of_folders_is_in_the_order_of_imports():
     cells = "".join(re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE))
     names = re.findall(r"`(\w+)(?:/|\.py)`", cells)
     assert {*names} == levels.keys() - {"__main__"} and names == sorted(names, key=levels.__getitem__)
+
+
+def test_cited_tests_exist():
+    """Those that pages, and the suite for other versions, name with their files."""
+    texts = [page.read_text(encoding="utf-8") for page in (ROOT / "noxfile.py", *PAGES)]
+    cited = {name for text in texts for name in re.findall(r"tests/\w+/\w+\.py::\w+", text)}
+    files = {name: (ROOT / name.partition("::")[0]).read_text(encoding="utf-8") for name in cited}
+    assert cited and not [name for name, text in files.items() if f"def {name.partition('::')[2]}(" not in text]
