@@ -46,7 +46,7 @@ demo: $(STAMP)
 mutants targets test test-all test-fast: export OMP_NUM_THREADS := 1
 # The tests of a file share fixtures and stay in one process, unless an idle process steals them.
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
-LONGER := bench examples imports integrations interpreted model_zoo modules pages patterns processes \
+LONGER := bench disk_cache examples imports integrations interpreted model_zoo modules pages patterns processes \
 	thunder thunder_ranks trace_command traces two_ranks
 
 test: $(STAMP)

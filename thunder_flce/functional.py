@@ -10,6 +10,7 @@ from torch import Tensor
 from thunder_flce.agreement import share_error
 from thunder_flce.calls import autocast, run
 from thunder_flce.importing import when_imported, without_dynamo
+from thunder_flce.inductor import mark_cacheable
 from thunder_flce.operation.call import Call, named_tensors
 from thunder_flce.operation.loss import loss_of
 from thunder_flce.options import FIELDS, OPTIONS, Options, as_options
@@ -27,9 +28,17 @@ def one_call(function: Callable[..., Any]) -> Callable[..., Any]:
     Dynamo breaks the graph at calls with DTensors or with `VocabParallel.data_parallel`.
     """
     eager = without_dynamo(function, ONLY_EAGER)
-    when_imported("torch._dynamo", lambda: torch.compiler.allow_in_graph(function))
 
-    # Dynamo traces this wrapper, and records the call of `function` in it.
+    @functools.wraps(function)
+    def recorded(*args: Any, autocast: Any = None, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    # PyTorch's disk cache has to find it by its name.
+    recorded.__qualname__ += ".__wrapped__"
+    when_imported("torch._dynamo", lambda: torch.compiler.allow_in_graph(recorded))
+    mark_cacheable(recorded)
+
+    # Dynamo traces this wrapper, and records the call of `recorded` in it.
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_dynamo_compiling():
@@ -44,8 +53,12 @@ def one_call(function: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(options := kwargs.get("options"), Options):
             # Dynamo would build an `Options` whose numbers are symbols.
             kwargs = {**kwargs, "options": (FIELDS, *(getattr(options, name) for name in OPTIONS))}
-        return function(*args, **kwargs)
+        if torch._C._is_any_autocast_enabled():
+            # Until torch 2.13, the disk cache tells programs apart only by whether autocast is on.
+            kwargs = {**kwargs, "autocast": (torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda"))}
+        return recorded(*args, **kwargs)
 
+    call.__wrapped__ = recorded
     return call
 
 

@@ -34,8 +34,7 @@ from thunder_flce.options import Options, PlainValues
 from thunder_flce.vocab_parallel import VocabParallel
 
 _SCHEMA = 7
-"""Version of the settings' format. PyTorch caches compiled graphs on disk, keyed by their arguments, not by the code of
-operators."""
+"""Version of the settings' format, for exported programs. PyTorch's caches on disk see all code: `inductor`"""
 
 
 _MOST_REGIONS = 1024

@@ -9,6 +9,7 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from types import MethodDescriptorType
 from typing import Any
 
 import sympy
@@ -179,11 +180,14 @@ class _Graph:
         """See `Writer`."""
         with self._graph.inserting_before(self._end):
             arguments = tree_map(self._argument, (args, kwargs))
-            node = self._graph.call_function(function, *arguments)
+            # PyTorch's disk cache takes a method of tensors only if it is called as one.
+            is_method = isinstance(function, MethodDescriptorType)
+            add: Callable = self._graph.call_method if is_method else self._graph.call_function
+            node = add(function.__name__ if is_method else function, *arguments)
         values: Any = map_arg(arguments, value_of)
         # Without the Python dispatcher, torch 2.8 cannot view tensors in symbolic sizes.
         with self._fake_mode, enable_python_dispatcher(), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-            value = node.target(*values[0], **values[1])  # type: ignore[operator]
+            value = function(*values[0], **values[1])
         return self._new_tensor(node, value)
 
     def _new_tensor(self, node: Node, value: torch.Tensor) -> Tensor:

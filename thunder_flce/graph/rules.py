@@ -1,6 +1,5 @@
 """How thunder's interpreter traces a call of `linear_cross_entropy`."""
 
-import inspect
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -34,10 +33,13 @@ UNGUARDED = (
     "mesh.get_group() or VocabParallel(group=group): make it outside the function"
 )
 
+_RECORDED = vars(functional.linear_cross_entropy)["__wrapped__"]
+"""The function in Dynamo's graphs."""
+
 
 # `torchsymbol` alone is not enough: thunder copies its table of functions at its import.
 @register_general_jit_lookaside(functional.linear_cross_entropy)
-@register_general_jit_lookaside(inspect.unwrap(functional.linear_cross_entropy))  # In Dynamo's graphs.
+@register_general_jit_lookaside(_RECORDED)
 def _lookaside(*args: Any, **kwargs: Any) -> Any:
     """Called by thunder's interpreter, with wrapped values, in place of `functional.linear_cross_entropy`."""
     thunder_fixes.apply()
@@ -52,6 +54,7 @@ def _lookaside(*args: Any, **kwargs: Any) -> Any:
             check_function(token_loss.value)
         except TypeError as error:
             return do_raise(error)
+    kwargs.pop("autocast", None)  # In Dynamo's graphs.
     constants = {}
     if (parallel := kwargs.pop("vocab_parallel", None)) is not None:
         is_literal = isinstance(parallel.value, str)  # In Dynamo's graphs.
@@ -96,7 +99,9 @@ def _region_of_operator(tensors: Sequence[TensorProxy], settings: str) -> tuple[
 
 torch_to_thunder_functions[torch.ops.thunder_flce.linear_cross_entropy.default] = _region_of_operator
 # thunder calls this entry to find out whether it can run the call in a Dynamo graph.
-torch_to_thunder_functions[inspect.unwrap(functional.linear_cross_entropy)] = symbols.linear_cross_entropy
+torch_to_thunder_functions[_RECORDED] = lambda *args, autocast=None, **kwargs: symbols.linear_cross_entropy(
+    *args, **kwargs
+)
 
 
 def _guard_vocab_parallel(wrapped: Any) -> bool:
