@@ -36,6 +36,7 @@ SHORT_SUITE = [
     "tests/api/test_modules.py::test_from_linear",
     "tests/compile/test_token_loss.py::test_compiled_programs",
     "tests/compile/test_backend.py::test_any_number_of_tokens",
+    "tests/compile/test_disk_cache.py",
     "tests/tools/test_explain.py::test_all_decisions_of_the_process",
     "tests/compile/test_model_zoo.py::test_backend",
     "tests/kernels/test_nvfuser.py",
