@@ -27,7 +27,7 @@ from thunder_flce.engine.plan import LOSS_ONLY, RECOMPUTE_LOGITS, SAVE_LOGITS, P
 from thunder_flce.engine.primitives import Primitives, Region
 from thunder_flce.engine.rows import remember
 from thunder_flce.importing import when_imported
-from thunder_flce.operation.call import Call, Shard, gradient_name, result_names, result_specs
+from thunder_flce.operation.call import Call, Shard, gradient_name, have_token_dimensions, result_names, result_specs
 from thunder_flce.operation.divergence import Divergence
 from thunder_flce.operation.loss import Loss
 from thunder_flce.options import Options, PlainValues
@@ -55,8 +55,8 @@ class Settings(PlainValues):
     shard: Shard | None = None
     vocab_parallel: str | None = None
     """The ranks that divide the vocabulary, from `as_literal`; they agree when the operator runs"""
-    regions: dict[tuple[int, torch.Size], Region] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Cached regions of calls with these settings, by planned number of tokens (0: any) and shape of the weight"""
+    regions: dict[Any, Region] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Cached regions of calls with these settings, by planned number of tokens (0: any), sizes, dtypes and devices"""
 
     @classmethod
     def planned(cls, call: Call, plan: Plan, **fields: Any) -> "Settings":
@@ -165,22 +165,20 @@ def forward(settings: Settings, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def _primitives(settings: Settings, tensors: Sequence[Tensor]) -> Primitives:
     """Returns the primitives of a call; a cached region has everything that does not depend on the number of tokens."""
-    has_ranks = settings.shard is not None or settings.vocab_parallel is not None
+    dimensions = tensors[0].ndim - 1
     tokens = 0 if settings.options is None else planned_tokens(tensors[0].shape[:-1].numel())
-    key = tokens, tensors[1].shape
+    each = zip(tensors, have_token_dimensions(settings.names), strict=True)
+    sizes = [(t.shape[dimensions if has_tokens else 0 :], t.dtype, t.device) for t, has_tokens in each]
+    key = (tokens, *sizes)
     region = settings.regions.get(key)
-    if region is not None and not has_ranks and (flat_call := region.call_of(tensors)) is not None:
-        return Primitives(flat_call, region)
-    call, plan = _planned(settings, tensors)
-    call = call.flat()
-    if region is not None and (region.plan, region.call.shard) == (plan, call.shard):
-        flat_call = region.call_of([*call.tensors.values()])
-        if flat_call is not None:
-            return Primitives(flat_call, region)
-    if len(settings.regions) >= _MOST_REGIONS:
-        settings.regions.clear()
-    region = settings.regions[key] = Region(call.specs(), plan)
-    return Primitives(call, region)
+    if region is None or settings.shard is not None or settings.vocab_parallel is not None:
+        call, plan = _planned(settings, tensors)
+        tensors = [*call.tensors.values()]
+        if region is None or (region.plan, region.call.shard) != (plan, call.shard):
+            if len(settings.regions) >= _MOST_REGIONS:
+                settings.regions.clear()
+            region = settings.regions[key] = Region(call.flat().specs(), plan)
+    return Primitives(region.call.flat(tensors), region)
 
 
 def backward(

@@ -5,7 +5,8 @@ import sys
 import pytest
 import torch
 
-from thunder_flce import Options, linear_cross_entropy
+from thunder_flce import Options, linear_cross_entropy, operators
+from thunder_flce.engine.primitives import Region
 
 
 def count_calls(run) -> int:
@@ -56,3 +57,14 @@ def test_a_new_number_of_tokens_in_a_known_tile(options, reduction):
         step(tokens, reduction=reduction, options=options)()
     new, known = (step(tokens, reduction=reduction, options=options) for tokens in (997, 998))
     assert count_calls(new) <= count_calls(known)
+
+
+def test_tensors_of_any_layout_share_a_region(monkeypatch):
+    """In forward and backward."""
+    regions = []
+    monkeypatch.setattr(operators, "Region", lambda *arguments: regions.append(Region(*arguments)) or regions[-1])
+    rows, columns = torch.randn(60, 66), torch.randn(32, 100)
+    for x, weight in ((rows[:, :32], columns.t()), (rows[:, :64:2], columns.t().contiguous())):
+        target, options = torch.randint(100, (60, 2))[:, 0], Options(strategy="recompute_logits")
+        linear_cross_entropy(x.requires_grad_(), weight.requires_grad_(), target, options=options).backward()
+    assert len(regions) == 1

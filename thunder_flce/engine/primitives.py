@@ -25,7 +25,7 @@ from thunder_flce.engine.matmul import matmul
 from thunder_flce.engine.plan import RECOMPUTE_LOGITS, Plan
 from thunder_flce.engine.row_loss import RowResults
 from thunder_flce.engine.rows import Prepared, Rows
-from thunder_flce.operation.call import SCALAR, Call, Linear, argument, have_token_dimensions
+from thunder_flce.operation.call import Call, Linear
 from thunder_flce.operation.loss import RowCoefficients
 
 # Properties of a call that depend on its sizes, but not on the number of tokens.
@@ -51,36 +51,6 @@ class Region:
         self.logits_dtype = plan.logits_dtype(call.dtype)
         self.saves_unit_gradients = plan.saves_unit_gradients(call)
         self.reads_statistics = plan.reads_statistics(call)
-
-    def call_of(self, tensors: Sequence[Tensor]) -> Call | None:
-        """Returns the flat call of these tensors, in order; None if one has another dtype, device, layout or shape.
-
-        A scalar of another dtype is converted.
-        """
-        dimensions, flat = tensors[0].ndim - 1, {}
-        for tensor, (name, start, shape, dtype, device) in zip(tensors, self._layouts, strict=True):
-            if tensor.dtype is not dtype:
-                if argument(name).role is not SCALAR:
-                    return None
-                tensor = tensor.to(dtype)
-            if tensor.device != device or not tensor.is_contiguous():
-                return None
-            if start and dimensions > 1:
-                tensor = tensor.flatten(0, dimensions - 1)
-            if tensor.shape[start:] != shape:
-                return None
-            flat[name] = tensor
-        shard, own_tokens = self.call.shard, flat["input"].shape[0]
-        tokens = own_tokens if shard is None else own_tokens * shard.token_parts
-        return self.call.with_tensors(flat, own_tokens=own_tokens, tokens=tokens)
-
-    @cached_property
-    def _layouts(self) -> list[tuple[str, int, tuple[int, ...], torch.dtype, torch.device]]:
-        tensors = self.call.tensors
-        starts = map(int, have_token_dimensions(tuple(tensors)))
-        return [
-            (name, at, t.shape[at:], t.dtype, t.device) for at, (name, t) in zip(starts, tensors.items(), strict=True)
-        ]
 
     @cached_property
     def row_library(self) -> str:

@@ -333,33 +333,37 @@ class Call:
     def __hash__(self) -> int:
         return hash(self._values)
 
-    def flat(self) -> "Call":
+    def flat(self, tensors: Sequence[Any] | None = None) -> "Call":
         """Returns the call with tokens in one dimension; scalars and floating-point token tensors get the row dtype.
 
-        Numbers per token are those of all ranks, if ranks divide the tokens and these have been gathered.
+        Numbers per token are those of all ranks, if ranks divide the tokens and these have been gathered. With
+        `tensors`, in order, it is the call of these, of the same sizes except for the number of tokens.
         """
-        return self.with_tensors({name: self._flat(name, tensor) for name, tensor in self.tensors.items()})
+        flat, row_dtype, has_several = {}, self.row_dtype, self.targets_per_token is not None
+        given = self.tensors.values() if tensors is None else tensors
+        for (name, role), tensor in zip(self.roles.items(), given, strict=True):
+            if role is HIDDEN or (has_several and name in ("target", "target_weights")):
+                if tensor.ndim != 2:
+                    # Not -1, which is ambiguous if there are no elements.
+                    tensor = tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
+            elif role is TOKEN and tensor.ndim != 1:
+                tensor = tensor.reshape(-1)
+            if role is HIDDEN:
+                # For rows that are not contiguous, libraries would add the bias only after rounding.
+                tensor = tensor if tensor.stride(1) == 1 else tensor.contiguous()
+            # Integers of tokens stay as they are: float32 is not exact beyond 2²⁴.
+            elif role is SCALAR or (role is TOKEN and tensor.dtype.is_floating_point):
+                tensor = tensor if tensor.dtype is row_dtype else tensor.to(row_dtype)
+            flat[name] = tensor
+        own_tokens = flat["input"].shape[0]
+        tokens = own_tokens if self.shard is None else own_tokens * self.shard.token_parts
+        return self.with_tensors(flat, own_tokens=own_tokens, tokens=tokens)
 
     def with_tensors(self, tensors: Mapping[str, Any], **tokens: int) -> "Call":
         """Returns the call with tensors of the same sizes, or another number `tokens`; keeps cached properties."""
         call = object.__new__(Call)
         call.__dict__.update(self.__dict__, tensors=tensors, **tokens)
         return call
-
-    def _flat(self, name: str, tensor: Any) -> Any:
-        role, dtype = argument(name).role, tensor.dtype
-        if role is HIDDEN:
-            # Not -1, which is ambiguous if there are no elements.
-            tensor = tensor if tensor.ndim == 2 else tensor.reshape(self.own_tokens, tensor.shape[-1])
-            # For rows that are not contiguous, libraries would add the bias only after rounding.
-            return tensor if tensor.stride(1) == 1 else tensor.contiguous()
-        if role is TOKEN:
-            last = 1 if self.targets_per_token is None or name not in ("target", "target_weights") else 2
-            if tensor.ndim != last:
-                tensor = tensor.reshape(-1) if last == 1 else tensor.reshape(self.tokens, tensor.shape[-1])
-            # Integers stay as they are: float32 is not exact beyond 2²⁴.
-            return tensor.to(self.row_dtype) if dtype.is_floating_point and dtype is not self.row_dtype else tensor
-        return tensor if role is not SCALAR or dtype is self.row_dtype else tensor.to(self.row_dtype)
 
 
 RankPart = tuple[Call, Callable[[Sequence[Any]], Sequence[Any]]]
