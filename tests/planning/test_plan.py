@@ -312,7 +312,15 @@ def test_the_host_waits_for_the_number_of_rows_if_that_pays(sizes, changes, wait
     assert plan_of(*sizes, loss=Loss(ignore_index=NOTHING_IGNORED), **changes).ignored_rows == "skip"
 
 
-# Plans as values, and devices.
+# Calls and plans as values, and devices.
+
+
+def test_calls_are_equal_if_their_tensors_are():
+    """Also a call that was made from one of other tensors, after that has been hashed."""
+    first, other = call(), call(dtype=torch.float32)
+    assert hash(first) == hash(call()) and first == call()
+    made = first.with_tensors(other.tensors)
+    assert made == other != first and hash(made) == hash(other)
 
 
 def test_plans_are_for_the_device_of_the_operands(monkeypatch):

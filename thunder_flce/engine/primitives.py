@@ -28,11 +28,6 @@ from thunder_flce.engine.rows import Prepared, Rows
 from thunder_flce.operation.call import Call, Linear
 from thunder_flce.operation.loss import RowCoefficients
 
-# Properties of a call that depend on its sizes, but not on the number of tokens.
-_SIZE_PROPERTIES = [
-    name for name, value in vars(Call).items() if isinstance(value, cached_property) and "tokens" not in name
-]
-
 # While the host waits for the number of valid rows, the device computes the logits of the first 1 / _EARLY_PART of the
 # tokens, which takes longer than the wait in calls that wait. If fewer rows are valid, some of that work is wasted.
 _EARLY_PART = 4
@@ -44,9 +39,10 @@ class Region:
     def __init__(self, call: Call, plan: Plan):
         """`call` has specs for tensors."""
         self.call, self.plan = call, plan
-        for name in _SIZE_PROPERTIES:
-            # Computes and caches the property, so that calls made from this one have it.
-            getattr(call, name)
+        for name, value in vars(Call).items():
+            if isinstance(value, cached_property):
+                # Computes and caches the property, so that calls made from this one have it.
+                getattr(call, name)
         self.device_type = call.device.type
         self.logits_dtype = plan.logits_dtype(call.dtype)
         self.saves_unit_gradients = plan.saves_unit_gradients(call)

@@ -323,15 +323,14 @@ class Call:
 
         return self.map(spec)
 
-    @cached_property
     def _values(self) -> tuple[Any, ...]:
         return tuple(self.tensors.items()), self.loss, self.needs_grad, self.shard
 
     def __eq__(self, other: Any) -> bool:
-        return isinstance(other, Call) and self._values == other._values
+        return isinstance(other, Call) and self._values() == other._values()
 
     def __hash__(self) -> int:
-        return hash(self._values)
+        return hash(self._values())
 
     def flat(self, tensors: Sequence[Any] | None = None) -> "Call":
         """Returns the call with tokens in one dimension; scalars and floating-point token tensors get the row dtype.
