@@ -191,13 +191,10 @@ class Primitives:
         return self._selected(self._prepared(upstream, ordered=count < self.call.tokens), count)
 
     def _selected(self, prepared: Prepared, count: int) -> Rows:
-        """Returns the first `count` rows of the order, with their target weights."""
-        selected: Rows
+        """Returns the first `count` rows of the order."""
         if self.region.divides_tokens:
-            selected = token_parts.rows_of_parts(self.call, prepared, chunk_rows=self.plan.chunk_rows, count=count)
-        else:
-            selected = rows.selected(prepared, count)
-        return rows.with_target_weights(self.call, selected)
+            return token_parts.rows_of_parts(self.call, prepared, chunk_rows=self.plan.chunk_rows, count=count)
+        return rows.selected(prepared, count)
 
     def _prepared(self, upstream: Tensor | None, *, ordered: bool) -> Prepared:
         prepare = rows.prepare if self.region.vector_kernels is None else self.region.vector_kernels.prepare

@@ -40,7 +40,10 @@ def prepare(call: Call, *, upstream: Tensor | None, ordered: bool) -> Prepared:
     if weights is not None:
         valid = valid & (weights != 0)
     counts = torch.stack([valid.sum(), (is_wrong if target.ndim == 1 else is_wrong.any(1)).sum()])
-    target = torch.where(is_label if target.ndim > 1 else valid, column, 0)
+    is_counted = valid if target.ndim == 1 else is_label & valid[:, None]
+    target, target_weights = torch.where(is_counted, column, 0), call.tensors.get("target_weights")
+    if target_weights is not None:
+        target_weights = torch.where(is_counted, target_weights, 0)
     weight = valid.to(row_dtype) if weights is None else torch.where(valid, weights, 0)
     at_target, divisors = None, None
     if (class_weights := call.tensors.get("weight")) is not None:
@@ -56,18 +59,15 @@ def prepare(call: Call, *, upstream: Tensor | None, ordered: bool) -> Prepared:
     s = weight if upstream is None else torch.where(valid, weight * upstream, 0)
     if divisors is not None:
         s = torch.where(valid, s / divisors[0], 0)
-    if not ordered:
-        return Prepared(target, weight, s, at_target, divisors, counts, None, None)
-    order = torch.argsort(valid, descending=True, stable=True)
-    at_target = None if at_target is None else at_target[order]
-    return Prepared(target[order], weight[order], s[order], at_target, divisors, counts, None, order)
+    vectors, order = [target, weight, s, at_target, target_weights], None
+    if ordered:
+        order = torch.argsort(valid, descending=True, stable=True)
+        vectors = [None if vector is None else vector[order] for vector in vectors]
+    return Prepared._make([*vectors, divisors, counts, None, order])
 
 
 class Rows:
     """The rows that are computed, in order."""
-
-    target_weights: Any = None
-    """(N, K) the weight of each of a row's targets, 0 for ignored ones"""
 
     def __init__(self, prepared: Prepared, count: int, *, index: Any = None, order: Tensor | None = None):
         """Selects the rows from `prepared` by `index`, or takes all of them.
@@ -77,12 +77,11 @@ class Rows:
         self.count, self.total, self.order = count, prepared.target.shape[0], order
         # (N,) the token of each row; None without an order.
         self.index: Any = None if order is None else order[:count]
-        # (N,) each, as in `Prepared`; with target weights, the target is (N, K). In a forward, s is for the expected
-        # upstream gradient.
-        self.target, self.weight, self.s, self.at_target = prepared[:4]
+        vectors: Any = prepared[:5]
         if index is not None:
-            self.target, self.weight, self.s = self.target[index], self.weight[index], self.s[index]
-            self.at_target = None if self.at_target is None else self.at_target[index]
+            vectors = [None if vector is None else vector[index] for vector in vectors]
+        # (N,) or (N, K) each, as in `Prepared`. In a forward, s is for the expected upstream gradient.
+        self.target, self.weight, self.s, self.at_target, self.target_weights = vectors
         self.divisors, self._counts = prepared.divisors, prepared.counts
 
     @property
@@ -163,17 +162,6 @@ def selected(prepared: Prepared, count: int) -> Rows:
         return Rows(prepared, count)
     # A slice gives views, without launches: the host has just waited for the count, and the device is idle.
     return Rows(prepared, count, index=slice(count), order=prepared.order)
-
-
-def with_target_weights(call: Call, rows: Rows) -> Rows:
-    """Sets the target weights of `rows`, if the call has them, and returns `rows`."""
-    if call.targets_per_token is None:
-        return rows
-    weights, target = call.tensors["target_weights"], call.tensors["target"].long()
-    is_counted = (rows.gather(target) != call.loss.ignore_index) & (rows.weight != 0).unsqueeze(1)
-    weights = torch.where(is_counted, rows.gather(weights), 0)
-    rows.target, rows.target_weights = torch.where(is_counted, rows.target, 0), weights
-    return rows
 
 
 # Number of rows that a forward has computed, by the storage of `computed_rows`, so that its backward need not wait for

@@ -42,6 +42,8 @@ class Prepared(NamedTuple):
     """(T,) upstream · weight / D; 0 for ignored rows"""
     at_target: Tensor | None
     """(T,) the class weight of each row's target; None without class weights"""
+    target_weights: Tensor | None
+    """(T, K) the weight of each of a row's targets, 0 for ignored ones; None without target weights"""
     divisors: tuple[Tensor, Tensor] | Tensor | None
     """D and D_z, () each: the divisors of the sums of cross-entropies and of z terms, for "mean"; None for 1"""
     counts: Tensor

@@ -134,8 +134,9 @@ def prepare(call: Call, *, upstream: Tensor | None, ordered: bool) -> Prepared:
     counts, is_right, column, *order = integers.split_with_sizes(sizes_of_integers)
     divisors, weight, s, *at_target = floats.split_with_sizes(sizes_of_floats)
     return Prepared(
-        column, weight, s, at_target[0] if at_target else None, divisors, counts, is_right, order[0] if order else None
-    )
+        column, weight, s, at_target[0] if at_target else None, target_weights=None, divisors=divisors, counts=counts,
+        is_right=is_right, order=order[0] if order else None,
+    )  # fmt: skip
 
 
 @kernel(0, "rows")
