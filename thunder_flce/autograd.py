@@ -95,7 +95,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, settings: Settings, is_direct: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         results = tuple(_run(settings, is_direct, tensors))
         kept = tensors
-        if settings.finishes_in_forward:
+        if settings.backward_only_scales:
             # With finished gradients, the backward does not read the operands.
             kept = _expected_gradient(settings, tensors)
             if not is_direct and is_traced(tensors[0]):
@@ -127,7 +127,7 @@ class _TransformedLinearCrossEntropy(torch.autograd.Function):
         settings, *tensors = inputs
         # torch.func records each backward. Without the operands among its inputs, a second derivative would miss a part
         # instead of raising an error.
-        kept = (*_expected_gradient(settings, tensors), *tensors) if settings.finishes_in_forward else tensors
+        kept = (*_expected_gradient(settings, tensors), *tensors) if settings.backward_only_scales else tensors
         # All results are returned, since saved tensors must be inputs or results.
         _save(ctx, settings, kept, results, returned=len(results))
 
@@ -173,7 +173,7 @@ def _backward(settings: Settings, *tensors: Any) -> Any:
     if not is_recorded and any([is_batch(grad) for grad in upstream if grad is not None]):
         raise RuntimeError("linear_cross_entropy has no vmap; call backward without is_grads_batched=True")
     may_overwrite = not is_recorded and not graph_is_kept()
-    if settings.finishes_in_forward:
+    if settings.backward_only_scales:
         needed = 1 + len(settings.needs_grad)
         valid_count, gradients = saved_tensors[0], saved_tensors[1:needed]
         expected = saved_tensors[needed] if "expected_gradient" in settings.names else None

@@ -113,7 +113,7 @@ class Settings(PlainValues):
         )  # fmt: skip
 
     @cached_property
-    def finishes_in_forward(self) -> bool:
+    def backward_only_scales(self) -> bool:
         """Whether the backward only multiplies the gradients by one number."""
         return self.plan.finishes_in_forward and not self.loss.has_row_gradients
 

@@ -249,7 +249,7 @@ def vectors(dtype):
         loss = Loss(reduction=reduction, z_loss=1e-4, outputs=("log_prob", "log_sum_exp"))
         call = Call(tensors=tensors | num_items, loss=loss)
         prepared = triton_vectors.prepare(call, upstream=torch.ones(()), ordered=True)
-        vectors = {name: getattr(prepared, name) for name in ("weight", "at_target", "divisors")}
+        vectors = {name: getattr(prepared, name) for name in ("row_factor", "at_target", "divisors")}
         triton_vectors.finish(loss, row_statistics(), vector(dtype), **vectors)
     gradients = [torch.empty(2**16, dtype=dtype) for _ in range(3)]
     triton_vectors.scale_(gradients, torch.ones(()), torch.ones(2, dtype=torch.int64), torch.ones(()))

@@ -94,7 +94,7 @@ def run(
     statistics = None
     if saved is not None and "row_max" in saved:
         statistics = RowStatistics(rows.gather(saved["row_max"]), rows.gather(saved["row_log_sum"]))
-    sums = None if coefficients is None else GradientSums(ops, rows, weights=coefficients.all_rows.one_hot)
+    sums = None if coefficients is None else GradientSums(ops, rows, one_hot=coefficients.all_rows.one_hot)
     chunk_results: list[RowResults] = []
     teacher_logits = None if ops.call.loss.divergence is None else _Logits(ops, (TEACHER,))
     for chunk in ops.chunks(rows):

@@ -498,8 +498,8 @@ class Primitives:
             if loss.label_smoothing:
                 row_losses, at_target = row_loss.cross_entropy(self.call, selected, row), None
         return self.region.vector_kernels.finish(
-            loss, results.statistics, logit, weight=selected.weight, at_target=at_target, divisors=selected.divisors,
-            row_losses=row_losses,
+            loss, results.statistics, logit, row_factor=selected.row_factor, at_target=at_target,
+            divisors=selected.divisors, row_losses=row_losses,
         )  # fmt: skip
 
     def scaled_rows(self, gradient: Tensor, factors: Tensor) -> Tensor:

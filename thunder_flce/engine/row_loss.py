@@ -184,7 +184,7 @@ def reduced(call: Call, rows: Rows, row_losses: Tensor, z_term: Tensor | None = 
     loss_divisor, z_divisor = (None, None) if rows.divisors is None else rows.divisors
 
     def total(term: Tensor, divisor: Tensor | None) -> Tensor:
-        term = rows.masked(term * rows.weight)
+        term = rows.masked(term * rows.row_factor)
         value = term if call.loss.reduction == "none" else term.sum()
         return value if divisor is None else value / divisor
 

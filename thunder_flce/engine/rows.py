@@ -21,7 +21,7 @@ _MOVED_ROWS = 2048
 
 
 def prepare(call: Call, *, upstream: Tensor | None, ordered: bool) -> Prepared:
-    """Checks targets, counts valid rows, and computes each row's weight and factor, by PyTorch's operations.
+    """Checks targets, counts valid rows, and computes each row's factor and s, by PyTorch's operations.
 
     A row is valid if its target is not `ignore_index` and its token weight is not 0. A target that is not
     `ignore_index` is wrong outside [0, V).
@@ -32,19 +32,19 @@ def prepare(call: Call, *, upstream: Tensor | None, ordered: bool) -> Prepared:
         ordered: whether to return `order`, with all vectors in that order.
     """
     loss, target, row_dtype = call.loss, call.tensors["target"].long(), call.row_dtype
-    weights = call.tensors.get("token_weights")
+    token_weights = call.tensors.get("token_weights")
     # The targets are int64: in a narrower dtype, V and ignore_index would wrap around before the comparison.
     is_label, column = target != loss.ignore_index, target.clamp(0, call.whole_vocab - 1)
     is_wrong = is_label & (target != column)
     valid = is_label if target.ndim == 1 else is_label.any(1)
-    if weights is not None:
-        valid = valid & (weights != 0)
+    if token_weights is not None:
+        valid = valid & (token_weights != 0)
     counts = torch.stack([valid.sum(), (is_wrong if target.ndim == 1 else is_wrong.any(1)).sum()])
     is_counted = valid if target.ndim == 1 else is_label & valid[:, None]
     target, target_weights = torch.where(is_counted, column, 0), call.tensors.get("target_weights")
     if target_weights is not None:
         target_weights = torch.where(is_counted, target_weights, 0)
-    weight = valid.to(row_dtype) if weights is None else torch.where(valid, weights, 0)
+    row_factor = valid.to(row_dtype) if token_weights is None else torch.where(valid, token_weights, 0)
     at_target, divisors = None, None
     if (class_weights := call.tensors.get("weight")) is not None:
         at_target = class_weights.detach().to(row_dtype)[target]
@@ -54,12 +54,14 @@ def prepare(call: Call, *, upstream: Tensor | None, ordered: bool) -> Prepared:
             num_items = torch.where(num_items == 0, float("inf"), num_items)
             divisors = (num_items, num_items)
         else:
-            z_divisor = weight.sum()
-            divisors = (z_divisor if at_target is None else torch.where(valid, weight * at_target, 0).sum(), z_divisor)
-    s = weight if upstream is None else torch.where(valid, weight * upstream, 0)
+            divisor = z_divisor = row_factor.sum()
+            if at_target is not None:
+                divisor = torch.where(valid, row_factor * at_target, 0).sum()
+            divisors = (divisor, z_divisor)
+    s = row_factor if upstream is None else torch.where(valid, row_factor * upstream, 0)
     if divisors is not None:
         s = torch.where(valid, s / divisors[0], 0)
-    vectors, order = [target, weight, s, at_target, target_weights], None
+    vectors, order = [target, row_factor, s, at_target, target_weights], None
     if ordered:
         order = torch.argsort(valid, descending=True, stable=True)
         vectors = [None if vector is None else vector[order] for vector in vectors]
@@ -81,7 +83,7 @@ class Rows:
         if index is not None:
             vectors = [None if vector is None else vector[index] for vector in vectors]
         # (N,) or (N, K) each, as in `Prepared`. In a forward, s is for the expected upstream gradient.
-        self.target, self.weight, self.s, self.at_target, self.target_weights = vectors
+        self.target, self.row_factor, self.s, self.at_target, self.target_weights = vectors
         self.divisors, self._counts = prepared.divisors, prepared.counts
 
     @property
@@ -153,7 +155,7 @@ class Rows:
 
     def masked(self, vector: Tensor, fill: float = 0) -> Tensor:
         """Returns a vector (N,) with `fill` in ignored rows."""
-        return torch.where(self.weight != 0, vector, fill)
+        return torch.where(self.row_factor != 0, vector, fill)
 
 
 def selected(prepared: Prepared, count: int) -> Rows:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class GradientSums:
     """Accumulates dX, dW and db over chunks of tokens; allocates only gradients that are needed."""
 
-    def __init__(self, ops: "Primitives", rows: Rows, *, weights: Tensor):
-        """`weights` are (N,) or (N, K): how much each row adds to dW at its target."""
+    def __init__(self, ops: "Primitives", rows: Rows, *, one_hot: Tensor):
+        """`one_hot` is the coefficient of that name, (N,) or (N, K): how much each row adds to dW at its target."""
         call = ops.call
         self._ops, self._rows, self._is_first = ops, rows, True
         # dX for an upstream gradient of 1 stays in float32 until the backward has multiplied it by each row's upstream
@@ -40,7 +40,7 @@ class GradientSums:
                     # Zeros the rows of dW beyond the vocabulary: they are no columns of the logits.
                     weight_sum[call.vocab :] = 0
         self._bias_sum: Tensor | None = None
-        self._row_weights = weights
+        self._one_hot = one_hot
         self._has_frequent = bool(ops.plan.float32_rows and has_16_bits and call.vocab)
         self._frequent: FrequentRows | None = None
 
@@ -63,7 +63,7 @@ class GradientSums:
         ops, columns = self._ops, None
         if self._has_frequent and self._frequent is None:
             # Not in `__init__`: now the device is busy with the first logits while the host launches a dozen kernels.
-            self._frequent = FrequentRows(ops, self._rows.target, self._row_weights)
+            self._frequent = FrequentRows(ops, self._rows.target, self._one_hot)
         frequent = self._frequent
         for linear, x in zip(ops.call.linears, xs, strict=True):
             input_sum, weight_sum = self._sums.get(linear.x), self._sums.get(linear.weight)
@@ -117,11 +117,11 @@ class FrequentRows:
     1.5e-3 for a single matmul.
     """
 
-    def __init__(self, ops: "Primitives", target: Tensor, weights: Tensor):
+    def __init__(self, ops: "Primitives", target: Tensor, one_hot: Tensor):
         self._ops, vocab = ops, ops.call.vocab
         self._count = min(ops.plan.float32_rows, vocab)
         column, is_local = ops.local_columns(target)
-        updates = weights.abs().float() if is_local is None else torch.where(is_local, weights.abs().float(), 0)
+        updates = one_hot.abs().float() if is_local is None else torch.where(is_local, one_hot.abs().float(), 0)
         update_sums = torch.zeros(vocab, dtype=torch.float32, device=target.device)
         update_sums.scatter_add_(0, column.reshape(-1), updates.reshape(-1))
         self._columns = update_sums.topk(self._count, sorted=False).indices

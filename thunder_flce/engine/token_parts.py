@@ -71,7 +71,7 @@ def most_valid(call: Call, prepared: Prepared) -> Tensor:
 
 def _valid_by_part(prepared: Prepared, ranks: int) -> Tensor:
     """Returns (R, P) bool: which tokens of each part are valid."""
-    return (prepared.weight != 0).view(ranks, prepared.weight.shape[0] // ranks)
+    return (prepared.row_factor != 0).view(ranks, prepared.row_factor.shape[0] // ranks)
 
 
 def rows_of_parts(call: Call, prepared: Prepared, *, chunk_rows: int, count: int) -> Rows:

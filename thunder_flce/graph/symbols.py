@@ -152,7 +152,7 @@ def _region_grad(tensors: Sequence[TensorProxy], **settings: Any) -> tuple[Tenso
     results = dict(zip(parsed.result_names, linear_cross_entropy_fwd(tensors, **parsed.non_defaults()), strict=True))
     if parsed.needs_grad:
         grad, saved = get_grad(results["loss"]), tuple(results[name] for name in parsed.saved_names)
-        if parsed.finishes_in_forward:
+        if parsed.backward_only_scales:
             expected = {name: value for name, value in call.tensors.items() if name == "expected_gradient"}
             gradients = scale_gradients(grad, *saved, **expected)
         else:

@@ -36,10 +36,10 @@ class Prepared(NamedTuple):
 
     target: Tensor
     """(T,) or (T, K) int64 in [0, V); 0 for ignored targets, arbitrary where only the token weight is 0"""
-    weight: Tensor
+    row_factor: Tensor
     """(T,) the factor of a row's loss: its token weight or 1; 0 for ignored rows"""
     s: Tensor
-    """(T,) upstream · weight / D; 0 for ignored rows"""
+    """(T,) upstream · row_factor / D; 0 for ignored rows"""
     at_target: Tensor | None
     """(T,) the class weight of each row's target; None without class weights"""
     target_weights: Tensor | None

@@ -21,16 +21,16 @@ from thunder_flce.operation.loss import Loss
 
 @triton.jit
 def _read_targets(target, token_weight, start, tokens, ignore_index, IGNORES: tl.constexpr, BLOCK: tl.constexpr):
-    """Returns, for a block of tokens: numbers, which exist, labels, which are not ignored, weights, which are valid."""
+    """Returns, for a block of tokens: numbers, which exist, labels, which are not ignored, factors, which are valid."""
     number = start + tl.arange(0, BLOCK)
     is_token = number < tokens
     label = tl.load(target + number, mask=is_token, other=0).to(tl.int64)
     is_label = (is_token & (label != ignore_index)) if IGNORES else is_token
-    weight, valid = tl.full([BLOCK], 1.0, tl.float32), is_label
+    row_factor, valid = tl.full([BLOCK], 1.0, tl.float32), is_label
     if token_weight is not None:
-        weight = tl.load(token_weight + number, mask=is_token, other=0.0).to(tl.float32)
-        valid = is_label & (weight != 0.0)
-    return number, is_token, label, is_label, tl.where(valid, weight, 0.0), valid
+        row_factor = tl.load(token_weight + number, mask=is_token, other=0.0).to(tl.float32)
+        valid = is_label & (row_factor != 0.0)
+    return number, is_token, label, is_label, tl.where(valid, row_factor, 0.0), valid
 
 
 @kernel(3, "tokens", "vocab", "ignore_index")
@@ -40,18 +40,18 @@ def _prepare_kernel(
 ):  # fmt: skip
     """Runs as one program. UPSTREAMS: whether each token has its own upstream gradient.
 
-    integers: counts, is_right, columns and, if ORDERED, the order. floats: divisors, weights, s and class weights.
+    integers: counts, is_right, columns and, if ORDERED, the order. floats: divisors, row_factors, s and class weights.
     """
     is_right, column = integers + 2, integers + 3
     order = column + tokens
-    weights = floats + 2
-    s = weights + tokens
+    row_factors = floats + 2
+    s = row_factors + tokens
     at_target = s + tokens
     total, total_z = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     wrong, valid_count = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
     valid_before = 0
     for start in range(0, tokens, BLOCK):
-        number, is_token, label, is_label, weight, valid = _read_targets(
+        number, is_token, label, is_label, row_factor, valid = _read_targets(
             target, token_weight, start, tokens, ignore_index, IGNORES, BLOCK
         )
         is_wrong = is_label & ((label < 0) | (label >= vocab))
@@ -63,14 +63,14 @@ def _prepare_kernel(
             valid_before += tl.sum(valid.to(tl.int32), 0)
             tl.store(order + place, number.to(tl.int64), mask=valid)
         tl.store(column + place, label, mask=is_row)
-        tl.store(weights + place, weight, mask=is_row)
-        product = weight
+        tl.store(row_factors + place, row_factor, mask=is_row)
+        product = row_factor
         if class_weight is not None:
             label_weight = tl.load(class_weight + label, mask=is_token, other=0.0).to(tl.float32)
             tl.store(at_target + place, label_weight, mask=is_row)
-            product = tl.where(valid, weight * label_weight, 0.0)
+            product = tl.where(valid, row_factor * label_weight, 0.0)
         total += product
-        total_z += weight
+        total_z += row_factor
         wrong += is_wrong.to(tl.int32)
         valid_count += valid.to(tl.int32)
 
@@ -94,14 +94,14 @@ def _prepare_kernel(
         factor = tl.load(upstream).to(tl.float32)
     valid_before, skipped = 0, count
     for start in range(0, tokens, BLOCK):
-        number, is_token, _, _, weight, valid = _read_targets(
+        number, is_token, _, _, row_factor, valid = _read_targets(
             target, token_weight, start, tokens, ignore_index, IGNORES, BLOCK
         )
-        row_factor = factor * weight
+        row_s = factor * row_factor
         if UPSTREAMS:
-            row_factor = tl.load(upstream + number, mask=is_token, other=0.0).to(tl.float32) * weight
+            row_s = tl.load(upstream + number, mask=is_token, other=0.0).to(tl.float32) * row_factor
         if IS_MEAN:
-            row_factor = tl.div_rn(row_factor, tl.zeros_like(row_factor) + divisor)
+            row_s = tl.div_rn(row_s, tl.zeros_like(row_s) + divisor)
         place, is_row = number, is_token
         if ORDERED:
             place, is_row = valid_before + tl.cumsum(valid.to(tl.int32), 0) - 1, valid
@@ -109,7 +109,7 @@ def _prepare_kernel(
             is_ignored = (is_token & (valid == 0)).to(tl.int32)
             tl.store(order + skipped + tl.cumsum(is_ignored, 0) - 1, number.to(tl.int64), mask=is_ignored != 0)
             skipped += tl.sum(is_ignored, 0)
-        tl.store(s + place, tl.where(valid, row_factor, 0.0), mask=is_row)
+        tl.store(s + place, tl.where(valid, row_s, 0.0), mask=is_row)
 
 
 _BLOCK, _THREADS = 2048, 256
@@ -132,16 +132,16 @@ def prepare(call: Call, *, upstream: Tensor | None, ordered: bool) -> Prepared:
     inputs = contiguous(target, get("token_weights"), class_weight, get("num_items"), upstream)
     launch(_prepare_kernel, 1, [*inputs, integers, floats], settings, tokens, call.whole_vocab, loss.ignore_index)
     counts, is_right, column, *order = integers.split_with_sizes(sizes_of_integers)
-    divisors, weight, s, *at_target = floats.split_with_sizes(sizes_of_floats)
+    divisors, row_factor, s, *at_target = floats.split_with_sizes(sizes_of_floats)
     return Prepared(
-        column, weight, s, at_target[0] if at_target else None, target_weights=None, divisors=divisors, counts=counts,
-        is_right=is_right, order=order[0] if order else None,
+        column, row_factor, s, at_target[0] if at_target else None, target_weights=None, divisors=divisors,
+        counts=counts, is_right=is_right, order=order[0] if order else None,
     )  # fmt: skip
 
 
 @kernel(0, "rows")
 def _finish_kernel(
-    row_max, row_log_sum, z_y, weight, at_target, row_losses, divisors, result, log_prob, log_sum_exp, rows,
+    row_max, row_log_sum, z_y, row_factor, at_target, row_losses, divisors, result, log_prob, log_sum_exp, rows,
     Z_LOSS: tl.constexpr, REDUCES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Computes each row's weighted cross-entropy and z term; with REDUCES, one program adds them up."""
@@ -150,7 +150,7 @@ def _finish_kernel(
     for start in range(0, rows if REDUCES else 1, BLOCK):
         number = first + start + tl.arange(0, BLOCK)
         is_row = number < rows
-        row_weight = tl.load(weight + number, mask=is_row, other=0.0)
+        factor = tl.load(row_factor + number, mask=is_row, other=0.0)
         largest = tl.load(row_max + number, mask=is_row, other=0.0)
         log_sum = tl.load(row_log_sum + number, mask=is_row, other=0.0)
         shifted = tl.load(z_y + number, mask=is_row, other=0.0).to(tl.float32) - largest
@@ -160,13 +160,13 @@ def _finish_kernel(
             loss = tl.load(row_losses + number, mask=is_row, other=0.0)
         if at_target is not None:
             loss = tl.load(at_target + number, mask=is_row, other=0.0) * loss
-        loss = tl.where(row_weight != 0.0, row_weight * loss, 0.0)
+        loss = tl.where(factor != 0.0, factor * loss, 0.0)
         lse = largest + log_sum
-        z_term = tl.where(row_weight != 0.0, row_weight * (Z_LOSS * (lse * lse)), 0.0)
+        z_term = tl.where(factor != 0.0, factor * (Z_LOSS * (lse * lse)), 0.0)
         if log_prob is not None:
-            tl.store(log_prob + number, tl.where(row_weight != 0.0, shifted - log_sum, 0.0), mask=is_row)
+            tl.store(log_prob + number, tl.where(factor != 0.0, shifted - log_sum, 0.0), mask=is_row)
         if log_sum_exp is not None:
-            tl.store(log_sum_exp + number, tl.where(row_weight != 0.0, lse, 0.0), mask=is_row)
+            tl.store(log_sum_exp + number, tl.where(factor != 0.0, lse, 0.0), mask=is_row)
         total += loss
         total_z += z_term
         if not REDUCES:
@@ -179,7 +179,7 @@ def _finish_kernel(
 
 
 def finish(
-    loss: Loss, statistics: RowStatistics, z_y: Tensor, *, weight: Tensor, at_target: Tensor | None, divisors: Any,
+    loss: Loss, statistics: RowStatistics, z_y: Tensor, *, row_factor: Tensor, at_target: Tensor | None, divisors: Any,
     row_losses: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Computes the loss of `operation.loss` without smoothing in one launch: float32, () or (N,) for "none".
@@ -190,7 +190,7 @@ def finish(
         loss: the loss, with its outputs.
         statistics: of the N rows.
         z_y: (N,) the logit of each row's target, in 16 or 32 bits.
-        weight: (N,) as in `Prepared`, of these rows; so is `at_target`.
+        row_factor: (N,) as in `Prepared`, of these rows; so is `at_target`.
         at_target: (N,), None without class weights.
         divisors: as in `Prepared`; 1 for "none".
         row_losses: (N,) each row's loss in place of its cross-entropy.
@@ -199,7 +199,7 @@ def finish(
     settings = settings_of(Z_LOSS=loss.z_loss, REDUCES=reduces, BLOCK=_BLOCK, threads=_THREADS)
     result = torch.empty(() if reduces else rows, dtype=torch.float32, device=z_y.device)
     extra = {name: torch.empty_like(statistics.row_max) for name in loss.outputs if name in ("log_prob", "log_sum_exp")}
-    tensors = [*contiguous(*statistics, z_y, weight, at_target, row_losses), divisors, result]
+    tensors = [*contiguous(*statistics, z_y, row_factor, at_target, row_losses), divisors, result]
     tensors += [extra.get("log_prob"), extra.get("log_sum_exp")]
     if programs := 1 if reduces else -(-rows // _BLOCK):
         launch(_finish_kernel, programs, tensors, settings, rows)
