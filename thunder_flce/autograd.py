@@ -35,12 +35,8 @@ def names_needing_grad(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
 def differentiable_forward(settings: Settings, tensors: Sequence[Tensor], *, is_direct: bool) -> Sequence[Tensor]:
     """Runs the forward of a call, and records its backward.
 
-    Returns the results of `torch.ops.thunder_flce.linear_cross_entropy`, or only the loss and its outputs.
-
-    Args:
-        settings: settings of the call.
-        tensors: tensors of the call.
-        is_direct: whether the engine may run without the dispatcher, on which compilers, modes and subclasses depend.
+    Returns the results of `torch.ops.thunder_flce.linear_cross_entropy`. If `is_direct`, returns only the loss and its
+    outputs, and the engine runs without the dispatcher, on which compilers, modes and subclasses depend.
     """
     _check_no_tangents(tensors)
     if torch._C._are_functorch_transforms_active():

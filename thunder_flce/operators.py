@@ -187,12 +187,8 @@ def backward(
 ) -> list[Tensor]:  # fmt: skip
     """Runs the backward of a call whose forward has not finished it; returns the needed gradients in order and shape.
 
-    Args:
-        settings: settings of the forward.
-        upstream: upstream gradients of the results in `Settings.upstream_names`, or None.
-        saved: the results in `Settings.saved_names`.
-        tensors: tensors of the forward.
-        may_overwrite: whether saved tensors may be overwritten.
+    `upstream` has the upstream gradients of the results in `Settings.upstream_names`, or None; `saved` has the results
+    in `Settings.saved_names`, which may change only if `may_overwrite`.
     """
     results = dict(zip(settings.saved_names, saved, strict=True))
     ops = _primitives(settings, tensors)

@@ -84,12 +84,7 @@ def run(
 ) -> tuple[list[RowResults], dict[str, Tensor]]:  # fmt: skip
     """Runs the loop over chunks, and returns each chunk's row results and the gradients by their operands' names.
 
-    Args:
-        ops: the region's primitives.
-        rows: the rows to compute.
-        coefficients: the coefficients of the rows' gradients; None if no gradient is computed.
-        logits: computes the logits of a chunk, or reads saved ones.
-        saved: in a backward, the tensors that the forward saved.
+    Without `coefficients`, no gradient is computed. In a backward, `saved` has the tensors that the forward saved.
     """
     statistics = None
     if saved is not None and "row_max" in saved:

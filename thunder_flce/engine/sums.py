@@ -1,4 +1,4 @@
-"""Accumulates dX, dW and db of every linear over chunks of tokens.
+"""Gradients are sums over chunks of tokens: in their own dtype or, where rounding would add up, in float32.
 
 Legend: T tokens, N rows computed, C rows in a chunk, H hidden size, V vocabulary.
 """

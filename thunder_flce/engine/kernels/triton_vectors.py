@@ -184,16 +184,8 @@ def finish(
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Computes the loss of `operation.loss` without smoothing in one launch: float32, () or (N,) for "none".
 
-    Also returns the outputs "log_prob" and "log_sum_exp", (N,) each, if the loss has them.
-
-    Args:
-        loss: the loss, with its outputs.
-        statistics: of the N rows.
-        z_y: (N,) the logit of each row's target, in 16 or 32 bits.
-        row_factor: (N,) as in `Prepared`, of these rows; so is `at_target`.
-        at_target: (N,), None without class weights.
-        divisors: as in `Prepared`; 1 for "none".
-        row_losses: (N,) each row's loss in place of its cross-entropy.
+    Also returns the outputs "log_prob" and "log_sum_exp", (N,) each, if the loss has them. `z_y` is (N,), the logit of
+    each row's target, in 16 or 32 bits. `row_losses` are (N,), each row's loss in place of its cross-entropy.
     """
     rows, reduces = z_y.shape[0], loss.reduction != "none"
     settings = settings_of(Z_LOSS=loss.z_loss, REDUCES=reduces, BLOCK=_BLOCK, threads=_THREADS)
@@ -242,13 +234,9 @@ _SCALE_BLOCK = 4096
 def scale_(
     gradients: Sequence[Tensor], grad: Tensor, valid_count: Tensor | None = None, expected: Tensor | None = None
 ) -> None:
-    """Multiplies gradients by grad / expected, or 0 without a valid row; with a factor of 1, it leaves them untouched.
+    """`scaling.scaled_gradients` in place, for contiguous gradients in float32 or 16 bits.
 
-    Args:
-        gradients: any shapes, contiguous, in float32 or 16 bits.
-        grad: () the upstream gradient.
-        valid_count: () the number of valid rows, or more elements, of which the first is read; None: not checked.
-        expected: () the upstream gradient for which the gradients were computed; None for 1.
+    `valid_count` may have more elements, of which the first is read.
     """
     for number in range(0, len(gradients), 3):
         batch: list[Any] = [*gradients[number : number + 3], None, None][:3]
