@@ -124,7 +124,7 @@ class Options(PlainValues):
         for name in ("memory_budget", "chunk_rows", "expected_gradient"):
             # NumPy's integers are no ints. Its float64 is a float, but Dynamo takes it for a tensor.
             object.__setattr__(self, name, plain(getattr(self, name)))
-        budget, rows, factor = self.memory_budget, self.chunk_rows, self.expected_gradient
+        budget, rows, factor, tune = self.memory_budget, self.chunk_rows, self.expected_gradient, self.tune_products
         if isinstance(factor, int) and not -(2**63) <= factor < 2**63:
             raise ValueError(f"expected_gradient must be a float or fit 64 bits, but has {factor.bit_length()} bits")
         is_fraction = isinstance(budget, float) and 0 < budget < 1
@@ -141,7 +141,8 @@ class Options(PlainValues):
             "ignored_rows": (self.ignored_rows in IGNORED_ROWS, f"one of {IGNORED_ROWS}"),
             "logits_dtype": (self.logits_dtype in LOGITS_DTYPES, f"one of {LOGITS_DTYPES}"),
             "row_kernels": (self.row_kernels in ROW_KERNELS, f"one of {ROW_KERNELS}"),
-            "tune_products": (isinstance(self.tune_products, bool | None), "None, True or False"),
+            # Dynamo of torch 2.8 does not trace `isinstance` with a union of types.
+            "tune_products": (tune is None or isinstance(tune, bool), "None, True or False"),
             "batch_invariant": (isinstance(self.batch_invariant, bool), "True or False"),
         }
         for name, (is_right, expected) in rules.items():
