@@ -66,8 +66,10 @@ class VocabParallel(PlainValues):
             raise ValueError(f"start must be the index of a row of the whole weight, but got {self.start}")
         flags = ("sequence_parallel", "data_parallel")
         for name, choices in (*((flag, (False, True)) for flag in flags), ("input_grad", ("reduced", "partial"))):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {choices}, but got {getattr(self, name)!r}")
+            value = getattr(self, name)
+            # 1 is in (False, True).
+            if type(value) is not type(choices[0]) or value not in choices:
+                raise ValueError(f"{name} must be one of {choices}, but got {value!r}")
         if self.sequence_parallel and self.data_parallel:
             raise ValueError("sequence_parallel must be False with data_parallel: set only one of them")
         if self.divides_tokens and self.input_grad == "partial":

@@ -150,6 +150,7 @@ def test_arguments():
             ({"start": 1.5}, "start must be None or an int"),
             ({"group": "tp"}, "^group must be a ProcessGroup or a DeviceMesh"),
             ({"input_grad": "summed"}, "input_grad must be one of"),
+            ({"sequence_parallel": 1}, "sequence_parallel must be one of .False, True., but got 1"),
             ({"input_grad": "partial", "sequence_parallel": True}, "input_grad must be .reduced. with sequence"),
             ({"input_grad": "partial", "data_parallel": True}, "input_grad must be .reduced. with data_parallel"),
             ({"data_parallel": True, "sequence_parallel": True}, "sequence_parallel must be False with data_parallel"),
