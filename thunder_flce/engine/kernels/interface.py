@@ -98,8 +98,8 @@ def gradient(
 ) -> Tensor:  # fmt: skip
     """Returns the gradient of `RowCoefficients` by PyTorch's operations; z has the row dtype, other vectors broadcast.
 
-    With `coefficients.one_hot`, z is the entry at each row's target, and p - 1 keeps its digits where A = B. The result
-    is written to `out`, if given, which may be z.
+    With `coefficients.one_hot`, z is the entry at each row's target, and p - 1 keeps its digits where A = B. Without,
+    the result is written to `out`, if given, which may be z.
     """
     row_max, row_log_sum = statistics
     factor, one_hot, uniform, entropy = coefficients
