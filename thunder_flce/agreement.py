@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thunder_flce.device import Device
+from thunder_flce.device import Device, is_capturing
 from thunder_flce.operation.call import COLUMN, TOKEN_ROLES, Call, Shard, is_tensor, operand_names
 from thunder_flce.operation.checks import check_call, check_is_dense
 from thunder_flce.operation.loss import Loss
@@ -92,7 +92,7 @@ def agreement_on(
         ValueError: on all ranks, by the returned function, if their calls differ; the message names the difference.
     """
     group, weight, input = parallel.process_group, call.tensors.get("linear_weight"), call.tensors.get("input")
-    device = Device.of(weight.device) if is_tensor(weight) else None
+    device, exchange_device = Device.of(weight.device) if is_tensor(weight) else None, _exchange_device(group, weight)
     description = _description(parallel, call, options, placements or {})
     if os.environ.get(CHECK_EVERY_CALL, "") not in ("", "0"):
         description |= _value_descriptions(parallel, call.tensors)
@@ -105,9 +105,9 @@ def agreement_on(
     )
 
     def agree() -> Shard:
-        if _is_capturing(group):
-            return _remembered_agreement(group, contribution)
-        contributions = _all_gather_contributions(group, contribution, weight.device if is_tensor(weight) else None)
+        if is_capturing(exchange_device):
+            return _remembered_agreement(group, contribution, exchange_device)
+        contributions = _all_gather_contributions(group, contribution, exchange_device)
         if any(other.digest != contribution.digest for other in contributions):
             _raise_difference(_all_gather_objects(group, description))
         has_equal_devices = all(other.device == contribution.device for other in contributions)
@@ -120,7 +120,8 @@ def agreement_on(
             )
         smallest = None if device is None else min(filter(None, devices), key=lambda d: (d.memory or 0, repr(d)))
         shard = replace(_shard(parallel, call.loss, contributions), device=smallest)
-        _remember(group, contribution, shard)
+        if exchange_device.type == "cuda":
+            _remember(group, contribution, shard)
         return shard
 
     return agree
@@ -132,8 +133,11 @@ def share_error(error: Exception, parallel: VocabParallel | None, weight: Any) -
     if group is None and hasattr(weight, "device_mesh"):
         dim = next((dim for dim, placement in enumerate(weight.placements) if placement.is_shard(0)), None)
         group = None if dim is None else weight.device_mesh.get_group(dim)
-    if group is not None and torch._guards.detect_fake_mode() is None and not _is_capturing(group):
-        _all_gather_contributions(group, _Contribution(digest=_digest(str(error))))
+    if group is None or torch._guards.detect_fake_mode() is not None:
+        return
+    device = _exchange_device(group, weight)
+    if not is_capturing(device):
+        _all_gather_contributions(group, _Contribution(digest=_digest(str(error))), device)
         _all_gather_objects(group, str(error))
 
 
@@ -145,14 +149,10 @@ def _digest(value: Any) -> int:
     return int.from_bytes(blake2b(repr(value).encode(), digest_size=8).digest(), "big", signed=True)
 
 
-def _exchange_device(group: "ProcessGroup") -> torch.device:
-    """Returns the device of exchanged numbers, which depends on the group alone, not on a rank's arguments."""
-    return torch.device(dist.distributed_c10d._get_object_coll_device(group))
-
-
-def _is_capturing(group: "ProcessGroup") -> bool:
-    """Whether the host cannot read the exchanged numbers, because a CUDA graph is being captured."""
-    return _exchange_device(group).type == "cuda" and torch.cuda.is_current_stream_capturing()
+def _exchange_device(group: "ProcessGroup", weight: Any) -> torch.device:
+    """Returns the device of exchanged numbers: its type depends on the group alone, not on a rank's arguments."""
+    device = torch.device(dist.distributed_c10d._get_object_coll_device(group))
+    return weight.device if is_tensor(weight) and weight.device.type == device.type else device
 
 
 def _all_gather(group: "ProcessGroup", numbers: Tensor) -> Tensor:
@@ -163,16 +163,14 @@ def _all_gather(group: "ProcessGroup", numbers: Tensor) -> Tensor:
 
 
 def _all_gather_contributions(
-    group: "ProcessGroup", contribution: _Contribution, device: torch.device | None = None
+    group: "ProcessGroup", contribution: _Contribution, device: torch.device
 ) -> list[_Contribution]:
-    default = _exchange_device(group)
     # The copy from pinned memory is asynchronous, so that the host waits only once, for the result.
-    tensor = torch.tensor(contribution, device="cpu", pin_memory=default.type == "cuda")
-    tensor = tensor.to(device if device is not None and device.type == default.type else default, non_blocking=True)
+    tensor = torch.tensor(contribution, device="cpu", pin_memory=device.type == "cuda").to(device, non_blocking=True)
     return [_Contribution(*numbers) for numbers in _all_gather(group, tensor).tolist()]
 
 
-def _remembered_agreement(group: "ProcessGroup", contribution: _Contribution) -> Shard:
+def _remembered_agreement(group: "ProcessGroup", contribution: _Contribution, device: torch.device) -> Shard:
     """Returns an earlier agreement. Each replay takes part in the collective, which other ranks may run eagerly."""
     shard = _agreements[group].get(contribution) if group in _agreements else None
     if shard is None:
@@ -181,18 +179,17 @@ def _remembered_agreement(group: "ProcessGroup", contribution: _Contribution) ->
             "before the capture. If this rank has equally many rows of two weights, but other ranks have not, create "
             'the process group with a backend for the CPU, too, such as "cpu:gloo,cuda:nccl"'
         )
-    numbers = torch.stack([torch.full((), n, dtype=torch.int64, device=_exchange_device(group)) for n in contribution])
+    numbers = torch.stack([torch.full((), number, dtype=torch.int64, device=device) for number in contribution])
     is_same = (_all_gather(group, numbers)[:, 0] == contribution.digest).all()
     torch._assert_async(is_same, "all ranks of vocab_parallel must be given the same")
     return shard
 
 
 def _remember(group: "ProcessGroup", contribution: _Contribution, shard: Shard) -> None:
-    if _exchange_device(group).type == "cuda":
-        agreements = _agreements.setdefault(group, {})
-        agreements[contribution] = shard if agreements.pop(contribution, shard) == shard else None
-        if len(agreements) > _REMEMBERED:
-            agreements.pop(next(iter(agreements)))
+    agreements = _agreements.setdefault(group, {})
+    agreements[contribution] = shard if agreements.pop(contribution, shard) == shard else None
+    if len(agreements) > _REMEMBERED:
+        agreements.pop(next(iter(agreements)))
 
 
 def _all_gather_objects(group: "ProcessGroup", value: Any) -> list[Any]:

@@ -29,6 +29,15 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext() if is_current else torch.cuda.device(device)
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured on a device, so that the host must not wait for it."""
+    if device.type != "cuda":
+        return False
+    # PyTorch asks the current device's stream.
+    with on_device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
 # Sustained rates of devices, by a part of the name that the driver reports: 16-bit operations per second, and bytes
 # read and written per second. Only the first two are measured: 6·T·H·V operations over the time of the three matmuls,
 # and the bandwidth of an in-place pass over logits. The H100's are from `bench --rates`, and those that its clocks give

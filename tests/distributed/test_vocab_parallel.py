@@ -2,7 +2,7 @@
 
 import re
 import threading
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -354,3 +354,26 @@ def test_ranks_with_different_gpus_make_one_plan(names, monkeypatch):
     # What each would plan on its own.
     alone = {choose(call(shard=shard_of(2)), Options(), device) for device in devices}
     assert (len(alone) > 1) == (names != ("H200", "H200"))
+
+
+def test_a_cuda_graph_that_is_captured_on_another_device_than_the_current_one(monkeypatch):
+    """The host must not wait for the ranks' numbers there."""
+    current = [torch.device("cuda:0")]
+
+    @contextmanager
+    def as_current(device):
+        current.append(device)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(Device, "of", lambda device: DEVICES["H100"])
+    monkeypatch.setattr(dist.distributed_c10d, "_get_object_coll_device", lambda group: "cuda")
+    monkeypatch.setattr(torch.cuda, "device", as_current)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1].index)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[-1].index == 1)
+
+    def run(rank):
+        return agreement_on(VocabParallel(group=dist.group.WORLD), call(3, 5, 8, device="cuda:1"), Options())()
+
+    (raised,) = errors_of(1, run)
+    assert "cannot agree on a new call with vocab_parallel while a CUDA graph is captured" in str(raised)

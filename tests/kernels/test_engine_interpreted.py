@@ -20,7 +20,7 @@ from thunder_flce import Options, linear_cross_entropy
 from thunder_flce.device import ABSENT_DEVICE
 from thunder_flce.engine import plan
 from thunder_flce.engine.kernels import interface, scaling
-from thunder_flce.engine.primitives import Primitives, Region
+from thunder_flce.engine.primitives import Region
 
 CALLS = 24
 ONE_MULTIPROCESSOR = replace(ABSENT_DEVICE, multiprocessors=1)
@@ -49,7 +49,6 @@ def as_on_a_gpu(monkeypatch):
         region.device_type = "cuda"
 
     monkeypatch.setattr(Region, "__init__", prepare_for_cuda)
-    monkeypatch.setattr(Primitives, "_is_capturing", lambda ops: False)
     monkeypatch.setattr(Region, "kernels", property(lambda region: TritonRowKernels(region.call.loss.logit_map)))
     monkeypatch.setattr(scaling, "library", lambda dtype, device: "Triton" if dtype.itemsize < 8 else "PyTorch")
 

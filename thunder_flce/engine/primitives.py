@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from thunder_flce.device import on_device
+from thunder_flce.device import is_capturing
 from thunder_flce.engine import collectives, row_loss, rows, token_parts
 from thunder_flce.engine.kernels import dispatch
 from thunder_flce.engine.kernels.interface import (
@@ -158,7 +158,7 @@ class Primitives:
                 device-side assertion fails instead, as in PyTorch.
         """
         call = self.call
-        host_waits = self.region.device_type != "cuda" or (self.region.may_skip and not self._is_capturing())
+        host_waits = self.region.device_type != "cuda" or (self.region.may_skip and not is_capturing(call.device))
         skips = self.region.may_skip and host_waits
         prepared = self._prepared(upstream, ordered=skips)
         if not host_waits:
@@ -201,12 +201,6 @@ class Primitives:
         # If ranks divide the tokens, `token_parts` makes the order.
         return prepare(self.call, upstream=upstream, ordered=ordered and not self.region.divides_tokens)
 
-    def _is_capturing(self) -> bool:
-        """Whether a CUDA graph is being captured, so that the host must not wait for the device."""
-        # PyTorch asks the current device's stream, and the call may be on another device.
-        with on_device(self.call.device):
-            return torch.cuda.is_current_stream_capturing()
-
     def count_of(self, computed_rows: Tensor) -> int:
         """Returns the number of rows that a forward computed; the host waits only if `computed_rows` is a copy."""
         if computed_rows.is_cpu:
@@ -214,7 +208,7 @@ class Primitives:
         count = rows.recalled(computed_rows)
         if count is not None:
             return count
-        if computed_rows.is_cuda and self._is_capturing():
+        if is_capturing(computed_rows.device):
             # A forward that was captured, too, has computed all rows.
             problem = "a CUDA graph captures this backward, but not its forward, which skipped ignored rows"
             torch._assert_async(computed_rows == self.call.tokens, f'{problem}: use ignored_rows="compute"')
