@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from thunder_flce import Options
+from thunder_flce import LinearCrossEntropyLoss, Options, linear_cross_entropy
 from thunder_flce.device import ABSENT_DEVICE, Device, from_properties
 from thunder_flce.engine import choose as choosing
 from thunder_flce.engine.choose import EXACT_CHUNKS, choose, strategy_of, temporary_bytes
@@ -297,6 +297,15 @@ def test_warnings_name_the_cure_once():
     assert text.startswith("memory_budget is 600 MB, but up to 65536 tokens take 2101 MB")
     assert 'accumulate="parameter" takes less' in text
     assert len(warned(8192, 8000, memory_budget=60 * MB)) == 1
+
+
+def test_warnings_are_about_the_line_that_calls():
+    head = LinearCrossEntropyLoss(8, 600, options=Options(memory_budget=1))
+    x, target = torch.zeros(70, 8), torch.zeros(70).long()
+    with pytest.warns(UserWarning, match="memory_budget is 0 MB, but up to") as caught:
+        linear_cross_entropy(x, head.linear.weight, target, options=head.options)
+        head(x, target, token_weights=torch.ones(70))
+    assert [warning.filename for warning in caught] == [__file__] * 2
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ Memory and time are closed formulas of the sizes, so a plan takes microseconds a
 Legend: T tokens, C tokens in a chunk, S tokens whose logits are saved, H hidden size, V vocabulary.
 """
 
+import sys
 import warnings
 from bisect import bisect
 from collections.abc import Callable
@@ -334,8 +335,9 @@ class _Choice:
         if self.limit is not None and (needed := self._bytes(plan)) > 1.01 * self.limit:
             cure = '; accumulate="parameter" takes less, with a larger error of dW' if plan.float32_accumulator else ""
             self._warn(
+                "budget",
                 f"memory_budget is {self.limit / 1e6:.0f} MB, but up to {self.tokens} tokens take "
-                f"{needed / 1e6:.0f} MB: {plan.describe()}{cure}"
+                f"{needed / 1e6:.0f} MB: {plan.describe()}{cure}",
             )
         return plan
 
@@ -345,12 +347,17 @@ class _Choice:
     def _bytes(self, plan: Plan) -> int:
         return temporary_bytes(self.call, plan, self.device)
 
-    def _warn(self, text: str) -> None:
+    def _warn(self, kind: str, text: str) -> None:
         """Warns once a process for each kind of text, options and call, whatever its number of tokens."""
-        key = (text[:6], self.options, self.call.specs(tokens=0))
-        if key not in _warned:
-            _warned.add(key)
-            warnings.warn(text, stacklevel=4)
+        key = (kind, self.options, self.call.specs(tokens=0))
+        if key in _warned:
+            return
+        _warned.add(key)
+        # The warning is about the first line outside of this package and PyTorch: the user's, in an eager call.
+        level, frame = 1, sys._getframe()
+        while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("thunder_flce.", "torch.")):
+            level, frame = level + 1, frame.f_back
+        warnings.warn(text, stacklevel=level)
 
     # Chunks.
 
@@ -443,9 +450,10 @@ class _Choice:
             if self.limit is None or self._bytes(in_float32) <= self.limit:
                 return in_float32
             self._warn(
+                "sum",
                 f"within a memory_budget of {self.limit / 1e6:.0f} MB, dW is summed over chunks in {call.dtype}, with "
                 f"more than 1.25 times the error of a single matmul: {self._bytes(in_float32) / 1e6:.0f} MB have room "
-                'for a sum in float32; accumulate="parameter" accepts the error without this warning'
+                'for a sum in float32; accumulate="parameter" accepts the error without this warning',
             )
             return plan
         if not is_exact:
