@@ -207,6 +207,9 @@ def test_where_dw_is_summed():
     for sizes, rows in (((16384, 128256, 2048), 4096), ((16384, 128256, 4096), 8192), ((32768, 128256, 768), 4096)):
         assert plan_of(*sizes).chunk_rows == rows and plan_of(*sizes).float32_accumulator
     assert not plan_of(options=Options(chunk_rows=8192)).float32_rows
+    # Also if the rows after those whose logits are saved are one chunk.
+    plan = Plan(strategy="save_logits", saved_rows=1664, chunk_rows=4096, float32_accumulator=True)
+    assert [plan.sum_dtype(call(), 4096, rows=rows).itemsize for rows in (1664, 1665, 4096)] == [2, 4, 4]
     # All rows of an adapter's dW are summed in float32.
     assert plan_of(rank=512).float32_rows == 192 and not plan_of(rank=512, **FROZEN).float32_rows
 

@@ -192,7 +192,7 @@ def temporary_bytes(call: Call, plan: Plan, device: Device | None = None) -> int
     """
     device, shard, itemsize = device or Device.of(call.device), call.shard, call.dtype.itemsize
     inputs, weights = _hidden_sizes(call, HIDDEN), _hidden_sizes(call, COLUMN)
-    is_divided, has_units = plan.chunk_rows < call.tokens, plan.saves_unit_gradients(call)
+    is_divided, has_units = plan.first_rows(call.tokens) < call.tokens, plan.saves_unit_gradients(call)
 
     # `fixed`: bytes beside the chunk's memory. `least`: bytes at the end, when the chunk's memory is freed.
     fixed = least = frequent_columns = 0

@@ -73,7 +73,7 @@ class Plan(PlainValues):
 
     def sum_dtype(self, call: Call, hidden: int, *, rows: int) -> torch.dtype:
         """The dtype in which dW of a linear of this hidden size is summed over the chunks of `rows` rows."""
-        is_sum = call.dtype.itemsize == 2 and self.chunk_rows < rows
+        is_sum = call.dtype.itemsize == 2 and self.first_rows(rows) < rows
         return torch.float32 if is_sum and (self.float32_accumulator or is_small(call, hidden)) else call.dtype
 
     def logits_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -85,6 +85,10 @@ class Plan(PlainValues):
         if self.strategy != SAVE_LOGITS:
             return 0
         return rows if self.saved_rows is None else min(self.saved_rows, rows)
+
+    def first_rows(self, rows: int) -> int:
+        """The most rows, out of `rows`, that the first chunk can have; all of them if there is a single chunk."""
+        return min(self.rows_saved(rows) or self.chunk_rows or rows, rows)
 
     def saved_logits_shape(self, call: Call) -> tuple[int, int]:
         """The number of rows of saved logits, and their stride."""

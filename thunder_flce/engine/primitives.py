@@ -238,8 +238,7 @@ class Primitives:
     @property
     def first_rows(self) -> int:
         """The largest number of rows that the first chunk can have."""
-        tokens = self.call.tokens
-        return min(self.plan.rows_saved(tokens) or self.plan.chunk_rows or tokens, tokens)
+        return self.plan.first_rows(self.call.tokens)
 
     def gather(self, selected: Rows, tensor: Tensor, chunk: slice, out: Tensor | None = None) -> Tensor:
         """Returns the rows of a chunk from `tensor` (T, H): see `Rows.gather_chunk`."""
