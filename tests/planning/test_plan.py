@@ -199,6 +199,8 @@ def test_where_dw_is_summed():
         ((8192, 32000, 4096), Options(chunk_rows=2048), {}, True),
         ((8192, 32000, 4096), Options(), {}, False),
         ((32768, 128256, 768), Options(), {}, True),
+        # With some logits saved.
+        ((12288, 256000, 2304), Options(accumulate="float32"), {"loss": EACH_ROW, "on": H200}, True),
     ):
         plan = plan_of(*sizes, options=options, **changes)
         assert plan.float32_accumulator == is_wide, (sizes, options, changes)

@@ -429,6 +429,8 @@ class _Choice:
         """
         if self.options.accumulate == "parameter" or not self._rounds_sums(0):
             return 0
+        if self.options.accumulate == "float32":
+            return self.tokens
         has_few_targets = self.tokens <= self.call.whole_vocab * EXACT_TOKENS_PER_COLUMN
         return -(-self.tokens // (EXACT_CHUNKS if has_few_targets else 1))
 
