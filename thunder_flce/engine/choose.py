@@ -191,12 +191,12 @@ def temporary_bytes(call: Call, plan: Plan, device: Device | None = None) -> int
     gradients are finished in the backward, the forward takes less memory than the backward.
     """
     device, shard, itemsize = device or Device.of(call.device), call.shard, call.dtype.itemsize
-    inputs, weights = _hidden_sizes(call, HIDDEN), _hidden_sizes(call, COLUMN)
+    dx_sizes, dw_sizes = _hidden_sizes(call, HIDDEN), _hidden_sizes(call, COLUMN)
     is_divided, has_units = plan.first_rows(call.tokens) < call.tokens, plan.saves_unit_gradients(call)
 
     # `fixed`: bytes beside the chunk's memory. `least`: bytes at the end, when the chunk's memory is freed.
     fixed = least = frequent_columns = 0
-    for hidden in reversed(weights):
+    for hidden in reversed(dw_sizes):
         if plan.sum_dtype(call, hidden, rows=call.tokens) != call.dtype:
             # At the end, the float32 sum and the rounded dW exist beside the sums that are rounded later.
             elements = call.weight_rows * hidden
@@ -213,16 +213,16 @@ def temporary_bytes(call: Call, plan: Plan, device: Device | None = None) -> int
 
     # Bytes for each row of a chunk, beside its logits.
     per_row = _dlogits_bytes(call, plan) + frequent_rows * itemsize
-    if shard is not None and shard.reduces_input_grad and inputs:
+    if shard is not None and shard.reduces_input_grad and dx_sizes:
         # This rank's part of dX before the sum over ranks and, if ranks divide the tokens, this rank's rows of the sum.
-        part = max(inputs) * (call.row_dtype.itemsize if shard.float32_input_grad else itemsize)
+        part = max(dx_sizes) * (call.row_dtype.itemsize if shard.float32_input_grad else itemsize)
         per_row += part + (part // shard.ranks if shard.sequence_parallel else 0)
     if shard is not None and shard.sequence_parallel:
         # x of this chunk and of the next one, whose all-gather runs ahead.
         per_row += call.hidden * itemsize * (2 if is_divided else 1)
     elif plan.ignored_rows == "skip" and call.ignores_rows:
         # Copies of the valid rows of x, unless they are gathered into the memory of dX.
-        per_row += itemsize * (call.hidden if has_units else call.hidden - sum(inputs))
+        per_row += itemsize * (call.hidden if has_units else call.hidden - sum(dx_sizes))
 
     def beside_logits(rows: int) -> int:
         return rows * per_row + _scratch_bytes(call, plan, device, rows)
@@ -320,7 +320,7 @@ class _Choice:
         )  # fmt: skip
         self.row_bytes = max(_logits_bytes(call, self.common) + _dlogits_bytes(call, self.common), 1)
         # The hidden size of each dW, except for small adapters, whose dW is always summed in float32.
-        self.weights = [size for size in _hidden_sizes(call, COLUMN) if not is_small(call, size)]
+        self.dw_sizes = [size for size in _hidden_sizes(call, COLUMN) if not is_small(call, size)]
 
     def plan(self) -> Plan:
         """Returns the plan, and warns if it takes more memory than the budget."""
@@ -372,7 +372,7 @@ class _Choice:
         enough = int(CHUNK_SECONDS * device.matmul_rate / (6 * max(call.hidden, 1) * max(call.vocab, 1)))
         rows_of_part = -(-self.tokens // (FEWEST_CHUNKS * TILE_ROWS)) * TILE_ROWS
         rows = max(rows, min(enough, CHUNK_BYTES // self.row_bytes, rows_of_part))
-        is_frozen = "input" in call.needs_grad and not self.weights
+        is_frozen = "input" in call.needs_grad and not self.dw_sizes
         if self.common.strategy == GRADIENTS_IN_FORWARD and is_frozen and rows == fewest:
             # Half as many rows, if their dX keeps the device busy: see FULL_WAVE.
             tiles = -(-self._balanced(rows // 2) // TILE[0]) * -(-call.tensors["input"].shape[-1] // TILE[1])
@@ -410,7 +410,7 @@ class _Choice:
         has_targets = self.call.loss.divergence is None or self.call.loss.ignores_rows
         if not self._rounds_sums(rows) or not has_targets:
             return self._plan_of(rows)
-        frequent = min(FREQUENT_ROWS, FREQUENT_BYTES // (4 * sum(self.weights)))
+        frequent = min(FREQUENT_ROWS, FREQUENT_BYTES // (4 * sum(self.dw_sizes)))
         return self._plan_of(rows, float32_rows=frequent * (FREQUENT_OF_SEVERAL if self.call.targets_per_token else 1))
 
     def _plan_in_float32(self, rows: int) -> Plan:
@@ -418,7 +418,7 @@ class _Choice:
 
     def _rounds_sums(self, rows: int) -> bool:
         """Whether a sum of dW over chunks of `rows` rows would be rounded in each chunk."""
-        return bool(self.weights) and self.call.dtype.itemsize == 2 and rows < self.tokens
+        return bool(self.dw_sizes) and self.call.dtype.itemsize == 2 and rows < self.tokens
 
     @property
     def _exact_rows(self) -> int:
