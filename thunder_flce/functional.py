@@ -180,8 +180,7 @@ def linear_cross_entropy(
         options = as_options(options)
         if expected_gradient is None:
             expected_gradient = options.expected_gradient
-        if torch._C._is_any_autocast_enabled():
-            input, linear_weight, linear_bias, terms = autocast((input, linear_weight, linear_bias, terms))
+        input, linear_weight, linear_bias, terms = autocast((input, linear_weight, linear_bias, terms))
         if token_loss is not None:
             token_loss = token_loss_of(token_loss, token_inputs)
         tensors = named_tensors({
