@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from thunder_flce.functional import linear_cross_entropy
 from thunder_flce.operation.checks import check_loss
-from thunder_flce.operation.loss import Loss
+from thunder_flce.operation.loss import LOSS_ARGUMENTS, Loss
 from thunder_flce.options import Options, as_options
 from thunder_flce.token_losses import check_function
 from thunder_flce.vocab_parallel import VocabParallel
@@ -19,8 +18,8 @@ from thunder_flce.vocab_parallel import VocabParallel
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
 
-# Dynamo cannot trace `fields`. token_loss is a function here, but a text in `Loss`.
-_LOSS_FIELDS = tuple(field.name for field in fields(Loss) if field.name not in ("token_loss", "divergence"))
+# token_loss is a function here, but a text in `Loss`.
+_LOSS_FIELDS = tuple(name for name in LOSS_ARGUMENTS if name != "token_loss")
 
 
 class LinearCrossEntropyLoss(nn.Module):

@@ -16,7 +16,7 @@ the last take the operators' arguments: tensors, or numbers in place of tensors,
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import thunder.torch as ltorch
@@ -42,7 +42,7 @@ from thunder_flce.graph.trace_arguments import plain, settings_of, spec_of, spec
 from thunder_flce.matching.decisions import PlannedRegion
 from thunder_flce.operation.call import Call, Spec, named_tensors, operand_names, result_specs
 from thunder_flce.operation.checks import check_call
-from thunder_flce.operation.loss import Loss
+from thunder_flce.operation.loss import LOSS_ARGUMENTS, Loss
 from thunder_flce.operators import Settings, plan_for
 from thunder_flce.options import Options
 
@@ -223,7 +223,7 @@ def linear_cross_entropy(
     for name in ("input", "linear_weight", "linear_bias", "terms"):
         if dtype is not None and values[name] is not None:
             values[name] = tree_map(lambda value: maybe_downcast_to(dtypes.to_dtype(dtype), (value,))[0], values[name])
-    settings = {field.name: plain(values[field.name]) for field in fields(Loss) if field.name in values}
+    settings = {name: plain(values[name]) for name in LOSS_ARGUMENTS}
     loss = Loss(**settings | {"token_loss": settings["token_loss"] or ""})
     call, vocab_parallel = Call(tensors=named_tensors(values), loss=loss), values["vocab_parallel"]
     if vocab_parallel is None and is_static(*tree_flatten(values)[0]):

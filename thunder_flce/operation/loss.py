@@ -44,7 +44,7 @@ The functions below are these formulas. Legend: N rows, V vocabulary.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from typing import Any, ClassVar, NamedTuple
 
@@ -231,6 +231,9 @@ class Loss(PlainValues):
         """Returns the z-loss of each row, (N,); None without a z-loss."""
         return self.z_loss * (row.max + row.log_sum).square() if self.z_loss else None
 
+
+LOSS_ARGUMENTS = tuple(field.name for field in fields(Loss) if field.name != "divergence")
+"""Names of the arguments of `functional.linear_cross_entropy` that are fields of `Loss`"""
 
 _loss = lru_cache(maxsize=4096, typed=True)(Loss)
 _PLAIN_TYPES = frozenset((int, float, bool, str, tuple, type(None)))
