@@ -10,16 +10,15 @@ from bisect import bisect
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from math import inf, log2
 from typing import Any
 
 import torch
 
-from thunder_flce.device import ABSENT_DEVICE, BFLOAT16_CAPABILITY, TILE_ROWS, Device
+from thunder_flce.device import ABSENT_DEVICE, BFLOAT16_CAPABILITY, ROW_MULTIPLE, TILE_ROWS, Device
 from thunder_flce.engine.kernels.dispatch import check_available, library
 from thunder_flce.engine.kernels.interface import row_stride
-from thunder_flce.engine.matmul.matmul import scratch_bytes
+from thunder_flce.engine.matmul.matmul import FLOAT32_COLUMNS
 from thunder_flce.engine.plan import GRADIENTS_IN_FORWARD, LOSS_ONLY, RECOMPUTE_LOGITS, SAVE_LOGITS, Plan, is_small
 from thunder_flce.operation.call import COLUMN, HIDDEN, Call, argument
 from thunder_flce.options import STRATEGIES, Options
@@ -259,24 +258,25 @@ def _stride(call: Call, dtype: torch.dtype) -> int:
 
 
 def _scratch_bytes(call: Call, plan: Plan, device: Device, rows: int) -> int:
-    """The most bytes that a matmul of a chunk of `rows` rows allocates."""
-    inputs, shard, dtype = _hidden_sizes(call, HIDDEN), call.shard, call.dtype
-    bytes_of = partial(scratch_bytes, rows=rows, columns=call.vocab, dtype=dtype, device=device)
-    logits_dtype, widest = plan.logits_dtype(dtype), max(call.tensors[linear.x].shape[-1] for linear in call.linears)
-    sizes = [
-        bytes_of(
-            "logits", hidden=widest, out_dtype=logits_dtype, has_bias="linear_bias" in call.tensors,
-            pads_rows=_stride(call, logits_dtype) != call.vocab, tune=plan.tune_products,
-        )
+    """A bound of the bytes that a matmul of a chunk of `rows` rows takes for float32 results and copies of operands."""
+    if call.dtype.itemsize > 2:
+        return 0
+    hidden, columns, shard = max(call.tensors[linear.x].shape[-1] for linear in call.linears), call.vocab, call.shard
+    has_wide_dx = plan.saves_unit_gradients(call) if shard is None else shard.float32_input_grad
+    # The last columns of such a V have a matmul of their own, and its rows are padded: see `matmul`.
+    is_odd = device.kind == "cuda" and columns % ROW_MULTIPLE > 0
+    # M, N, K, whether the result is float32, and whether it is summed in float32 and then rounded.
+    matmuls = [
+        (rows, min(columns, FLOAT32_COLUMNS), hidden, plan.float32_logits, is_odd and "linear_bias" in call.tensors),
+        *((rows, size, columns, has_wide_dx, is_odd) for size in _hidden_sizes(call, HIDDEN)),
+        *((columns, size, rows, plan.sum_dtype(call, size, rows=call.tokens) != call.dtype, False)
+          for size in _hidden_sizes(call, COLUMN)),
     ]  # fmt: skip
-    if inputs:
-        is_wide = plan.saves_unit_gradients(call)
-        if shard is not None and shard.reduces_input_grad:
-            is_wide = shard.float32_input_grad
-        sizes.append(bytes_of("dX", hidden=max(inputs), out_dtype=call.row_dtype if is_wide else dtype))
-    for hidden in _hidden_sizes(call, COLUMN):
-        sizes.append(bytes_of("dW", hidden=hidden, out_dtype=plan.sum_dtype(call, hidden, rows=call.tokens)))
-    return max(sizes)
+    converts = not device.multiplies_into_float32(call.dtype)
+    return torch.float32.itemsize * max(
+        m * n * (is_rounded and not is_wide) + (m + n) * k * (converts and (is_wide or is_rounded))
+        for m, n, k, is_wide, is_rounded in matmuls
+    )
 
 
 # The choice.

@@ -12,7 +12,7 @@ sums of dW run the cuBLASLt algorithm that `algorithms` has measured to be the f
 """
 
 from itertools import repeat
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,10 +21,8 @@ from thunder_flce.device import ROW_MULTIPLE, Device
 from thunder_flce.engine.matmul import algorithms
 from thunder_flce.engine.matmul.cublaslt import Matmul
 
-Kind = Literal["logits", "dX", "dW"]
-
 # Columns at a time that are converted to float32, or computed in a float32 buffer.
-_FLOAT32_COLUMNS = 8192
+FLOAT32_COLUMNS = 8192
 # Rows of every matmul of `invariant_logits_`.
 _BLOCK_ROWS = 64
 
@@ -47,7 +45,7 @@ def logits_(
         step -= _tail(columns, dtype=x.dtype, is_cuda=x.is_cuda)
     if is_wider and not Device.of(x.device).multiplies_into_float32(x.dtype):
         # The operands must be converted to float32.
-        step = _FLOAT32_COLUMNS
+        step = FLOAT32_COLUMNS
     if step < columns:
         biases = repeat(None) if bias is None else bias.split(step)
         # Not `strict`: repeat(None) has no end.
@@ -120,31 +118,6 @@ def library(device_type: str) -> str:
     return "PyTorch" if device.kind != "cuda" else "cuBLAS" if device.is_nvidia else "hipBLAS"
 
 
-def scratch_bytes(
-    kind: Kind, *, rows: int, columns: int, hidden: int, dtype: torch.dtype, out_dtype: torch.dtype, device: Device,
-    has_bias: bool = False, pads_rows: bool = False, tune: bool = False,
-) -> int:  # fmt: skip
-    """Returns the peak bytes that a matmul of contiguous operands allocates, and frees before it returns.
-
-    rows, columns and hidden are C, V and H, dtype is that of the operands. `pads_rows`: whether rows of logits are
-    padded.
-    """
-    is_cuda = device.kind == "cuda"
-    tail = _tail(columns, dtype=dtype, is_cuda=is_cuda)
-    total = 0
-    if kind == "dX" and tail and out_dtype.itemsize == 2:
-        total, out_dtype = rows * hidden * torch.float32.itemsize, torch.float32
-    if dtype != out_dtype and not device.multiplies_into_float32(dtype):
-        block = min(columns, _FLOAT32_COLUMNS) if kind == "logits" else columns
-        elements = {"logits": (rows + block) * hidden, "dX": (rows + hidden) * block, "dW": (block + hidden) * rows}
-        total += elements[kind] * out_dtype.itemsize
-    elif kind == "logits" and has_bias and pads_rows and is_cuda and out_dtype.itemsize == 2:
-        main = columns - tail
-        is_tuned = tune and dtype.itemsize == 2 and algorithms.may_gain(rows, main, hidden)
-        total += rows * max(0 if is_tuned else min(main, _FLOAT32_COLUMNS), tail) * torch.float32.itemsize
-    return total
-
-
 def _tail(columns: int, *, dtype: torch.dtype, is_cuda: bool) -> int:
     """Returns the number of last columns of V, at most seven, that get a matmul of their own; 0: none are split off.
 
@@ -192,8 +165,8 @@ def _multiply_with_bias(out: Tensor, a: Tensor, b: Tensor, *, bias: Tensor) -> N
     if not out.is_cuda or out.dtype.itemsize > 2 or out.is_contiguous():
         torch.addmm(bias, a, b, out=out)
         return
-    for start in range(0, out.shape[1], _FLOAT32_COLUMNS):
-        block = slice(start, start + _FLOAT32_COLUMNS)
+    for start in range(0, out.shape[1], FLOAT32_COLUMNS):
+        block = slice(start, start + FLOAT32_COLUMNS)
         out_block = out[:, block]
         product = torch.empty(out_block.shape, dtype=torch.float32, device=out.device)
         _multiply(product, a, b[:, block])
