@@ -217,6 +217,12 @@ def test_what_a_function_reads_may_change():
         torch.set_default_dtype(torch.float32)
 
 
+def test_the_text_is_short():
+    """No tensors of equal numbers, and no factor 1, the upstream gradient with which a derivative begins."""
+    text = "f0 = aten.exp(log_prob); f1 = aten.add(f0, 0.5); loss = f1; d_log_prob = f0"
+    assert text_of(lambda p, e: torch.tensor(0.5) + p.exp(), ()) == text
+
+
 # In Dynamo.
 
 

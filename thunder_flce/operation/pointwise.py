@@ -176,11 +176,6 @@ _WITH_NUMBER = ("where", "masked_fill", "add", "sub", "mul", "div", "pow", "eq",
 _NEUTRAL = {"mul": 1, "div": 1, "pow": 1, "add": 0, "sub": 0}
 
 
-def _in_order(name: Any) -> tuple[str, int, str]:
-    """Returns a sort key of names that orders those ending in a number by that number."""
-    return str(name).rstrip("0123456789"), len(str(name)), str(name)
-
-
 class Recorder(TorchDispatchMode):
     """Records operations on tensors of a few tokens, forward and backward, and writes them as a `TokenLoss`.
 
@@ -358,10 +353,9 @@ class Recorder(TorchDispatchMode):
 
     def _expression(self, name: str, inputs: Any, operands: dict[Any, Any], dtype: torch.dtype) -> Handle:
         """Adds a line for an operation, unless there is an equal one; returns the name of the result."""
-        if name in ("add", "mul") and list(operands) == [0, 1]:
-            # Puts operands in a fixed order, numbers last, so that a + b and b + a are the same expression.
-            order = sorted((0, 1), key=lambda key: (not isinstance(operands[key], Handle), _in_order(operands[key])))
-            operands, inputs = ({key: values[order[key]] for key in (0, 1)} for values in (operands, inputs))
+        if name in ("add", "mul") and not isinstance(operands[0], Handle) and list(operands) == [0, 1]:
+            # A number needs no tensor as the last operand.
+            operands, inputs = ({0: values[1], 1: values[0]} for values in (operands, inputs))
         is_neutral = not isinstance(operands.get(1), Handle) and operands.get(1) == _NEUTRAL.get(name, math.nan)
         if is_neutral and len(operands) == 2 and isinstance(operands[0], Handle) and inputs[0].dtype == dtype:
             return operands[0]
