@@ -9,6 +9,7 @@ from torch.autograd import forward_ad
 
 from thunder_flce import operators
 from thunder_flce.engine.kernels.scaling import factor_of, graph_is_kept, scaled_gradients
+from thunder_flce.engine.plan import LOSS_ONLY
 from thunder_flce.inductor import scale_gradient
 from thunder_flce.operation.call import is_traced, operand_names
 from thunder_flce.operators import Settings
@@ -72,7 +73,7 @@ def _save(ctx: Any, settings: Settings, tensors: Sequence[Tensor], results: Sequ
     named_results = dict(zip(settings.result_names, results, strict=True))
     if constant := [named_results[name] for name in settings.result_names[:returned] if name not in upstream_names]:
         ctx.mark_non_differentiable(*constant)
-    if settings.plan.strategy != "loss_only":
+    if settings.plan.strategy != LOSS_ONLY:
         ctx.save_for_backward(*[named_results[name] for name in settings.saved_names], *tensors)
 
 

@@ -23,14 +23,14 @@ from thunder_flce.device import TILE_ROWS, Device
 from thunder_flce.engine import engine
 from thunder_flce.engine.choose import choose, strategy_of
 from thunder_flce.engine.collectives import gathered
-from thunder_flce.engine.plan import LOSS_ONLY, RECOMPUTE_LOGITS, SAVE_LOGITS, Plan
+from thunder_flce.engine.plan import LOSS_ONLY, Plan
 from thunder_flce.engine.primitives import Primitives, Region
 from thunder_flce.engine.rows import remember
 from thunder_flce.importing import when_imported
-from thunder_flce.operation.call import Call, Shard, gradient_name, have_token_dimensions, result_names, result_specs
+from thunder_flce.operation.call import Call, Shard, gradient_name, have_token_dimensions
 from thunder_flce.operation.divergence import Divergence
 from thunder_flce.operation.loss import Loss
-from thunder_flce.options import Options, PlainValues
+from thunder_flce.options import RECOMPUTE_LOGITS, SAVE_LOGITS, Options, PlainValues
 from thunder_flce.vocab_parallel import VocabParallel
 
 _SCHEMA = 7
@@ -125,7 +125,7 @@ class Settings(PlainValues):
     @cached_property
     def result_names(self) -> tuple[str, ...]:
         """Names of the forward's results, in order."""
-        return result_names(self.call([None] * len(self.names)), self.plan)
+        return self.plan.result_names(self.call([None] * len(self.names)))
 
     @cached_property
     def upstream_names(self) -> tuple[str, ...]:
@@ -259,7 +259,7 @@ def _forward_fake(tensors: list[Tensor], settings: str) -> list[Tensor]:
         if parallel.sequence_parallel:
             call = call.with_tensors(call.tensors, tokens=call.own_tokens * parallel.process_group.size())
     like = call.tensors["target"]
-    return [like.new_empty(spec.shape, dtype=spec.dtype) for spec in result_specs(call, parsed.plan).values()]
+    return [like.new_empty(spec.shape, dtype=spec.dtype) for spec in parsed.plan.result_specs(call).values()]
 
 
 def _backward(upstream: list[Tensor | None], saved: list[Tensor], tensors: list[Tensor], settings: str) -> list[Tensor]:

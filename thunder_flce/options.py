@@ -7,7 +7,17 @@ from typing import Any, ClassVar, TypeGuard, cast
 
 import torch
 
-STRATEGIES = ("gradients_in_forward", "save_logits", "recompute_logits")
+GRADIENTS_IN_FORWARD = "gradients_in_forward"
+"""The forward turns the logits of each chunk into gradients for the expected upstream gradient.
+
+If each row has its own upstream gradient and the head is frozen, the forward computes dX for an upstream gradient of 1,
+and the backward multiplies each row by its factor."""
+SAVE_LOGITS = "save_logits"
+"""The forward saves logits, and the backward turns them into gradients, in place."""
+RECOMPUTE_LOGITS = "recompute_logits"
+"""The forward saves only the rows' statistics, and the backward computes the logits again."""
+STRATEGIES = (GRADIENTS_IN_FORWARD, SAVE_LOGITS, RECOMPUTE_LOGITS)
+
 ACCUMULATE = ("auto", "parameter", "float32")
 IGNORED_ROWS = ("auto", "skip", "compute")
 LOGITS_DTYPES = ("input", "float32")

@@ -18,10 +18,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from reference import Case, Result, assert_close_to_truth, differentiate, errors, make_case, results_of, truth
 from thunder_flce import LinearCrossEntropyLoss, Options, inductor, linear_cross_entropy, linear_kl_divergence
-from thunder_flce.engine.plan import GRADIENTS_IN_FORWARD, LOSS_ONLY, Plan
+from thunder_flce.engine.plan import LOSS_ONLY, Plan
 from thunder_flce.operation.loss import Loss
 from thunder_flce.operators import _SCHEMA, Settings
-from thunder_flce.options import STRATEGIES
+from thunder_flce.options import GRADIENTS_IN_FORWARD, STRATEGIES
 
 OPERATOR = torch.ops.thunder_flce.linear_cross_entropy.default
 BACKWARD = torch.ops.thunder_flce.linear_cross_entropy_backward.default

@@ -10,11 +10,10 @@ import torch
 
 from thunder_flce.device import TILE_ROWS, Device
 from thunder_flce.engine.choose import ONE_CHUNK_BYTES, choose, matmul_seconds
-from thunder_flce.engine.plan import SAVE_LOGITS
 from thunder_flce.matching.program import depends_on_values
 from thunder_flce.matching.regions import Region
 from thunder_flce.operation.call import Call
-from thunder_flce.options import Options
+from thunder_flce.options import SAVE_LOGITS, Options
 
 # Time of a head's matmuls, by the formula, up to which a step waits for the host. With four layers, on an H100: the
 # matmuls of pythia-160m's head take 0.7 ms for 2048 tokens, and a step took 10.2 ms with our operator and 9.1 with

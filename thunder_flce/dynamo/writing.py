@@ -28,7 +28,6 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from thunder_flce.dynamo.lengths import may_save_logits
 from thunder_flce.dynamo.reading import name_of, value_of
-from thunder_flce.engine.plan import SAVE_LOGITS
 from thunder_flce.matching.decisions import Decision, PlannedRegion
 from thunder_flce.matching.interpreter import Interpreter
 from thunder_flce.matching.program import Op, Tensor, depends_on_values, hint
@@ -37,7 +36,7 @@ from thunder_flce.matching.sums import PRODUCTS
 from thunder_flce.matching.writing import write
 from thunder_flce.operation.call import Call, Spec, argument
 from thunder_flce.operators import Settings, plan_for
-from thunder_flce.options import Options
+from thunder_flce.options import SAVE_LOGITS, Options
 
 _SOURCE_META = ("stack_trace", "nn_module_stack", "source_fn_stack")
 _SYMBOLIC = (torch.SymInt, torch.SymFloat)

@@ -19,9 +19,9 @@ from thunder_flce.device import ABSENT_DEVICE, BFLOAT16_CAPABILITY, ROW_MULTIPLE
 from thunder_flce.engine.kernels.dispatch import check_available, library
 from thunder_flce.engine.kernels.interface import row_stride
 from thunder_flce.engine.matmul.matmul import FLOAT32_COLUMNS
-from thunder_flce.engine.plan import GRADIENTS_IN_FORWARD, LOSS_ONLY, RECOMPUTE_LOGITS, SAVE_LOGITS, Plan, is_small
+from thunder_flce.engine.plan import LOSS_ONLY, Plan, is_small
 from thunder_flce.operation.call import COLUMN, HIDDEN, Call, argument
-from thunder_flce.options import STRATEGIES, Options
+from thunder_flce.options import GRADIENTS_IN_FORWARD, RECOMPUTE_LOGITS, SAVE_LOGITS, STRATEGIES, Options
 
 # A running sum of dW in 16 bits is rounded twice a chunk. Its error stays within 1.25 × that of a single matmul while
 # hardly any column is the target of more than one token. In any real text, a few columns are: FREQUENT_ROWS of their

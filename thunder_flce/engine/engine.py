@@ -20,16 +20,17 @@ from torch import Tensor
 from thunder_flce.engine import row_loss
 from thunder_flce.engine.kernels.interface import RowStatistics
 from thunder_flce.engine.kernels.scaling import usable
-from thunder_flce.engine.plan import LOSS_ONLY, RECOMPUTE_LOGITS, SAVE_LOGITS
+from thunder_flce.engine.plan import LOSS_ONLY
 from thunder_flce.engine.primitives import Primitives
 from thunder_flce.engine.row_loss import Coefficients, RowResults
 from thunder_flce.engine.rows import Rows
 from thunder_flce.engine.sums import GradientSums
 from thunder_flce.operation.call import TEACHER, Linear, gradient_name
+from thunder_flce.options import RECOMPUTE_LOGITS, SAVE_LOGITS
 
 
 def forward(ops: Primitives) -> dict[str, Tensor]:
-    """Returns the results of a flat call by the names of `operation.call.result_specs`; dX is (T, H).
+    """Returns the results of a flat call by the names of `Plan.result_names`; dX is (T, H).
 
     Raises:
         IndexError: if a target is neither in [0, V) nor ignore_index. On CUDA without host synchronisation, a

@@ -6,21 +6,12 @@ from functools import cached_property
 import torch
 
 from thunder_flce.engine.kernels.interface import row_stride
-from thunder_flce.operation.call import Call
-from thunder_flce.options import PlainValues
+from thunder_flce.operation.call import Call, Spec, gradient_name
+from thunder_flce.operation.loss import OUTPUTS
+from thunder_flce.options import GRADIENTS_IN_FORWARD, RECOMPUTE_LOGITS, SAVE_LOGITS, PlainValues
 
-GRADIENTS_IN_FORWARD = "gradients_in_forward"
-"""The forward turns the logits of each chunk into gradients for the expected upstream gradient.
-
-If each row has its own upstream gradient and the head is frozen, the forward computes dX for an upstream gradient of 1,
-and the backward multiplies each row by its factor."""
-SAVE_LOGITS = "save_logits"
-"""The forward saves logits, and the backward turns them into gradients, in place."""
-RECOMPUTE_LOGITS = "recompute_logits"
-"""The forward saves only the rows' statistics, and the backward computes the logits again."""
 LOSS_ONLY = "loss_only"
-"""No gradient is needed."""
-
+"""The strategy if no gradient is needed."""
 
 # A further linear whose hidden size is at most 1 / SMALL_LINEAR of the head's, such as a low-rank adapter, always sums
 # its dW in float32, which takes little memory. In 16 bits, the error of its dW is 2.1 times that of a single matmul
@@ -94,6 +85,46 @@ class Plan(PlainValues):
         """The number of rows of saved logits, and their stride."""
         dtype = self.logits_dtype(call.dtype)
         return self.rows_saved(call.tokens), row_stride(call.vocab, dtype=dtype, device_type=call.device.type)
+
+    def result_names(self, call: Call) -> tuple[str, ...]:
+        """Returns the names of the forward's results, in order: the loss, its outputs, what the backward reads."""
+        names = ["loss", *call.loss.outputs]
+        if self.strategy == LOSS_ONLY:
+            return tuple(names)
+        if self.reads_statistics(call):
+            names += ["row_max", "row_log_sum"]
+        names.append("valid_count")
+        if self.finishes_in_forward:
+            return (*names, *map(gradient_name, call.needs_grad))
+        names.append("computed_rows")
+        return (*names, "logits") if self.strategy == SAVE_LOGITS else tuple(names)
+
+    def result_specs(self, call: Call) -> dict[str, Spec]:
+        """Returns the specs of the results in `result_names`; the call may be of tensors, fake tensors or specs."""
+        rows, tokens = call.row_dtype, call.tokens
+        operands = {gradient_name(name): call.tensors[name] for name in call.needs_grad}
+
+        def spec(name: str) -> Spec:
+            shape: tuple[int, ...] = ()
+            dtype = rows
+            if name == "loss":
+                shape = call.shape if call.loss.reduction == "none" else ()
+            elif name in call.loss.outputs:
+                output = OUTPUTS[name]
+                shape, dtype = () if output.is_mean else call.shape, torch.int64 if output.is_index else rows
+            elif name in ("row_max", "row_log_sum"):
+                shape = (tokens,)
+            elif name in ("valid_count", "computed_rows"):
+                dtype = torch.int64
+            elif name == "logits":
+                shape, dtype = self.saved_logits_shape(call), self.logits_dtype(call.dtype)
+            else:
+                operand = operands[name]
+                # dX for upstream gradients of 1 is rounded only after the backward has multiplied its rows.
+                shape, dtype = tuple(operand.shape), rows if call.loss.has_row_gradients else operand.dtype
+            return Spec(shape, dtype, call.device)
+
+        return {name: spec(name) for name in self.result_names(call)}
 
     def describe(self) -> str:
         """The plan in words."""

@@ -22,11 +22,12 @@ from thunder_flce.engine.kernels.interface import (
     gradient,
 )
 from thunder_flce.engine.matmul import matmul
-from thunder_flce.engine.plan import RECOMPUTE_LOGITS, Plan
+from thunder_flce.engine.plan import Plan
 from thunder_flce.engine.row_loss import RowResults
 from thunder_flce.engine.rows import Prepared, Rows
 from thunder_flce.operation.call import Call, Linear
 from thunder_flce.operation.loss import RowCoefficients
+from thunder_flce.options import RECOMPUTE_LOGITS
 
 # While the host waits for the number of valid rows, the device computes the logits of the first 1 / _EARLY_PART of the
 # tokens, which takes longer than the wait in calls that wait. If fewer rows are valid, some of that work is wasted.

@@ -4,7 +4,7 @@
 symbol                         meaning
 =============================  ===================================================================================
 flce_linear_cross_entropy      the region; its subsymbol is the forward without gradients; has a rule for autograd
-flce_linear_cross_entropy_fwd  its forward; returns the results that `operation.call.result_names` lists
+flce_linear_cross_entropy_fwd  its forward; returns the results that `Plan.result_names` lists
 flce_linear_cross_entropy_bwd  its backward, for plans that compute the gradients there
 flce_scale_gradients           its backward, for plans that computed the gradients in the forward
 =============================  ===================================================================================
@@ -40,7 +40,7 @@ from thunder_flce.graph import trace_printer
 from thunder_flce.graph.reading import is_static, may_need_grad
 from thunder_flce.graph.trace_arguments import plain, settings_of, spec_of, specs
 from thunder_flce.matching.decisions import PlannedRegion
-from thunder_flce.operation.call import Call, Spec, named_tensors, operand_names, result_specs
+from thunder_flce.operation.call import Call, Spec, named_tensors, operand_names
 from thunder_flce.operation.checks import check_call
 from thunder_flce.operation.loss import LOSS_ARGUMENTS, Loss
 from thunder_flce.operators import Settings, plan_for
@@ -56,7 +56,7 @@ FORWARD_TAGS = (OpTags.REDUCTION_OP, OpTags.DONT_RECOMPUTE_IN_BACKWARD)
 
 def _forward_meta(tensors: Sequence[TensorProxy], **settings: Any) -> tuple[TensorProxy, ...]:
     parsed = settings_of(settings)
-    return tuple(map(_proxy, result_specs(specs(parsed.call(tensors)), parsed.plan).values()))
+    return tuple(map(_proxy, parsed.plan.result_specs(specs(parsed.call(tensors))).values()))
 
 
 def _proxy(spec: Spec) -> TensorProxy:

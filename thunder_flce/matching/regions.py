@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from thunder_flce.engine.plan import GRADIENTS_IN_FORWARD
 from thunder_flce.matching.algebra import Argmax, Class, Row, atoms
 from thunder_flce.matching.decisions import Decision, NotFused, Reason
 from thunder_flce.matching.interpreter import Interpreter, Result
@@ -30,7 +29,7 @@ from thunder_flce.matching.program import (
     same_shape,
 )
 from thunder_flce.matching.sums import NotASum, TokenSum, find_sum
-from thunder_flce.options import Options
+from thunder_flce.options import GRADIENTS_IN_FORWARD, Options
 
 
 @dataclass(eq=False)

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 import torch
 
-from thunder_flce.engine.plan import RECOMPUTE_LOGITS, SAVE_LOGITS
 from thunder_flce.matching.algebra import RowStep, Term, scaled
 from thunder_flce.matching.decisions import Decision, PlannedRegion
 from thunder_flce.matching.interpreter import Interpreter, Result
@@ -36,7 +35,7 @@ from thunder_flce.matching.sums import PRODUCTS, Summand
 from thunder_flce.operation.call import Call, named_tensors, operand_names
 from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS, NOTHING_IGNORED, Loss
 from thunder_flce.operation.pointwise import Handle, renumber_inputs
-from thunder_flce.options import Options
+from thunder_flce.options import RECOMPUTE_LOGITS, SAVE_LOGITS, Options
 
 
 class Writer(Protocol):

@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import is_fake
 
 from thunder_flce.device import Device
-from thunder_flce.operation.loss import OUTPUTS, Loss
+from thunder_flce.operation.loss import Loss
 from thunder_flce.options import PlainValues
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -367,48 +367,6 @@ class Call:
 
 RankPart = tuple[Call, Callable[[Sequence[Any]], Sequence[Any]]]
 """This rank's part of a call, and a function that makes the results of the call from those of the part"""
-
-
-def result_names(call: Call, plan: Any) -> tuple[str, ...]:
-    """Returns the names of the forward's results, in order: the loss, its outputs, those that the backward reads."""
-    names = ["loss", *call.loss.outputs]
-    if plan.strategy == "loss_only":
-        return tuple(names)
-    if plan.reads_statistics(call):
-        names += ["row_max", "row_log_sum"]
-    names.append("valid_count")
-    if plan.strategy == "gradients_in_forward":
-        return (*names, *map(gradient_name, call.needs_grad))
-    names.append("computed_rows")
-    return (*names, "logits") if plan.strategy == "save_logits" else tuple(names)
-
-
-def result_specs(call: Call, plan: Any) -> dict[str, Spec]:
-    """Returns the specs of the results in `result_names`; the call may be of tensors, fake tensors or specs."""
-    rows, tokens = call.row_dtype, call.tokens
-    operands = {gradient_name(name): call.tensors[name] for name in call.needs_grad}
-
-    def spec(name: str) -> Spec:
-        shape: tuple[int, ...] = ()
-        dtype = rows
-        if name == "loss":
-            shape = call.shape if call.loss.reduction == "none" else ()
-        elif name in call.loss.outputs:
-            output = OUTPUTS[name]
-            shape, dtype = () if output.is_mean else call.shape, torch.int64 if output.is_index else rows
-        elif name in ("row_max", "row_log_sum"):
-            shape = (tokens,)
-        elif name in ("valid_count", "computed_rows"):
-            dtype = torch.int64
-        elif name == "logits":
-            shape, dtype = plan.saved_logits_shape(call), plan.logits_dtype(call.dtype)
-        else:
-            operand = operands[name]
-            # dX for upstream gradients of 1 is rounded only after the backward has multiplied its rows.
-            shape, dtype = tuple(operand.shape), rows if call.loss.has_row_gradients else operand.dtype
-        return Spec(shape, dtype, call.device)
-
-    return {name: spec(name) for name in result_names(call, plan)}
 
 
 @cache
