@@ -6,7 +6,6 @@ then gets one gradient. The rows of the parts are concatenated, or are the same 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from heapq import heappop, heappush
 from typing import Any
 
 import torch
@@ -386,27 +385,15 @@ def ordered(regions: Sequence[Region], interpreter: Interpreter) -> list[Op | Re
     # If a region's parts are far from each other, operations that it reads may be behind its place.
     missing |= {out for item in items if isinstance(item, Op) for out in item.outs}
     order: list[Op | Region] = []
-    ready: list[int] = []
-    waiting: dict[Tensor, list[int]] = {}
-
-    def enqueue(number: int) -> None:
-        item = items[number]
-        reads = item.read_at if isinstance(item, Region) else item.operands
-        if (first := next((tensor for tensor in reads if tensor in missing), None)) is None:
-            heappush(ready, number)
-        else:
-            waiting.setdefault(first, []).append(number)
-
-    for number in range(len(items)):
-        enqueue(number)
-        while ready:
-            item = items[heappop(ready)]
-            order.append(item)
-            outs = item.returned if isinstance(item, Region) else item.outs
-            missing.difference_update(outs)
-            for readers in (waiting.pop(tensor, ()) for tensor in outs):
-                for reader in readers:
-                    enqueue(reader)
+    waiting: list[tuple[Op | Region, set[Tensor]]] = []
+    for item in items:
+        waiting.append((item, {*(item.read_at if isinstance(item, Region) else item.operands)}))
+        while (
+            at := next((at for at, (_, reads) in enumerate(waiting) if missing.isdisjoint(reads)), None)
+        ) is not None:
+            ready, _ = waiting.pop(at)
+            order.append(ready)
+            missing.difference_update(ready.returned if isinstance(ready, Region) else ready.outs)
     return order
 
 
