@@ -15,9 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from thunder_flce.matching.algebra import Class
 from thunder_flce.matching.decisions import NotFused, Reason
-from thunder_flce.matching.interpreter import Interpreter
+from thunder_flce.matching.interpreter import Interpreter, rule
 from thunder_flce.matching.program import Op, Tensor
-from thunder_flce.matching.rules import rule
 
 _REWRITE_LINEARS = (TransformForTensorParallel, LORATransform, BitsAndBytesLinearQuant4bit)
 

@@ -6,6 +6,7 @@ classes, become an `Escape`, which prevents fusion.
 """
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
@@ -26,7 +27,6 @@ from thunder_flce.matching.program import (
     same,
     stored,
 )
-from thunder_flce.matching.rules.registry import RULES
 
 LINEARS = ("linear", "inner", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "tensordot", "conv1d")
 LOSSES = ("cross_entropy", "nll_loss")
@@ -35,6 +35,26 @@ _RESIZES_CLASSES = {
     "getitem", "narrow", "select", "index_select", "gather", "take_along_dim", "topk", *SPLITS, "cat", "pad", "repeat",
 }  # fmt: skip
 """Operations whose results may have another number of classes than their operands"""
+
+_RULES: dict[str, Callable[..., Any]] = {}
+"""The rules, by the names of operations"""
+
+
+def rule(*names: str) -> Callable[[Callable], Callable]:
+    """Registers a rule, which describes an operation's result, for the operations of these names.
+
+    The rule is called with the interpreter, the operation, and the operation's arguments by PyTorch's names. For a
+    parameter that is annotated as a description (`Class`, `Row`, `Argmax`), it gets the operand's description, and
+    otherwise the operand itself. It returns the description of the result, or of each result. It raises `Unknown` if
+    the result cannot be described; then, as if a description is not of the annotated type or an argument is not among
+    the rule's, the interpreter demands the operands. It raises `NotFused` if the result is a loss.
+    """
+
+    def registered(function: Callable) -> Callable:
+        _RULES.update(dict.fromkeys(names, function))
+        return function
+
+    return registered
 
 
 @dataclass(eq=False)
@@ -160,8 +180,8 @@ class Interpreter:
             self._update_views(op)
 
     def _by_rule(self, op: Op) -> Any:
-        """Returns the description of the result, or of each result; None if no rule describes it."""
-        rule = None if op.writes and not self._is_written_out_of_place(op) else RULES.get(op.name)
+        """Returns what a rule returns; None if there is none for the operation."""
+        rule = None if op.writes and not self._is_written_out_of_place(op) else _RULES.get(op.name)
         arguments = None if rule is None else self._arguments(rule, op)
         if rule is None or arguments is None:
             return None
@@ -169,7 +189,7 @@ class Interpreter:
         return None if isinstance(result, Row | Argmax) and self._is_view_of_written(op) else result
 
     def _arguments(self, rule: Any, op: Op) -> inspect.BoundArguments | None:
-        """Returns the arguments for a rule; None if it does not take these: PyTorch's function has more."""
+        """Returns the arguments for a rule; None if it does not take these."""
         signature, kinds = _signature(rule)
         try:
             bound = signature.bind(self, op, *op.args, **op.kwargs)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+import thunder_flce.matching.rules  # noqa: F401
 from thunder_flce.matching.algebra import Argmax, Class, Row, atoms
 from thunder_flce.matching.decisions import Decision, NotFused, Reason
 from thunder_flce.matching.interpreter import Interpreter, Result

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,16 +21,13 @@ from thunder_flce.matching.algebra import (
     poly,
     value,
 )
+from thunder_flce.matching.interpreter import Interpreter, rule
 from thunder_flce.matching.program import COPIES, Op, Tensor, hint, is_number, same, same_shape
-from thunder_flce.matching.rules.registry import rule
 from thunder_flce.matching.rules.shapes import with_step
-
-if TYPE_CHECKING:
-    from thunder_flce.matching.interpreter import Interpreter
 
 
 @rule("mul")
-def _mul(interpreter: "Interpreter", op: Op, input: Any, other: Any) -> Value:
+def _mul(interpreter: Interpreter, op: Op, input: Any, other: Any) -> Value:
     a, b = interpreter.get(input), interpreter.get(other)
     if isinstance(a, Class) and isinstance(b, Class):
         return weighted(a, b) if a.form == "exp" else weighted(b, a)
@@ -43,7 +40,7 @@ def _mul(interpreter: "Interpreter", op: Op, input: Any, other: Any) -> Value:
     return _with_factor(interpreter, op, described, factor) or times(described, _as_fraction(factor))
 
 
-def _with_factor(interpreter: "Interpreter", op: Op, input: Class | Row, factor: Any) -> Class | None:
+def _with_factor(interpreter: Interpreter, op: Op, input: Class | Row, factor: Any) -> Class | None:
     """Returns logits with a tensor of factors, one for each row or for all, such as temperatures; None for others.
 
     The region multiplies the hidden states by the factors, which rounds them, so the logits must have no bias. A number
@@ -68,7 +65,7 @@ def _with_factor(interpreter: "Interpreter", op: Op, input: Class | Row, factor:
     return replace(input, logits=with_step(input, step, input.rows_shape))
 
 
-def at_one_hot(interpreter: "Interpreter", product: Op, input: Class, one_hot: Any) -> Class | None:
+def at_one_hot(interpreter: Interpreter, product: Op, input: Class, one_hot: Any) -> Class | None:
     """Returns the product with one-hot vectors of labels; None if the factor is not that."""
     copies = [one_hot] if isinstance(one_hot, Tensor) else []
     while copies and (producer := copies[-1].op) is not None and producer.name in COPIES:
@@ -92,7 +89,7 @@ def weighted(p: Class, other: Class) -> Class:
 
 
 @rule("div")
-def _div(interpreter: "Interpreter", op: Op, input: Any, other: Any, *, rounding_mode: str | None = None) -> Value:
+def _div(interpreter: Interpreter, op: Op, input: Any, other: Any, *, rounding_mode: str | None = None) -> Value:
     a, b = interpreter.get(input), interpreter.get(other)
     if rounding_mode is not None or a is None:
         raise Unknown
@@ -112,7 +109,7 @@ def _div(interpreter: "Interpreter", op: Op, input: Any, other: Any, *, rounding
 
 
 @rule("neg")
-def _neg(interpreter: "Interpreter", op: Op, input: Class | Row) -> Value:
+def _neg(interpreter: Interpreter, op: Op, input: Class | Row) -> Value:
     return times(input, Fraction(-1))
 
 
@@ -148,7 +145,7 @@ def _as_fraction(number: Any) -> Fraction:
 
 
 @rule("add", "sub")
-def _add(interpreter: "Interpreter", op: Op, input: Any, other: Any, *, alpha: Any = 1) -> Value:
+def _add(interpreter: Interpreter, op: Op, input: Any, other: Any, *, alpha: Any = 1) -> Value:
     if alpha != 1:
         raise Unknown
     sign = 1 if op.name == "add" else -1
@@ -216,7 +213,7 @@ def _with_bias(input: Class, bias: Tensor, changes: int) -> Class:
     return replace(input, logits=logits, sum=poly(u=1))
 
 
-def _sum_of_linears(interpreter: "Interpreter", a: Class, b: Class, op: Op) -> Class:
+def _sum_of_linears(interpreter: Interpreter, a: Class, b: Class, op: Op) -> Class:
     """Returns the logits with the terms of both, such as x @ W.T + y @ B.T, a head and its low-rank adapter."""
     summands = (a, b)
     alike = a.dim == b.dim == len(a.shape) - 1 and same_shape(a.shape, b.shape) and a.logits.group == b.logits.group
@@ -249,7 +246,7 @@ def _sum_of_linears(interpreter: "Interpreter", a: Class, b: Class, op: Op) -> C
 
 
 @rule("tanh", "sigmoid")
-def _capped(interpreter: "Interpreter", op: Op, input: Class) -> Class:
+def _capped(interpreter: Interpreter, op: Op, input: Class) -> Class:
     """sigmoid(u) is (1 + tanh(u / 2)) / 2."""
     logits, shift = input.logits, value(input.rest).get("1", Fraction(0))
     if not input.is_shifted_logits or not atoms(input.rest) <= {"1"} or logits.softcap is not None:
@@ -265,14 +262,14 @@ def _capped(interpreter: "Interpreter", op: Op, input: Class) -> Class:
 
 
 @rule("exp")
-def _exp(interpreter: "Interpreter", op: Op, input: Class | Row) -> Value:
+def _exp(interpreter: Interpreter, op: Op, input: Class | Row) -> Value:
     if input.form or (isinstance(input, Class) and not input.is_shifted_logits):
         raise Unknown
     return replace(input, form="exp")
 
 
 @rule("log")
-def _log(interpreter: "Interpreter", op: Op, input: Class | Row) -> Value:
+def _log(interpreter: Interpreter, op: Op, input: Class | Row) -> Value:
     """If a probability underflows, the region has the finite log_softmax, and PyTorch minus infinity."""
     if input.factor != 1 or input.form != "exp":
         raise Unknown
@@ -280,7 +277,7 @@ def _log(interpreter: "Interpreter", op: Op, input: Class | Row) -> Value:
 
 
 @rule("clamp", "clamp_min")
-def _clamp(interpreter: "Interpreter", op: Op, input: Class, min: Any = None, max: Any = None) -> Class:
+def _clamp(interpreter: Interpreter, op: Op, input: Class, min: Any = None, max: Any = None) -> Class:
     """Describes a clamp of -inf alone, as in `Categorical.entropy`, where 0 times -inf would be NaN."""
     if max is not None or not isinstance(min, float) or min != torch.finfo(op.output.dtype).min:
         raise Unknown

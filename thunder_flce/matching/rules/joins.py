@@ -2,20 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from thunder_flce.matching.algebra import Class, Labels, Row, RowStep, Unknown
+from thunder_flce.matching.interpreter import Interpreter, rule
 from thunder_flce.matching.program import COPIES, Op, Tensor, indices_of, same, same_shape
-from thunder_flce.matching.rules.registry import rule
 from thunder_flce.matching.rules.selections import ALL
 from thunder_flce.matching.rules.shapes import rows_in_shape
 
-if TYPE_CHECKING:
-    from thunder_flce.matching.interpreter import Interpreter
-
 
 @rule("stack", "cat")
-def _join(interpreter: "Interpreter", op: Op, tensors: Sequence[Tensor], dim: int = 0) -> Class | Row:
+def _join(interpreter: Interpreter, op: Op, tensors: Sequence[Tensor], dim: int = 0) -> Class | Row:
     """Describes joined rows of the same logits, such as the sequences of a batch, or those of the token before each."""
     operands: list[Any] = [interpreter.get(each) for each in tensors]
     if not all(isinstance(each, Class | Row) for each in operands):
@@ -79,7 +76,7 @@ def _without(shape: tuple[Any, ...], dim: int) -> tuple[Any, ...]:
     return (*shape[:dim], *shape[dim + 1 :])
 
 
-def _as_rows_of_whole_input(interpreter: "Interpreter", part: Class | Row) -> Class | Row:
+def _as_rows_of_whole_input(interpreter: Interpreter, part: Class | Row) -> Class | Row:
     """Describes logits of some rows of a tensor, such as a chunk, as rows of the logits of the whole tensor."""
     (term, *others), rows = part.logits.terms, part.logits.rows
     input = term.input

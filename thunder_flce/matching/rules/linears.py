@@ -1,20 +1,17 @@
 """Linear layers, at which logits begin: one matrix for all rows, by whichever operation."""
 
 from string import ascii_letters, digits
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from thunder_flce.matching.algebra import Argmax, Class, Logits, Row, RowStep, Term, Unknown, poly
+from thunder_flce.matching.interpreter import Interpreter, rule
 from thunder_flce.matching.program import PERMUTATIONS, Op, Tensor, order_of, same, same_shape
 from thunder_flce.matching.rules.arithmetic import at_one_hot, weighted
 from thunder_flce.matching.rules.reductions import summed
-from thunder_flce.matching.rules.registry import rule
-
-if TYPE_CHECKING:
-    from thunder_flce.matching.interpreter import Interpreter
 
 
 def _product(
-    interpreter: "Interpreter", op: Op, equation: str, input: Tensor, weight: Tensor, *, bias: Tensor | None = None
+    interpreter: Interpreter, op: Op, equation: str, input: Tensor, weight: Tensor, *, bias: Tensor | None = None
 ) -> Class:
     """Describes a linear, from its equation such as "bth,vh->btv": one matrix for all rows, and no sum over rows."""
     if any(isinstance(interpreter.get(operand), Row | Argmax) for operand in (input, weight)):
@@ -60,7 +57,7 @@ def _product(
 
 
 @rule("linear", "inner")
-def _linear(interpreter: "Interpreter", op: Op, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Class:
+def _linear(interpreter: Interpreter, op: Op, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Class:
     rows = ascii_letters[: input.ndim - 1]
     if weight.ndim != 2:
         raise Unknown
@@ -68,7 +65,7 @@ def _linear(interpreter: "Interpreter", op: Op, input: Tensor, weight: Tensor, b
 
 
 @rule("matmul", "mm", "bmm")
-def _matmul(interpreter: "Interpreter", op: Op, input: Tensor, other: Tensor, *, bias: Tensor | None = None) -> Class:
+def _matmul(interpreter: Interpreter, op: Op, input: Tensor, other: Tensor, *, bias: Tensor | None = None) -> Class:
     """Describes a linear whose second operand is a matrix, (H, V), also if it is repeated for each item of a batch."""
     if not isinstance(other, Tensor) or not isinstance(input, Tensor) or not 2 <= other.ndim <= max(2, input.ndim):
         raise Unknown
@@ -80,7 +77,7 @@ def _matmul(interpreter: "Interpreter", op: Op, input: Tensor, other: Tensor, *,
 
 @rule("addmm", "baddbmm")
 def _addmm(
-    interpreter: "Interpreter", op: Op, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: Any = 1, alpha: Any = 1
+    interpreter: Interpreter, op: Op, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: Any = 1, alpha: Any = 1
 ) -> Class:
     if (beta, alpha) != (1, 1) or not same_shape(input.shape, (mat2.shape[-1],)):
         raise Unknown
@@ -88,7 +85,7 @@ def _addmm(
 
 
 @rule("tensordot")
-def _tensordot(interpreter: "Interpreter", op: Op, a: Tensor, b: Tensor, dims: Any = 2, out: None = None) -> Class:
+def _tensordot(interpreter: Interpreter, op: Op, a: Tensor, b: Tensor, dims: Any = 2, out: None = None) -> Class:
     a_dims, b_dims = list(ascii_letters[: a.ndim]), list(ascii_letters[a.ndim : a.ndim + b.ndim])
     dim_pairs = (range(a.ndim - dims, a.ndim), range(dims)) if isinstance(dims, int) else dims
     for dim, other in zip(*dim_pairs, strict=True):
@@ -99,7 +96,7 @@ def _tensordot(interpreter: "Interpreter", op: Op, a: Tensor, b: Tensor, dims: A
 
 @rule("conv1d")
 def _conv1d(
-    interpreter: "Interpreter", op: Op, input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1,
+    interpreter: Interpreter, op: Op, input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1,
     padding: Any = 0, dilation: Any = 1, groups: Any = 1,
 ) -> Class:  # fmt: skip
     """Describes a convolution whose kernel has the size of one token."""
@@ -110,7 +107,7 @@ def _conv1d(
 
 
 @rule("einsum")
-def _einsum(interpreter: "Interpreter", op: Op, equation: str, *operands: Any) -> Class | Row:
+def _einsum(interpreter: Interpreter, op: Op, equation: str, *operands: Any) -> Class | Row:
     """Describes a linear, or Σ p log p as in `einsum("btv,btv->bt", p, log_p)`."""
     tensors = operands[0] if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
     if len(tensors) != 2 or not isinstance(equation, str):

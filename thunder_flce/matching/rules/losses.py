@@ -1,24 +1,21 @@
 """PyTorch's own losses."""
 
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from thunder_flce.matching.algebra import LOG_PROBABILITY, Class, Labels, Logits, Row, Unknown, added, value, with_u_as
 from thunder_flce.matching.decisions import NotFused, Reason
+from thunder_flce.matching.interpreter import Interpreter, rule
 from thunder_flce.matching.program import Op, Tensor
 from thunder_flce.matching.rules.reductions import wrong_dimension
-from thunder_flce.matching.rules.registry import rule
 from thunder_flce.matching.rules.selections import text_of
-
-if TYPE_CHECKING:
-    from thunder_flce.matching.interpreter import Interpreter
 
 
 @rule("cross_entropy", "nll_loss")
 def _loss(
-    interpreter: "Interpreter", op: Op, input: Tensor, target: Tensor, weight: Tensor | None = None,
+    interpreter: Interpreter, op: Op, input: Tensor, target: Tensor, weight: Tensor | None = None,
     size_average: Any = None, ignore_index: Any = -100, reduce: Any = None, reduction: Any = "mean",
     label_smoothing: Any = 0.0,
 ) -> Row:  # fmt: skip

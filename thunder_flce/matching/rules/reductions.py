@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from thunder_flce.matching.algebra import (
     Argmax,
@@ -17,18 +17,15 @@ from thunder_flce.matching.algebra import (
     without_grad,
 )
 from thunder_flce.matching.decisions import NotFused, Reason
+from thunder_flce.matching.interpreter import Interpreter, rule
 from thunder_flce.matching.program import Op, Tensor, has_elements
 from thunder_flce.matching.rules.arithmetic import times, weighted
-from thunder_flce.matching.rules.registry import rule
 from thunder_flce.matching.rules.shapes import check_over_classes, copied
-
-if TYPE_CHECKING:
-    from thunder_flce.matching.interpreter import Interpreter
 
 
 @rule("log_softmax")
 def _log_softmax(
-    interpreter: "Interpreter", op: Op, input: Class, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None
+    interpreter: Interpreter, op: Op, input: Class, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None
 ) -> Class:
     dim = int(len(input.shape) not in (0, 1, 3)) if dim is None else dim
     if dim % len(input.shape) != input.dim:
@@ -41,7 +38,7 @@ def _log_softmax(
 
 @rule("softmax")
 def _softmax(
-    interpreter: "Interpreter", op: Op, input: Class, dim: int | None = None, *args: Any, **kwargs: Any
+    interpreter: Interpreter, op: Op, input: Class, dim: int | None = None, *args: Any, **kwargs: Any
 ) -> Class:
     return replace(_log_softmax(interpreter, op, input, dim), form="exp")
 
@@ -52,7 +49,7 @@ def wrong_dimension(input: Class, detail: str) -> Exception:
 
 
 @rule("logsumexp")
-def _logsumexp(interpreter: "Interpreter", op: Op, input: Class, dim: Any, keepdim: bool = False) -> Row:
+def _logsumexp(interpreter: Interpreter, op: Op, input: Class, dim: Any, keepdim: bool = False) -> Row:
     check_over_classes(input, dim)
     if not input.is_shifted_logits:
         raise Unknown
@@ -61,7 +58,7 @@ def _logsumexp(interpreter: "Interpreter", op: Op, input: Class, dim: Any, keepd
 
 @rule("sum")
 def _sum(
-    interpreter: "Interpreter", op: Op, input: Class, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+    interpreter: Interpreter, op: Op, input: Class, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Row:
     copied(interpreter, op, input)
     if dim is None and len(input.shape) > 1 and not keepdim and (total := summed(input, input.rows_shape)).is_whole:
@@ -72,7 +69,7 @@ def _sum(
 
 @rule("mean")
 def _mean(
-    interpreter: "Interpreter", op: Op, input: Class, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+    interpreter: Interpreter, op: Op, input: Class, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Row:
     mean = times(_sum(interpreter, op, input, dim, keepdim), 1 / Fraction(_columns(input)))
     if mean.reduction == "none":
@@ -107,19 +104,19 @@ def summed(input: Class, shape: tuple[Any, ...]) -> Row:
 
 
 @rule("entr")
-def _entr(interpreter: "Interpreter", op: Op, input: Class) -> Class:
+def _entr(interpreter: Interpreter, op: Op, input: Class) -> Class:
     return times(_xlogy(interpreter, op, input, input), Fraction(-1))
 
 
 @rule("xlogy")
-def _xlogy(interpreter: "Interpreter", op: Op, input: Class, other: Class) -> Class:
+def _xlogy(interpreter: Interpreter, op: Op, input: Class, other: Class) -> Class:
     if other.form != "exp" or other.factor != 1:
         raise Unknown
     return weighted(input, replace(other, form=""))
 
 
 @rule("amax")
-def _amax(interpreter: "Interpreter", op: Op, input: Class, dim: Any = (), keepdim: bool = False) -> Row:
+def _amax(interpreter: Interpreter, op: Op, input: Class, dim: Any = (), keepdim: bool = False) -> Row:
     check_over_classes(input, dim)
     if input.form == "p" or input.factor_of_u <= 0 or input.factor <= 0:
         raise Unknown
@@ -127,7 +124,7 @@ def _amax(interpreter: "Interpreter", op: Op, input: Class, dim: Any = (), keepd
 
 
 @rule("max")
-def _max(interpreter: "Interpreter", op: Op, input: Class, dim: Any = None, keepdim: bool = False) -> tuple[Value, ...]:
+def _max(interpreter: Interpreter, op: Op, input: Class, dim: Any = None, keepdim: bool = False) -> tuple[Value, ...]:
     if dim is None or isinstance(dim, Tensor):
         raise Unknown
     values, indices = op.output
@@ -136,7 +133,7 @@ def _max(interpreter: "Interpreter", op: Op, input: Class, dim: Any = None, keep
 
 
 @rule("argmax")
-def _argmax(interpreter: "Interpreter", op: Op, input: Class, dim: Any = None, keepdim: bool = False) -> Argmax:
+def _argmax(interpreter: Interpreter, op: Op, input: Class, dim: Any = None, keepdim: bool = False) -> Argmax:
     check_over_classes(input, dim)
     # Exponentials may overflow to infinity in several columns, which then have no single maximum.
     if input.form == "p" or (input.form == "exp" and not input.detached().is_probability) or not input.factor_of_u:

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
 from thunder_flce.matching.algebra import Argmax, Class, Labels, Row, RowStep, Unknown, Value, poly
+from thunder_flce.matching.interpreter import Interpreter, rule
 from thunder_flce.matching.program import (
     SPLITS,
     Op,
@@ -19,16 +20,12 @@ from thunder_flce.matching.program import (
     same,
     tensors_in,
 )
-from thunder_flce.matching.rules.registry import rule
 from thunder_flce.matching.rules.shapes import check_over_classes, in_shape, with_step
-
-if TYPE_CHECKING:
-    from thunder_flce.matching.interpreter import Interpreter
 
 
 @rule("getitem", "select", "narrow", *SPLITS)
 def _selected(
-    interpreter: "Interpreter", op: Op, input: Class | Row | Argmax, *args: Any, **kwargs: Any
+    interpreter: Interpreter, op: Op, input: Class | Row | Argmax, *args: Any, **kwargs: Any
 ) -> Value | tuple[Class, ...]:
     indices = indices_of(op)
     if isinstance(input, Class):
@@ -49,13 +46,13 @@ def _selected(
 
 
 @rule("index_select")
-def _index_select(interpreter: "Interpreter", op: Op, input: Class, dim: int, index: Tensor) -> Class:
+def _index_select(interpreter: Interpreter, op: Op, input: Class, dim: int, index: Tensor) -> Class:
     if dim % len(input.shape) == input.dim:
         raise Unknown
     return _rows_at_tensors(interpreter, op, input, (*(slice(None),) * (dim % len(input.shape)), index))
 
 
-def _at_tensors(interpreter: "Interpreter", op: Op, input: Class, key: Any) -> Class | Row:
+def _at_tensors(interpreter: Interpreter, op: Op, input: Class, key: Any) -> Class | Row:
     key = key if isinstance(key, tuple) else (key,)
     if len(key) != len(input.shape) or not isinstance(key[-1], Tensor) or input.dim != len(input.shape) - 1:
         return _rows_at_tensors(interpreter, op, input, key)
@@ -64,7 +61,7 @@ def _at_tensors(interpreter: "Interpreter", op: Op, input: Class, key: Any) -> C
     return _indexed(interpreter, op, input, key)
 
 
-def _rows_at_tensors(interpreter: "Interpreter", op: Op, input: Class, key: tuple[Any, ...]) -> Class:
+def _rows_at_tensors(interpreter: Interpreter, op: Op, input: Class, key: tuple[Any, ...]) -> Class:
     """Returns the rows that tensors select, such as the last token of each sequence, or the tokens of a mask."""
     tensors, ends = tensors_in(key), key[-1] is Ellipsis or (isinstance(key[-1], slice) and key[-1] == slice(None))
     # A mask indexes as many dimensions as it has.
@@ -118,7 +115,7 @@ ALL = ((None, None, None), (0, None, None), (None, None, 1), (0, None, 1))
 
 
 @rule("gather")
-def _gather(interpreter: "Interpreter", op: Op, input: Class, dim: int, index: Tensor, **kwargs: Any) -> Row:
+def _gather(interpreter: Interpreter, op: Op, input: Class, dim: int, index: Tensor, **kwargs: Any) -> Row:
     check_over_classes(input, dim)
     is_one = index.ndim == len(input.shape) and same(index.shape[input.dim], 1)
     sizes = [size for at, size in enumerate(index.shape) if at != input.dim]
@@ -128,13 +125,13 @@ def _gather(interpreter: "Interpreter", op: Op, input: Class, dim: int, index: T
 
 
 @rule("take_along_dim")
-def _take_along_dim(interpreter: "Interpreter", op: Op, input: Class, indices: Tensor, dim: int | None = None) -> Row:
+def _take_along_dim(interpreter: Interpreter, op: Op, input: Class, indices: Tensor, dim: int | None = None) -> Row:
     if dim is None:
         raise Unknown
     return _gather(interpreter, op, input, dim, indices)
 
 
-def _indexed(interpreter: "Interpreter", op: Op, input: Class, key: tuple[Any, ...]) -> Row:
+def _indexed(interpreter: Interpreter, op: Op, input: Class, key: tuple[Any, ...]) -> Row:
     """Describes logits[arange(N), labels] or logits[arange(B)[:, None], arange(T), labels]."""
     *rows, labels = key
     shape, rows_shape = op.output.shape, input.rows_shape
@@ -148,7 +145,7 @@ def _indexed(interpreter: "Interpreter", op: Op, input: Class, key: tuple[Any, .
     return _at_labels(interpreter, op, input, labels, wraps=True)
 
 
-def _at_labels(interpreter: "Interpreter", op: Op, input: Class, index: Tensor, *, wraps: bool = False) -> Row:
+def _at_labels(interpreter: Interpreter, op: Op, input: Class, index: Tensor, *, wraps: bool = False) -> Row:
     """Returns a number of each row: that of each class, taken at the row's label."""
     index = interpreter.labels_of(index)
     if input.form == "p":
@@ -161,7 +158,7 @@ def _at_labels(interpreter: "Interpreter", op: Op, input: Class, index: Tensor, 
     return input.row("y", op.output.shape, labels)
 
 
-def _fills(interpreter: "Interpreter", index: Tensor) -> tuple[tuple[int, int], int | None] | None:
+def _fills(interpreter: Interpreter, index: Tensor) -> tuple[tuple[int, int], int | None] | None:
     """Returns `Labels.fills`, such as of `labels.clamp(min=0)` or `where(labels != -100, labels, 0)`."""
     op = interpreter.program.origin(index)
     if op is None or op.name not in ("clamp", "clamp_min", "masked_fill", "where"):

@@ -2,20 +2,17 @@
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from thunder_flce.matching.algebra import Argmax, Class, Logits, Row, RowStep, Unknown, Value
+from thunder_flce.matching.interpreter import Interpreter, rule
 from thunder_flce.matching.program import COPIES, PERMUTATIONS, RESHAPES, Op, order_of, same, same_shape
-from thunder_flce.matching.rules.registry import rule
-
-if TYPE_CHECKING:
-    from thunder_flce.matching.interpreter import Interpreter
 
 
 @rule(*COPIES, "detach")
-def copied(interpreter: "Interpreter", op: Op, input: Value, *args: Any, **kwargs: Any) -> Value:
+def copied(interpreter: Interpreter, op: Op, input: Value, *args: Any, **kwargs: Any) -> Value:
     """Returns the input's description, for a copy; numbers of each class must not get a narrower dtype."""
     tensor, after = op.operands[0], op.output.dtype
     # Other casts would round the logits once more, or need a loss in a wider dtype.
@@ -36,7 +33,7 @@ def check_over_classes(input: Class, dims: Any) -> None:
 
 
 @rule(*RESHAPES, "expand", "expand_as", "broadcast_in_dim", "atleast_1d")
-def _reshape(interpreter: "Interpreter", op: Op, input: Class | Row | Argmax, *args: Any, **kwargs: Any) -> Value:
+def _reshape(interpreter: Interpreter, op: Op, input: Class | Row | Argmax, *args: Any, **kwargs: Any) -> Value:
     """Describes any operation that keeps the order of the elements, and the classes as one dimension."""
     shape = op.output.shape
     if not same(math.prod(shape), op.operands[0].numel):
@@ -54,7 +51,7 @@ def in_shape(input: Class, shape: tuple[Any, ...]) -> Class:
 
 
 @rule(*PERMUTATIONS)
-def _permute(interpreter: "Interpreter", op: Op, input: Class, *args: Any, **kwargs: Any) -> Class:
+def _permute(interpreter: Interpreter, op: Op, input: Class, *args: Any, **kwargs: Any) -> Class:
     order, shape = order_of(op), op.output.shape
     rows, dim = tuple(d - (d > input.dim) for d in order if d != input.dim), order.index(input.dim)
     logits = input.logits
@@ -75,7 +72,7 @@ def rows_in_shape(input: Class | Row) -> tuple[RowStep, ...]:
 
 
 @rule("broadcast_tensors")
-def _broadcast_tensors(interpreter: "Interpreter", op: Op, *tensors: Any) -> tuple[Class | None, ...]:
+def _broadcast_tensors(interpreter: Interpreter, op: Op, *tensors: Any) -> tuple[Class | None, ...]:
     """Describes logits that are broadcast together with labels, as in `Categorical.log_prob`, and keep their shape."""
     operands = op.operands
     results: list[Class | None] = []
