@@ -114,8 +114,11 @@ _callers: "WeakValueDictionary[int, Any]" = WeakValueDictionary()
 
 
 def _caller() -> Any:
-    """Returns torch.compile's wrapper that called `compile_graph`, from its frame, since a backend is not told it."""
-    return sys._getframe(2).f_locals.get("self")
+    """Returns torch.compile's wrapper, from its frame, since a backend is not told it; None if there is none."""
+    frame: Any = sys._getframe(2)  # That of `compile_graph`'s caller, which may be a backend around it.
+    while frame is not None and not isinstance(frame.f_locals.get("self"), torch._TorchCompileWrapper):
+        frame = frame.f_back
+    return frame and frame.f_locals["self"]
 
 
 def _graphs_of(caller: Any) -> list[list[Decision]]:
@@ -139,7 +142,7 @@ def compiled_graphs(compiled: Any) -> list[list[Decision]] | None:
     for name in ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable"):  # the second in torch 2.8
         while hasattr(caller, name):
             caller = getattr(caller, name)
-    if getattr(caller, "compiler_fn", None) is not compile_graph:
+    if getattr(caller, "compiler_fn", None) is not compile_graph and not hasattr(caller, "_thunder_flce_graphs"):
         return None
     others = (graph for other in _callers.values() if other == caller for graph in _graphs_of(other))
     return _graphs_of(caller) or list(others)

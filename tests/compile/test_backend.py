@@ -502,6 +502,12 @@ def test_entry_point():
     assert name == "thunder_flce" and entry_point.load() is compile_graph is lookup_backend("thunder_flce")
 
 
+def test_a_backend_around_ours():
+    compiled, tensors = torch.compile(_log_probs, backend=lambda *arguments: compile_graph(*arguments)), operands(5)
+    torch.testing.assert_close(run(compiled, tensors), run(_log_probs, tensors), **CLOSE)
+    assert_fused(compiled, times=1)
+
+
 def test_ddp_and_its_split_graphs(tmp_path):
     """DDPOptimizer cuts the graph into one for each bucket, of which the last has the head and its loss."""
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
