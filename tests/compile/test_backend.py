@@ -17,6 +17,7 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.utils import fresh_cache
+from torch.amp.autocast_mode import _enter_autocast
 from torch.utils.checkpoint import checkpoint
 
 import thunder_flce
@@ -401,6 +402,55 @@ def test_what_is_computed_again_is_in_the_code():
     for program in (small, large):
         torch.compile(program, backend=backend, fullgraph=True)(*operands(6))
     assert "checkpoint" not in codes[0] and codes[0] != codes[1]
+
+
+def _fused_graph(program, *tensors):
+    """Returns the graph of a program after fusion."""
+    graphs = []
+
+    def backend(gm, inputs):
+        assert all(decision.fused for decision in fusion.fuse(gm, thunder_flce.Options(), strict=True))
+        graphs.append(gm.graph)
+        return gm
+
+    torch.compile(program, backend=backend, fullgraph=True)(*tensors)
+    (graph,) = graphs
+    return graph
+
+
+def _in_checkpoints(h, y, weights):
+    losses = (lambda h, w=w: F.cross_entropy(F.linear(h.sin(), w), y) for w in weights)
+    return sum(checkpoint(loss, h, use_reentrant=False) for loss in losses)
+
+
+def _added_in_place(h, y, weights):
+    totals = [h.new_zeros(()) for _ in range(8)]
+    for at, total in enumerate(totals):
+        total.add_(F.cross_entropy(F.linear(h[at : at + 2], weights[0]), y[at : at + 2]))
+    return sum(totals)
+
+
+def _under_autocast(h, y, weights):
+    with torch.autocast("xpu"), torch.autocast("hpu"), torch.autocast("cuda"), torch.autocast("cpu"):
+        return F.cross_entropy(F.linear(h, weights[0]), y)
+
+
+@pytest.mark.filterwarnings("ignore:.*Disabling autocast")
+def test_order_of_what_is_added():
+    """It must not depend on addresses, nor on hashes of strings: PyTorch finds programs on the disk by their code."""
+    hidden, weight, labels = operands(9)
+    weights = [weight.detach().clone().requires_grad_() for _ in range(8)]
+    opened, added, cast = (
+        _fused_graph(program, hidden, labels, weights)
+        for program in (_in_checkpoints, _added_in_place, _under_autocast)
+    )
+    numbers = [node.meta["ac_graph_id"] for node in opened.nodes if "ac_graph_id" in node.meta]
+    clones = added.find_nodes(op="call_function", target=torch.ops.aten.clone.default)
+    totals = [node.args[0] for node in clones if node.args[0].target == "new_zeros"]
+    switches = [node.args for node in cast.find_nodes(op="call_function", target=_enter_autocast)]
+    devices = [device for device, _, is_on, _ in switches if not is_on]
+    for order, count in ((numbers, 8), (totals, 8), (devices, 4)):
+        assert order == sorted(order) and len(order) == count
 
 
 @pytest.mark.parametrize(("head_is_cast", "loss_is_cast"), [(True, False), (True, True), (False, True)])

@@ -63,13 +63,17 @@ def _fuse(gm: GraphModule, options: Options, *, leaves_small: bool) -> list[Deci
     return in_order([*decisions, *refused])
 
 
-def _checkpoints_of(regions: list[Region], interpreter: Interpreter, gm: GraphModule) -> set[Any]:
-    """Returns the checkpoints with operations that regions replace or differentiate, or with tensors that they read."""
+def _checkpoints_of(regions: list[Region], interpreter: Interpreter, gm: GraphModule) -> list[Any]:
+    """Returns the checkpoints with operations that regions replace or differentiate, or with tensors that they read.
+
+    They are in the graph's order: the names of the nodes that are opened depend on it, and are in the key of PyTorch's
+    disk cache.
+    """
     order = ordered(regions, interpreter)
     read_tensors = {tensor for region in regions for tensor in region.read_at}
     inside = {tensor.op for tensor in read_tensors if tensor.op is not None and tensor.handle.graph is not gm.graph}
     linear = {op for region in regions if region.total is not None for op in region.total.ops}
-    return {op.inside for op in {*interpreter.program.ops}.difference(order) | inside | linear} - {None}
+    return sorted({op.inside for op in {*interpreter.program.ops}.difference(order) | inside | linear} - {None})
 
 
 def _open(gm: GraphModule, checkpoint: Any) -> None:

@@ -250,7 +250,7 @@ class _Graph:
         """Adds autograd's derivative of the nodes, as operations of ATen: see `Writer`."""
         starts, nodes = [self._node(operand) for operand in operands], [op.handle for op in ops]
         others = _other_inputs(starts, nodes)
-        written = {self._node(each) for op in ops for each in op.writes}
+        written = dict.fromkeys(self._node(each) for op in ops for each in op.writes)
 
         def derivative(rows: list[torch.Tensor], other_values: list[Any]) -> list[torch.Tensor]:
             rows = [each.detach().requires_grad_() for each in rows]
@@ -258,7 +258,7 @@ class _Graph:
                 # Cloned, since a leaf must not be changed in place.
                 results: dict[Node, Any] = dict(zip(starts, [each.clone() for each in rows], strict=True))
                 results |= zip(others, other_values, strict=True)
-                results |= {node: results[node].clone() for node in written & results.keys()}
+                results |= {node: results[node].clone() for node in written if node in results}
                 for node in (*starts, *others, *nodes):
                     if not isinstance(value_of(node), torch.SymInt | torch.SymFloat):
                         _run_node(node, results)
@@ -476,7 +476,7 @@ def _modes_after_each(nodes: Sequence[Node]) -> dict[Node, tuple[bool, _Autocast
     devices |= {value.device.type for value in map(value_of, nodes) if isinstance(value, torch.Tensor)}
     around = {
         device: (torch.get_autocast_dtype(device), True) if torch.is_autocast_enabled(device) else _NO_AUTOCAST
-        for device in devices
+        for device in sorted(devices)
         if torch.amp.is_autocast_available(device)
     }
     entered: list[Node] = []
