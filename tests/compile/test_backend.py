@@ -453,6 +453,19 @@ def test_order_of_what_is_added():
         assert order == sorted(order) and len(order) == count
 
 
+def test_moved_where_autocast_does_not_cache():
+    """What reads a loss of each token moves behind the sum of them, with all that autocast is told there."""
+
+    def program(h, w, y):
+        losses = F.cross_entropy(F.linear(h, w), y, reduction="none")
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            product = losses.detach()[None] @ h.detach()
+        return losses.sum(), product
+
+    switches = _fused_graph(program, *operands(5)).find_nodes(op="call_function", target=_enter_autocast)
+    assert len(switches) > 1 and {node.args for node in switches} == {("cpu", torch.bfloat16, True, False)}
+
+
 @pytest.mark.parametrize(("head_is_cast", "loss_is_cast"), [(True, False), (True, True), (False, True)])
 def test_autocast(head_is_cast, loss_is_cast):
     """The region must not be cast where the loss is, whose place it takes."""

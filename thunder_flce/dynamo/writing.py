@@ -129,7 +129,7 @@ class _Graph:
         if is_other:
             self._put(torch._C._set_grad_enabled, has_grad)
         changed = [(device, *state) for device, state in autocast.items() if state != autocast_here[device]]
-        entered = [self._put(_enter_autocast, *each, None) for each in changed]
+        entered = [self._put(_enter_autocast, *each) for each in changed]
         yield
         for node in reversed(entered):
             self._put(_exit_autocast, node)
@@ -465,9 +465,9 @@ def _readers_of_parts(node: Node) -> list[Node]:
     return readers
 
 
-_Autocast = dict[str, tuple[torch.dtype | None, bool]]
-"""For each type of device: autocast's dtype, None if it is off, and whether it is on"""
-_NO_AUTOCAST = (None, False)
+_Autocast = dict[str, tuple[torch.dtype | None, bool, bool | None]]
+"""For each type of device: autocast's dtype, None if it is off, whether it is on, and whether it caches casts"""
+_NO_AUTOCAST = (None, False, None)
 
 
 def _modes_after_each(nodes: Sequence[Node]) -> dict[Node, tuple[bool, _Autocast]]:
@@ -475,7 +475,7 @@ def _modes_after_each(nodes: Sequence[Node]) -> dict[Node, tuple[bool, _Autocast
     devices = {str(node.args[0]) for node in nodes if node.target is _enter_autocast}
     devices |= {value.device.type for value in map(value_of, nodes) if isinstance(value, torch.Tensor)}
     around = {
-        device: (torch.get_autocast_dtype(device), True) if torch.is_autocast_enabled(device) else _NO_AUTOCAST
+        device: (torch.get_autocast_dtype(device), True, None) if torch.is_autocast_enabled(device) else _NO_AUTOCAST
         for device in sorted(devices)
         if torch.amp.is_autocast_available(device)
     }
@@ -489,8 +489,8 @@ def _modes_after_each(nodes: Sequence[Node]) -> dict[Node, tuple[bool, _Autocast
         elif node.target is _exit_autocast:
             entered.remove(node.args[0])  # type: ignore[arg-type]
         autocast: Any = around.copy()
-        for device, dtype, is_on, *_ in (each.args for each in entered):
-            state = (dtype or torch.get_autocast_dtype(str(device)), True) if is_on else _NO_AUTOCAST
+        for device, dtype, is_on, caches in (each.args for each in entered):
+            state = (dtype or torch.get_autocast_dtype(str(device)), True, caches) if is_on else _NO_AUTOCAST
             autocast[device] = state
         modes[node] = has_grad, autocast
     return modes
