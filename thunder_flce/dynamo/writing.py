@@ -3,7 +3,6 @@
 Other nodes stay where they are, unless they use a result of a region that comes later: these move behind the region.
 """
 
-import itertools
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 import sympy
 import torch
 import torch.nn.functional as F
+from torch._decomp import get_decompositions
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import tracing
 from torch._subclasses.fake_tensor import FakeTensor
@@ -369,20 +369,6 @@ def _select_backward(grad: torch.Tensor, sizes: Sequence[Any], dim: int, index: 
     return _slice_backward(grad.unsqueeze(dim), sizes, dim, index, None, 1)
 
 
-def _split(tensor: torch.Tensor, sizes: Sequence[Any], dim: int = 0) -> list[torch.Tensor]:
-    ends = [0, *itertools.accumulate(sizes)]
-    return [torch.ops.aten.slice(tensor, dim, *each) for each in itertools.pairwise(ends)]
-
-
-def _split_alike(tensor: torch.Tensor, size: Any, dim: int = 0) -> list[torch.Tensor]:
-    count = -(-tensor.shape[dim] // size)
-    return [torch.ops.aten.slice(tensor, dim, number * size, (number + 1) * size) for number in range(count)]
-
-
-def _unbind(tensor: torch.Tensor, dim: int = 0) -> list[torch.Tensor]:
-    return [tensor.select(dim, index) for index in range(tensor.shape[dim])]
-
-
 def _index_put(tensor: torch.Tensor, indices: Sequence[Any], values: torch.Tensor, accumulate: bool = False) -> Any:
     if not accumulate:
         return NotImplemented
@@ -401,9 +387,7 @@ _DECOMPOSITIONS: dict[Any, Callable] = {
     torch.ops.aten.index_put.default: _index_put,
     torch.ops.aten.slice_backward.default: _slice_backward,
     torch.ops.aten.select_backward.default: _select_backward,
-    torch.ops.aten.split_with_sizes.default: _split,
-    torch.ops.aten.split.Tensor: _split_alike,
-    torch.ops.aten.unbind.int: _unbind,
+    **get_decompositions([torch.ops.aten.split_with_sizes, torch.ops.aten.split, torch.ops.aten.unbind]),
 }
 """Decompositions of operations that thunder lacks, or leaves to Inductor, which would split a part without gradients"""
 
