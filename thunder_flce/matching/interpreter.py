@@ -132,8 +132,6 @@ class Interpreter:
         """Maps tensors that `broadcast_tensors` gave the shape of logits to its operands"""
         self._escape_of: dict[Tensor, Escape] = {}
         """Maps tensors of classes that are computed from logits, but not described, to the use without a rule"""
-        self._products: set[Tensor] = set()
-        """Tensors of `_escape_of` that are computed from products of such tensors, as of queries and keys"""
         self._first: dict[Any, Tensor] = {}
         self.followed: list[Op] = []
         """The in-place changes that are described"""
@@ -280,17 +278,15 @@ class Interpreter:
             for each, value in described
         )
         escape = next(filter(None, escapes), None)
-        if escape is not None:
+        # Not of a product, as of queries and keys: there may be as many tokens as a query has columns.
+        if escape is not None and op.name not in LINEARS:
             for out in (out for out in op.outs if out not in self.values and out.shape):
                 if any(same(size, escape.columns) for size in out.shape):
                     self._escape_of.setdefault(out, escape)
                 elif op.name in _RESIZES_CLASSES:
                     self._escape_of.setdefault(out, replace(escape, columns=out.shape[-1]))
-            if op.name in LINEARS or not self._products.isdisjoint(operands):
-                self._products.update(op.outs)
-        # Another softmax may be a gate's, or attention's, whose scores may be of as many tokens as a query has columns.
-        has_classes = escape is not None and operands[0] not in self._products
-        is_normalised = op.name in NORMALISERS or (op.name == "softmax" and has_classes)
+        # Another softmax may be a gate's, or attention's.
+        is_normalised = op.name in NORMALISERS or (op.name == "softmax" and escape is not None)
         if is_normalised and operands and op.outs[0].needs_grad:
             problem = escape.change if escape else self.why_unknown(operands[0], is_loss=False)
             if problem.reason is not Reason.NO_LINEAR and (escape is None or escape.value.logits.is_head):
