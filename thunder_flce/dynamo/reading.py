@@ -56,7 +56,11 @@ def source_of(node: Node) -> Source:
 
 
 def read(gm: GraphModule) -> Program:
-    """Returns the program of a graph, with the operations of checkpointed functions; see `Op.inside`."""
+    """Returns the program of a graph, with the operations of checkpointed functions; see `Op.inside`.
+
+    The graph is first written in fewer ways: autocast's casts are nodes, a tensor is read as its latest change in place
+    left it, and logits that are read for their sizes alone are not read. It computes the same as before.
+    """
     reader = _Reader()
     reader.read(gm, {}, inside=None)
     return Program(reader.ops, reader.results)
@@ -161,7 +165,10 @@ class _Reader:
         name, args, value = name_of(node), list(node.args), value_of(node)
         filled = name.removesuffix("_like").removeprefix("new_")
         is_filled, like = filled in (*_FILLED, "rand", "randn") and filled != name, _LIKE_OTHERS.get(name)
-        other = args.pop(0 if is_filled else 1) if is_filled and args or like and len(args) == 2 else None
+        at = 0 if is_filled else 1
+        if not (args if is_filled else like and len(args) == 2):
+            return
+        other = args.pop(at)
         example = value_of(other) if isinstance(other, Node) and other.op != "placeholder" else None
         if type(example) is not FakeTensor or set(node.kwargs) - {"dtype", "device"}:
             return
@@ -175,7 +182,7 @@ class _Reader:
                         sizes[dim] = node.graph.call_method("size", (other, dim))
                     sizes[dim].meta = {**node.meta, "example_value": size}
                     self._add(sizes[dim], inside)
-            args.insert(0 if is_filled else 1, tuple(sizes))
+            args.insert(at, tuple(sizes))
         if is_filled or like == "to":
             options: dict[str, Any] = {"dtype": example.dtype, "device": example.device}
             node.kwargs = options | {name: each for name, each in node.kwargs.items() if each is not None}
