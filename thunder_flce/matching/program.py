@@ -146,7 +146,7 @@ class Program:
     def __init__(self, ops: Iterable[Op], results: Sequence[Tensor]):
         self.all_ops = list(ops)
         """Includes dead code, such as an operation whose result was read for its shape alone"""
-        self.ops = live(self.all_ops, set(results))
+        self.ops = live(self.all_ops, results)
         self.results = list(results)
         for position, op in enumerate(self.ops):
             op.position = position
@@ -235,17 +235,17 @@ class Program:
 
 
 def live(
-    ops: Sequence[Op], needed: set[Tensor], *, computed: Container[Tensor] = (), dropped: Container[Op] = ()
+    ops: Sequence[Op], results: Iterable[Tensor], *, computed: Container[Tensor] = (), dropped: Container[Op] = ()
 ) -> list[Op]:
     """Returns the operations without dead code.
 
     Args:
         ops: in order.
-        needed: the tensors that are needed; the operands of live operations are added to it.
+        results: the tensors that are needed, also if no operation reads them.
         computed: tensors that are computed elsewhere.
         dropped: in-place changes that are made elsewhere.
     """
-    kept = []
+    kept, needed = [], {*results}
     for op in reversed(ops):
         changes = (op.writes or not op.outs) and op not in dropped
         if changes or any(out in needed and out not in computed for out in op.outs):

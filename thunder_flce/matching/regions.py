@@ -377,10 +377,9 @@ def ordered(regions: Sequence[Region], interpreter: Interpreter) -> list[Op | Re
     Dead code is left out, and so are operations and regions that depend on their own results.
     """
     missing = {tensor for region in regions for tensor in region.returned}
-    needed = {*interpreter.program.results, *(tensor for region in regions for tensor in region.read_at)}
-    ops = live(
-        interpreter.program.ops, needed, computed=frozenset(missing), dropped=dropped_writes(regions, interpreter)
-    )
+    results = (*interpreter.program.results, *(tensor for region in regions for tensor in region.read_at))
+    dropped = dropped_writes(regions, interpreter)
+    ops = live(interpreter.program.ops, results, computed=frozenset(missing), dropped=dropped)
     items: list[Op | Region] = [*regions, *ops]
     items.sort(key=lambda item: (item if isinstance(item, Op) else item.place).position)
     # If a region's parts are far from each other, operations that it reads may be behind its place.

@@ -360,9 +360,9 @@ class _Search:
             raise NotASum("the program reads one of its terms as a number, such as by item()")
         in_order = [tensor for op in order for tensor in op.operands if tensor in starts] or [place]
         summands = [self._summand(tensor) for tensor in dict.fromkeys(in_order)]
-        needed = set(self._program.results)
-        live(self._program.ops, needed, computed={place, *self._sources}, dropped=self._writes)
-        kept = needed.intersection(self._sources) - {place}
+        results, computed = self._program.results, {place, *self._sources}
+        rest = live(self._program.ops, results, computed=computed, dropped=self._writes)
+        kept = {*results, *(each for op in rest for each in op.operands)}.intersection(self._sources) - {place}
         total = TokenSum(place, summands, order, self._parts, kept, self._writes, list(others or ()))
         # A region runs the same token loss for all its parts: the operations of one part count.
         operations = max(sum(each.text.count(" = ") for each, *_ in total.groups_of(part)) for part in self._parts)
