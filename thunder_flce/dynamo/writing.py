@@ -49,7 +49,7 @@ def write_regions(
 ) -> list[Decision]:
     """Writes regions into a graph; returns the decision about each."""
     order = ordered(regions, interpreter)
-    graph, has_grad = _Graph(gm.graph, options), any(region.has_grad for region in regions)
+    graph, has_grad = _Graph(gm.graph, options), any(region.needs_grad for region in regions)
     decisions = []
     for item in order:
         if isinstance(item, Op):

@@ -83,7 +83,7 @@ class Part:
         return all(set(value(result.row.sum)) - {"1"} == {"U"} for result in self.rows)
 
     @property
-    def has_grad(self) -> bool:
+    def needs_grad(self) -> bool:
         """Whether a gradient flows back to any of its results."""
         return any(result.tensor.needs_grad for result in self.results)
 

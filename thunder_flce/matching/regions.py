@@ -51,9 +51,9 @@ class Region:
         return results[0] if is_loss else None
 
     @property
-    def has_grad(self) -> bool:
-        """Whether a gradient flows back to any of its results."""
-        return any(part.has_grad for part in self.parts)
+    def needs_grad(self) -> bool:
+        """See `Part.needs_grad`."""
+        return any(part.needs_grad for part in self.parts)
 
     @property
     def reads_again(self) -> bool:
@@ -62,7 +62,7 @@ class Region:
         The program's own linear does not read its input in the backward if its weight is frozen, so the program may
         change that input in place.
         """
-        return (bool(self.note) or self.parts[0].logits.dtype is torch.float16) and self.has_grad
+        return (bool(self.note) or self.parts[0].logits.dtype is torch.float16) and self.needs_grad
 
     @property
     def place(self) -> Op:
@@ -130,7 +130,7 @@ def _cost(regions: Sequence[Region], refused: Sequence[Decision]) -> tuple[int, 
 
 def _matmul_rows(region: Region) -> int:
     """Returns the rows of all its matmuls: logits, dX, dW and, if gradients wait, the logits once more."""
-    matmuls = 3 + bool(region.note) if region.has_grad else 1
+    matmuls = 3 + bool(region.note) if region.needs_grad else 1
     return matmuls * sum(hint(part.count) for part in region.parts)
 
 
@@ -172,7 +172,7 @@ def _problem(part: Part, interpreter: Interpreter) -> NotFused | None:
         return min(escapes, key=lambda each: each.user is not None).problem
     if all(atoms(result.row.sum) - {"1"} == {"y"} for result in part.rows):
         return NotFused(Reason.NOT_A_LOG_PROBABILITY, "by gather without log_softmax")
-    if part.has_grad and not any(result.row.variables for result in part.rows):
+    if part.needs_grad and not any(result.row.variables for result in part.rows):
         # Their gradient is 0, and a region would give them none.
         return NotFused(Reason.NOT_FOLLOWED, "a number that does not depend on the logits")
     if part.class_weight is not None and any(result.as_loss is None for result in part.rows):
@@ -282,7 +282,7 @@ def _join_parts(parts: Sequence[Part], interpreter: Interpreter, options: Option
         separate = [_with_sum([part], interpreter, options) for part in head_parts]
         # Parts whose gradients wait share a region even without a sum, so that the head has one gradient.
         waiting = [region for region in separate if region.total is None and _has_only_rows(region.parts[0])]
-        shares_region = len(waiting) > 1 and head_parts[0].has_grad
+        shares_region = len(waiting) > 1 and head_parts[0].needs_grad
         if shares_region:
             parts = [part for region in waiting for part in region.parts]
             # The note of one part alone would call the other parts' numbers factors that need a gradient.
@@ -310,7 +310,7 @@ def _has_large_gradients(parts: Sequence[Part], options: Options) -> bool:
     """
     first, rows = parts[0], sum(hint(part.count) for part in parts)
     term, may_wait = first.logits.terms[0], options.strategy != GRADIENTS_IN_FORWARD and first.class_weight is None
-    is_trained = term.has_grad and term.weight.needs_grad and first.has_grad
+    is_trained = term.has_grad and term.weight.needs_grad and first.needs_grad
     return may_wait and is_trained and (len(parts) - 1) * hint(term.features) > rows
 
 
@@ -328,13 +328,13 @@ def _head_key(part: Part) -> Any:
     )
     bias = (logits.bias, logits.bias_has_grad, logits.shift)
     logits_key = (logits.scale, logits.softcap, logits.vocab_size, str(logits.group))
-    return terms, bias, logits_key, part.class_weight, part.ignore_index, part.has_grad, logits.dtype
+    return terms, bias, logits_key, part.class_weight, part.ignore_index, part.needs_grad, logits.dtype
 
 
 def _with_sum(parts: list[Part], interpreter: Interpreter, options: Options) -> Region:
     """Returns a region of parts, with the sum that the program computes from them unless gradients have to wait."""
     plain = Region(parts)
-    if not plain.has_grad:
+    if not plain.needs_grad:
         return plain
     has_no_scale = parts[0].logits.dtype is torch.float16 and options.expected_gradient is None
     float16_note = f"{_WAITS} {_IN_FLOAT16}" if has_no_scale and options.strategy is None else ""
@@ -489,7 +489,7 @@ def _split_or_refuse(region: Region, problem: NotFused, regions: list[Region], *
 
 def _leave_sum_to_program(region: Region, why: str, regions: list[Region], *, options: Options) -> None:
     """Leaves a region's sum to the program; a region without a sum becomes one region for each part."""
-    has_only_rows = region.has_grad and all(map(_has_only_rows, region.parts))
+    has_only_rows = region.needs_grad and all(map(_has_only_rows, region.parts))
     shares_region = region.total is not None and (has_only_rows or _has_large_gradients(region.parts, options))
     position, groups = regions.index(region), [region.parts] if shares_region else [[part] for part in region.parts]
     regions[position : position + 1] = [Region(parts, note=f"{_WAITS} {why}") for parts in groups]

@@ -110,7 +110,7 @@ class _Writing:
         loss = Loss(outputs=tuple(outputs), detached=detached, **settings)
         tensors = named_tensors(arguments)
         needs_grad = tuple(name for name in operand_names(tensors) if tensors[name].needs_grad)
-        needs_grad = needs_grad if region.has_grad else ()
+        needs_grad = needs_grad if region.needs_grad else ()
         if needs_grad:
             tensors = named_tensors({**arguments, "expected_gradient": self._expected_gradient()})
         call = Call(tensors=tensors, loss=loss, needs_grad=needs_grad)
