@@ -45,8 +45,8 @@ def jit(
 
     Args:
         fn: the function or module to compile.
-        options: choices about the time and memory of the fused losses.
-        strict: raise a `NotFusedError`, with the reason, if a cross-entropy is not fused with its linear.
+        options: as in `FuseLinearCrossEntropy`.
+        strict: as in `FuseLinearCrossEntropy`.
         executors: as in `thunder.jit`; `thunder_flce.executor` is put before them.
         transforms: as in `thunder.jit`. The fusion runs before them, on the program as the user wrote it, but after
             thunder's transforms that put adapters, quantized weights or sharded weights into linears.
@@ -97,12 +97,7 @@ def with_fusion(
 
 
 class FlcePlugin(thunder.Plugin):
-    """Makes `thunder.compile(model, plugins="flce")` work.
-
-    Args:
-        options: choices about the time and memory of the fused losses.
-        strict: raise a `NotFusedError`, with the reason, if a cross-entropy is not fused with its linear.
-    """
+    """Makes `thunder.compile(model, plugins="flce")` work; takes the arguments of `FuseLinearCrossEntropy`."""
 
     def __init__(self, options: Options | None = None, *, strict: bool = False):
         self.options = options

@@ -46,9 +46,8 @@ def thunderfx(
 
     Args:
         fn: the function or module to compile.
-        options: choices about the time and memory of the fused losses; not the `options` of `torch.compile`, which
-            are for other backends.
-        strict: raise a `NotFusedError`, with the reason, if a cross-entropy is not fused with its linear.
+        options: as in `FuseLinearCrossEntropy`; not the `options` of `torch.compile`, which are for other backends.
+        strict: as in `FuseLinearCrossEntropy`.
         executors: as in `thunder.jit`; `thunder_flce.executor` is put before them.
         transforms: as in `thunder.jit`; they see the fused losses.
         **compile_options: passed on to `torch.compile` if it has an argument of that name, otherwise to `thunder.jit`.

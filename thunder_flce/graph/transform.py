@@ -37,19 +37,14 @@ class FuseLinearCrossEntropy(Transform):
     """Replaces linear → … → cross_entropy by `linear_cross_entropy`, before autograd.
 
     Log-probabilities and entropies that are written out are replaced in the same way (`matching.rules`). The fused
-    operation stands where the loss was, since labels may be computed between the linear and the loss:
-
-        # before                                              # after
-        logits = ltorch.linear(h, w, None)                    labels = ltorch.pad(y, (0, 1), 'constant', -100)
-        labels = ltorch.pad(y, (0, 1), 'constant', -100)      …
-        rows = ltorch.view(logits, -1, 32000)                 loss = linear_cross_entropy(h, w, labels, …, plan={…})
-        loss = ltorch.cross_entropy(rows, labels, …)
+    operation stands where the loss was, since labels may be computed between the linear and the loss.
+    `python -m thunder_flce trace litgpt` prints a program before and after.
 
     A loss that cannot be fused stays as it is. Its decision in `compilations` has the reason; if the logits come from a
     linear, a `NotFusedWarning` reports the reason.
 
     Args:
-        options: choices about time and memory.
+        options: choices about the time and memory of the fused losses.
         strict: raise a `NotFusedError` in place of the warning, in the call that compiles the program.
     """
 
@@ -141,12 +136,7 @@ def _is_static_trace(trace: TraceCtx) -> bool:
 def _inline_checkpoints(trace: TraceCtx) -> TraceCtx:
     """Replaces the symbol of each checkpointed function by the function's operations, tagged as `thunder.jit` does.
 
-    `thunderfx` traces a checkpointed function as one symbol, which thunder opens only when it differentiates:
-
-        # before                                              # after
-        loss = ltorch.checkpoint(_, h, w, labels)             logits = ltorch.linear(h, w, None)
-          # logits = ltorch.linear(h, w, None)                loss = ltorch.cross_entropy(logits, labels, …)
-          # loss = ltorch.cross_entropy(logits, labels, …)
+    `thunderfx` traces a checkpointed function as one symbol, which thunder opens only when it differentiates.
     """
     inlined = from_trace(trace)
 

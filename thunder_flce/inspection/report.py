@@ -72,15 +72,6 @@ class Compilation:
             "saved_for_backward": None if self.saved is None else list(map(asdict, self.saved)),
         }
 
-    def lines(self) -> Iterator[str]:
-        """Yields the report line by line."""
-        for decision in self.decisions:
-            yield from _decision_lines(decision)
-        if self.saved:
-            yield from _saved_lines(self.saved)
-        elif self.saved is not None:
-            yield "nothing is saved: there is no backward"
-
 
 class Report(list[Compilation]):
     """The result of `explain`: a list of compilations; `str(report)` is the report as text."""
@@ -106,7 +97,12 @@ class Report(list[Compilation]):
         for number, compilation in enumerate(self):
             if len(self) > 1:
                 yield _heading(f"compilation {number}, by {compilation.compiled_by}")
-            yield from compilation.lines()
+            for decision in compilation.decisions:
+                yield from _decision_lines(decision)
+            if compilation.saved:
+                yield from _saved_lines(compilation.saved)
+            elif compilation.saved is not None:
+                yield "nothing is saved: there is no backward"
         if tuned := tunings():
             yield "products tuned in this process:"
             columns = ("M × N × K", "time", "times as fast as cuBLAS's first choice", "measured in")
