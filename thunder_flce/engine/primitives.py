@@ -198,9 +198,12 @@ class Primitives:
         return rows.selected(prepared, count)
 
     def _prepared(self, upstream: Tensor | None, *, ordered: bool) -> Prepared:
-        prepare = rows.prepare if self.region.vector_kernels is None else self.region.vector_kernels.prepare
-        # If ranks divide the tokens, `token_parts` makes the order.
-        return prepare(self.call, upstream=upstream, ordered=ordered and not self.region.divides_tokens)
+        prepared = (self.region.vector_kernels or rows).prepare(self.call, upstream=upstream)
+        if not ordered or self.region.divides_tokens:  # If ranks divide the tokens, `token_parts` makes the order.
+            return prepared
+        order = torch.argsort(prepared.row_factor != 0, descending=True, stable=True)
+        vectors: Any = [None if vector is None else vector[order] for vector in prepared[:5]]
+        return Prepared(*vectors, *prepared[5:8], order)  # type: ignore[call-arg]
 
     def count_of(self, computed_rows: Tensor) -> int:
         """Returns the number of rows that a forward computed; the host waits only if `computed_rows` is a copy."""

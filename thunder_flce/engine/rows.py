@@ -20,7 +20,7 @@ from thunder_flce.operation.call import Call
 _MOVED_ROWS = 2048
 
 
-def prepare(call: Call, *, upstream: Tensor | None, ordered: bool) -> Prepared:
+def prepare(call: Call, *, upstream: Tensor | None) -> Prepared:
     """Checks targets, counts valid rows, and computes each row's factor and s, by PyTorch's operations.
 
     A row is valid if its target is not `ignore_index` and its token weight is not 0. A target that is not
@@ -29,7 +29,6 @@ def prepare(call: Call, *, upstream: Tensor | None, ordered: bool) -> Prepared:
     Args:
         call: a flat call.
         upstream: () or (T,) the upstream gradient of the loss; None for 1.
-        ordered: whether to return `order`, with all vectors in that order.
     """
     loss, target, row_dtype = call.loss, call.tensors["target"].long(), call.row_dtype
     token_weights = call.tensors.get("token_weights")
@@ -61,11 +60,7 @@ def prepare(call: Call, *, upstream: Tensor | None, ordered: bool) -> Prepared:
     s = row_factor if upstream is None else torch.where(valid, row_factor * upstream, 0)
     if divisors is not None:
         s = torch.where(valid, s / divisors[0], 0)
-    vectors, order = [target, row_factor, s, at_target, target_weights], None
-    if ordered:
-        order = torch.argsort(valid, descending=True, stable=True)
-        vectors = [None if vector is None else vector[order] for vector in vectors]
-    return Prepared._make([*vectors, divisors, counts, None, order])
+    return Prepared(target, row_factor, s, at_target, target_weights, divisors, counts, is_right=None)
 
 
 class Rows:

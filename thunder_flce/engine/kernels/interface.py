@@ -50,8 +50,8 @@ class Prepared(NamedTuple):
     """(2,) int64 number of valid rows, and of rows with a wrong target"""
     is_right: Tensor | None
     """One element, not 0 if no target is wrong; None: see the counts"""
-    order: Tensor | None
-    """(T,) int64 the tokens: valid ones first, then ignored ones, both ascending; None unless asked for"""
+    order: Tensor | None = None
+    """(T,) int64 the tokens: valid ones first, then ignored ones, both ascending; None for 0 to T"""
 
 
 class RowKernels(Protocol):

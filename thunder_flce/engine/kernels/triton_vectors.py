@@ -36,38 +36,30 @@ def _read_targets(target, token_weight, start, tokens, ignore_index, IGNORES: tl
 @kernel(3, "tokens", "vocab", "ignore_index")
 def _prepare_kernel(
     target, token_weight, class_weight, num_items, upstream, integers, floats, tokens, vocab, ignore_index,
-    IGNORES: tl.constexpr, IS_MEAN: tl.constexpr, UPSTREAMS: tl.constexpr, ORDERED: tl.constexpr, BLOCK: tl.constexpr,
+    IGNORES: tl.constexpr, IS_MEAN: tl.constexpr, UPSTREAMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Runs as one program. UPSTREAMS: whether each token has its own upstream gradient.
 
-    integers: counts, is_right, columns and, if ORDERED, the order. floats: divisors, row_factors, s and class weights.
+    integers: counts, is_right and columns. floats: divisors, row_factors, s and class weights.
     """
     is_right, column = integers + 2, integers + 3
-    order = column + tokens
     row_factors = floats + 2
     s = row_factors + tokens
     at_target = s + tokens
     total, total_z = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     wrong, valid_count = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
-    valid_before = 0
     for start in range(0, tokens, BLOCK):
         number, is_token, label, is_label, row_factor, valid = _read_targets(
             target, token_weight, start, tokens, ignore_index, IGNORES, BLOCK
         )
         is_wrong = is_label & ((label < 0) | (label >= vocab))
         label = tl.where(is_label & (is_wrong == 0), label, 0)
-        # With an order, only valid rows are read later, so only they are written.
-        place, is_row = number, is_token
-        if ORDERED:
-            place, is_row = valid_before + tl.cumsum(valid.to(tl.int32), 0) - 1, valid
-            valid_before += tl.sum(valid.to(tl.int32), 0)
-            tl.store(order + place, number.to(tl.int64), mask=valid)
-        tl.store(column + place, label, mask=is_row)
-        tl.store(row_factors + place, row_factor, mask=is_row)
+        tl.store(column + number, label, mask=is_token)
+        tl.store(row_factors + number, row_factor, mask=is_token)
         product = row_factor
         if class_weight is not None:
             label_weight = tl.load(class_weight + label, mask=is_token, other=0.0).to(tl.float32)
-            tl.store(at_target + place, label_weight, mask=is_row)
+            tl.store(at_target + number, label_weight, mask=is_token)
             product = tl.where(valid, row_factor * label_weight, 0.0)
         total += product
         total_z += row_factor
@@ -92,7 +84,6 @@ def _prepare_kernel(
     factor = 1.0
     if upstream is not None and not UPSTREAMS:
         factor = tl.load(upstream).to(tl.float32)
-    valid_before, skipped = 0, count
     for start in range(0, tokens, BLOCK):
         number, is_token, _, _, row_factor, valid = _read_targets(
             target, token_weight, start, tokens, ignore_index, IGNORES, BLOCK
@@ -102,41 +93,30 @@ def _prepare_kernel(
             row_s = tl.load(upstream + number, mask=is_token, other=0.0).to(tl.float32) * row_factor
         if IS_MEAN:
             row_s = tl.div_rn(row_s, tl.zeros_like(row_s) + divisor)
-        place, is_row = number, is_token
-        if ORDERED:
-            place, is_row = valid_before + tl.cumsum(valid.to(tl.int32), 0) - 1, valid
-            valid_before += tl.sum(valid.to(tl.int32), 0)
-            is_ignored = (is_token & (valid == 0)).to(tl.int32)
-            tl.store(order + skipped + tl.cumsum(is_ignored, 0) - 1, number.to(tl.int64), mask=is_ignored != 0)
-            skipped += tl.sum(is_ignored, 0)
-        tl.store(s + place, tl.where(valid, row_s, 0.0), mask=is_row)
+        tl.store(s + number, tl.where(valid, row_s, 0.0), mask=is_token)
 
 
 _BLOCK, _THREADS = 2048, 256
 
 
-def prepare(call: Call, *, upstream: Tensor | None, ordered: bool) -> Prepared:
-    """`engine.rows.prepare` for one target a token and float32 rows; if `ordered`, only valid rows are initialised."""
+def prepare(call: Call, *, upstream: Tensor | None) -> Prepared:
+    """`engine.rows.prepare` for one target a token and float32 rows."""
     loss, target, get = call.loss, call.tensors["target"], call.tensors.get
     class_weight, tokens, device = get("weight"), target.shape[0], target.device
     has_upstreams = upstream is not None and upstream.ndim > 0
     settings = settings_of(
-        IGNORES=loss.ignores_rows, IS_MEAN=loss.reduction == "mean", UPSTREAMS=has_upstreams, ORDERED=ordered,
-        BLOCK=_BLOCK, threads=_THREADS,
+        IGNORES=loss.ignores_rows, IS_MEAN=loss.reduction == "mean", UPSTREAMS=has_upstreams, BLOCK=_BLOCK,
+        threads=_THREADS,
     )  # fmt: skip
     # Two allocations and two splits take the host a third of the time of one allocation for each vector.
-    sizes_of_integers = [2, 1, tokens, tokens] if ordered else [2, 1, tokens]
     sizes_of_floats = [2, tokens, tokens] if class_weight is None else [2, tokens, tokens, tokens]
-    integers = torch.empty(sum(sizes_of_integers), dtype=torch.int64, device=device)
+    integers = torch.empty(3 + tokens, dtype=torch.int64, device=device)
     floats = torch.empty(sum(sizes_of_floats), dtype=torch.float32, device=device)
     inputs = contiguous(target, get("token_weights"), class_weight, get("num_items"), upstream)
     launch(_prepare_kernel, 1, [*inputs, integers, floats], settings, tokens, call.whole_vocab, loss.ignore_index)
-    counts, is_right, column, *order = integers.split_with_sizes(sizes_of_integers)
+    counts, is_right, column = integers.split_with_sizes([2, 1, tokens])
     divisors, row_factor, s, *at_target = floats.split_with_sizes(sizes_of_floats)
-    return Prepared(
-        column, row_factor, s, at_target[0] if at_target else None, target_weights=None, divisors=divisors,
-        counts=counts, is_right=is_right, order=order[0] if order else None,
-    )  # fmt: skip
+    return Prepared(column, row_factor, s, at_target[0] if at_target else None, None, divisors, counts, is_right)
 
 
 @kernel(0, "rows")
