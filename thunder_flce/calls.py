@@ -46,7 +46,7 @@ def run(call: Call, options: Options, ranks: Callable[[], RankPart] | str | None
         key = (key, id(loss), options, call.shard, ranks, torch.is_grad_enabled())
     settings = _settings_cache.get(key)
     if settings is None:
-        settings = _prepared(replace(call, tensors=tensors), options, vocab_parallel=ranks)
+        settings = _settings_for(replace(call, tensors=tensors), options, vocab_parallel=ranks)
         if settings.options is not None:  # The operator makes the plan.
             key = None
         if key is not None:
@@ -82,7 +82,7 @@ def _cache_key(tensors: Mapping[str, Any]) -> tuple[Any, ...] | None:
     return tuple(key)
 
 
-def _prepared(call: Call, options: Options, *, vocab_parallel: str | None) -> Settings:
+def _settings_for(call: Call, options: Options, *, vocab_parallel: str | None) -> Settings:
     """Checks and plans a call; returns its settings."""
     if vocab_parallel is None:  # Otherwise the ranks agree, and check the call, when the operator runs.
         check_call(call)

@@ -248,8 +248,8 @@ def vectors(dtype):
     for reduction, num_items in (("mean", {}), ("sum", {"num_items": torch.ones(())})):
         loss = Loss(reduction=reduction, z_loss=1e-4, outputs=("log_prob", "log_sum_exp"))
         call = Call(tensors=tensors | num_items, loss=loss)
-        prepared = triton_vectors.prepare(call, upstream=torch.ones(()))
-        vectors = {name: getattr(prepared, name) for name in ("row_factor", "at_target", "divisors")}
+        found = triton_vectors.token_vectors(call, upstream=torch.ones(()))
+        vectors = {name: getattr(found, name) for name in ("row_factor", "at_target", "divisors")}
         triton_vectors.finish(loss, row_statistics(), vector(dtype), **vectors)
     gradients = [torch.empty(2**16, dtype=dtype) for _ in range(3)]
     triton_vectors.scale_(gradients, torch.ones(()), torch.ones(2, dtype=torch.int64), torch.ones(()))

@@ -17,7 +17,7 @@ from thunder_flce.operation.loss import Loss
 
 BF16 = torch.bfloat16
 PRINTED = (
-    "prepare", "prepare_again", "logits_", "one_pass_", "results", "gradient_", "start_input_gradient",
+    "select_rows", "select_rows_again", "logits_", "one_pass_", "results", "gradient_", "start_input_gradient",
     "weight_gradient_", "rounded", "divergence_", "loss", "scaled_rows",
 )  # fmt: skip
 

@@ -38,17 +38,17 @@ def forward(ops: Primitives) -> dict[str, Tensor]:
     """
     call, plan, logits = ops.call, ops.plan, _Logits(ops, ops.call.linears)
     if ops.region.saves_unit_gradients:
-        rows = ops.prepare(None, meanwhile=logits.start)
+        rows = ops.select_rows(None, meanwhile=logits.start)
         # The backward multiplies rows by factors that include the class weights, but not the target weights.
         unit_rows = copy(rows)
         unit_rows.at_target, unit_rows.s = None, torch.ones(rows.count, dtype=call.row_dtype, device=rows.target.device)
         coefficients = Coefficients(call, unit_rows)
     elif plan.finishes_in_forward:
         expected = call.tensors.get("expected_gradient")
-        rows = ops.prepare(None if expected is None else usable(expected), meanwhile=logits.start)
+        rows = ops.select_rows(None if expected is None else usable(expected), meanwhile=logits.start)
         coefficients = Coefficients(call, rows)
     else:
-        rows, coefficients = ops.prepare(None, meanwhile=logits.start), None
+        rows, coefficients = ops.select_rows(None, meanwhile=logits.start), None
     chunk_results, gradients = run(ops, rows, coefficients, logits=logits)
     return _results(ops, rows, row_loss.joined(call, rows, chunk_results), gradients, logits.kept)
 
@@ -68,12 +68,12 @@ def backward(ops: Primitives, saved: Mapping[str, Tensor], upstream: Mapping[str
     if loss_grad is None:
         loss_grad = torch.zeros((), dtype=call.row_dtype, device=call.device)
     if ops.plan.finishes_in_forward:
-        rows = ops.prepare_again(loss_grad, call.tokens)
+        rows = ops.select_rows_again(loss_grad, call.tokens)
         rows.target_weights = None
         # The loss has parallel row gradients: coefficient A multiplies dX for an upstream gradient of 1.
         factors = Coefficients(call, rows, upstream).all_rows.probability
         return {"input": ops.scaled_rows(saved["dX"], rows.returned(factors))}
-    rows = ops.prepare_again(loss_grad, ops.count_of(saved["computed_rows"]))
+    rows = ops.select_rows_again(loss_grad, ops.count_of(saved["computed_rows"]))
     entropy = rows.received(saved["entropy"].reshape(-1)) if "entropy" in saved else None
     coefficients = Coefficients(call, rows, upstream, entropy=entropy)
     return run(ops, rows, coefficients, logits=_Logits(ops, call.linears, saved), saved=saved)[1]

@@ -15,8 +15,10 @@ from thunder_flce.device import is_capturing
 from thunder_flce.engine import collectives, row_loss, rows, token_parts
 from thunder_flce.engine.kernels import dispatch
 from thunder_flce.engine.kernels.interface import (
+    PER_TOKEN,
     RowKernels,
     RowStatistics,
+    TokenVectors,
     at_columns,
     empty_logits,
     gradient,
@@ -24,7 +26,7 @@ from thunder_flce.engine.kernels.interface import (
 from thunder_flce.engine.matmul import matmul
 from thunder_flce.engine.plan import Plan
 from thunder_flce.engine.row_loss import RowResults
-from thunder_flce.engine.rows import Prepared, Rows
+from thunder_flce.engine.rows import Rows
 from thunder_flce.operation.call import Call, Linear
 from thunder_flce.operation.loss import RowCoefficients
 from thunder_flce.options import RECOMPUTE_LOGITS
@@ -62,7 +64,7 @@ class Region:
 
     @cached_property
     def vector_kernels(self) -> Any:
-        """The module of Triton kernels that prepare rows and compute the loss; None if PyTorch's operations do."""
+        """The module of Triton kernels that compute token vectors and the loss; None if PyTorch's operations do."""
         call = self.call
         is_plain = call.loss.divergence is None and call.targets_per_token is None and call.row_dtype is torch.float32
         if self.device_type != "cuda" or not is_plain or self.row_library != "Triton":
@@ -147,7 +149,7 @@ class Primitives:
 
     # Rows.
 
-    def prepare(self, upstream: Tensor | None, *, meanwhile: Callable[[Tensor], None] | None = None) -> Rows:
+    def select_rows(self, upstream: Tensor | None, *, meanwhile: Callable[[Tensor], None] | None = None) -> Rows:
         """Checks the targets in a forward, and returns the rows to compute.
 
         Args:
@@ -161,27 +163,27 @@ class Primitives:
         call = self.call
         host_waits = self.region.device_type != "cuda" or (self.region.may_skip and not is_capturing(call.device))
         skips = self.region.may_skip and host_waits
-        prepared = self._prepared(upstream, ordered=skips)
+        vectors = self._token_vectors(upstream, ordered=skips)
         if not host_waits:
-            is_right = prepared.counts[1] == 0 if prepared.is_right is None else prepared.is_right
+            is_right = vectors.counts[1] == 0 if vectors.is_right is None else vectors.is_right
             allowed = f"[0, {call.whole_vocab}) nor ignore_index ({call.loss.ignore_index})"
             torch._assert_async(is_right, f"target is neither in {allowed}")
-            return self._selected(prepared, call.tokens)
-        counts = prepared.counts
+            return self._selected(vectors, call.tokens)
+        counts = vectors.counts
         if skips and self.region.divides_tokens:
-            counts = torch.stack([token_parts.most_valid(call, prepared), counts[1]])
+            counts = torch.stack([token_parts.most_valid(call, vectors), counts[1]])
         read = _start_reading(counts)
-        if self.region.starts_early and prepared.order is not None and meanwhile is not None and call.tokens:
-            meanwhile(prepared.order[: min(-(-call.tokens // _EARLY_PART), self.first_rows)])
+        if self.region.starts_early and vectors.order is not None and meanwhile is not None and call.tokens:
+            meanwhile(vectors.order[: min(-(-call.tokens // _EARLY_PART), self.first_rows)])
         count, wrong_count = read()
         if wrong_count:
             self._raise_wrong_targets(wrong_count)
-        return self._selected(prepared, count if skips else call.tokens)
+        return self._selected(vectors, count if skips else call.tokens)
 
-    def prepare_again(self, upstream: Tensor | None, count: int) -> Rows:
+    def select_rows_again(self, upstream: Tensor | None, count: int) -> Rows:
         """Returns, in a backward, the `count` rows that its forward computed.
 
-        `upstream` is as for `prepare`, or one number for each of the caller's tokens.
+        `upstream` is as for `select_rows`, or one number for each of the caller's tokens.
         """
         if upstream is not None and upstream.ndim:
             upstream = upstream.reshape(-1)
@@ -189,21 +191,21 @@ class Primitives:
                 upstream = collectives.start_gathering(self.call.shard, upstream).wait()
         if upstream is not None and upstream.dtype is not self.call.row_dtype:
             upstream = upstream.to(self.call.row_dtype)
-        return self._selected(self._prepared(upstream, ordered=count < self.call.tokens), count)
+        return self._selected(self._token_vectors(upstream, ordered=count < self.call.tokens), count)
 
-    def _selected(self, prepared: Prepared, count: int) -> Rows:
+    def _selected(self, vectors: TokenVectors, count: int) -> Rows:
         """Returns the first `count` rows of the order."""
         if self.region.divides_tokens:
-            return token_parts.rows_of_parts(self.call, prepared, chunk_rows=self.plan.chunk_rows, count=count)
-        return rows.selected(prepared, count)
+            return token_parts.rows_of_parts(self.call, vectors, chunk_rows=self.plan.chunk_rows, count=count)
+        return rows.selected(vectors, count)
 
-    def _prepared(self, upstream: Tensor | None, *, ordered: bool) -> Prepared:
-        prepared = (self.region.vector_kernels or rows).prepare(self.call, upstream=upstream)
+    def _token_vectors(self, upstream: Tensor | None, *, ordered: bool) -> TokenVectors:
+        vectors = (self.region.vector_kernels or rows).token_vectors(self.call, upstream=upstream)
         if not ordered or self.region.divides_tokens:  # If ranks divide the tokens, `token_parts` makes the order.
-            return prepared
-        order = torch.argsort(prepared.row_factor != 0, descending=True, stable=True)
-        vectors: Any = [None if vector is None else vector[order] for vector in prepared[:5]]
-        return Prepared(*vectors, *prepared[5:8], order)  # type: ignore[call-arg]
+            return vectors
+        order = torch.argsort(vectors.row_factor != 0, descending=True, stable=True)
+        ordered_vectors: Any = [None if vector is None else vector[order] for vector in vectors[:PER_TOKEN]]
+        return TokenVectors(*ordered_vectors, *vectors[PER_TOKEN:-1], order)  # type: ignore[call-arg]
 
     def count_of(self, computed_rows: Tensor) -> int:
         """Returns the number of rows that a forward computed; the host waits only if `computed_rows` is a copy."""

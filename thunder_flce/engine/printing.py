@@ -131,13 +131,13 @@ class _Writer(Primitives):
 
     # Rows.
 
-    def prepare(self, upstream: Tensor | None, *, meanwhile: Callable[[Tensor], None] | None = None) -> Rows:
-        return self._prepare(upstream, is_first=True)
+    def select_rows(self, upstream: Tensor | None, *, meanwhile: Callable[[Tensor], None] | None = None) -> Rows:
+        return self._select_rows(upstream, is_first=True)
 
-    def prepare_again(self, upstream: Tensor | None, count: int) -> Rows:
-        return self._prepare(upstream, is_first=False)
+    def select_rows_again(self, upstream: Tensor | None, count: int) -> Rows:
+        return self._select_rows(upstream, is_first=False)
 
-    def _prepare(self, upstream: Tensor | None, *, is_first: bool) -> Rows:
+    def _select_rows(self, upstream: Tensor | None, *, is_first: bool) -> Rows:
         call, region = self.call, self.region
         if region.divides_tokens:
             self._write(f"{self._typed('y', call.tensors['target'])} = all_gather(y)", self._network)
@@ -148,7 +148,7 @@ class _Writer(Primitives):
             ahead = " while the first logits run" if region.starts_early else ""
             note = f"    the host waits for their number{ahead}" if region.device_type == "cuda" and is_first else ""
             self._write(f"{names} = valid rows of {names}{note}")
-        return rows.selected(rows.prepare(call, upstream=upstream), call.tokens)
+        return rows.selected(rows.token_vectors(call, upstream=upstream), call.tokens)
 
     def chunks(self, selected: Rows) -> Iterator[slice]:
         before, parts, chunks = self.take(), [], [*super().chunks(selected)]

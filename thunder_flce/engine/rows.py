@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from thunder_flce.device import TILE_ROWS
-from thunder_flce.engine.kernels.interface import Prepared
+from thunder_flce.engine.kernels.interface import PER_TOKEN, TokenVectors
 from thunder_flce.operation.call import Call
 
 # Number of rows that `Rows.scatter_` copies at a time.
 _MOVED_ROWS = 2048
 
 
-def prepare(call: Call, *, upstream: Tensor | None) -> Prepared:
+def token_vectors(call: Call, *, upstream: Tensor | None) -> TokenVectors:
     """Checks targets, counts valid rows, and computes each row's factor and s, by PyTorch's operations.
 
     A row is valid if its target is not `ignore_index` and its token weight is not 0. A target that is not
@@ -60,26 +60,26 @@ def prepare(call: Call, *, upstream: Tensor | None) -> Prepared:
     s = row_factor if upstream is None else torch.where(valid, row_factor * upstream, 0)
     if divisors is not None:
         s = torch.where(valid, s / divisors[0], 0)
-    return Prepared(target, row_factor, s, at_target, target_weights, divisors, counts, is_right=None)
+    return TokenVectors(target, row_factor, s, at_target, target_weights, divisors, counts, is_right=None)
 
 
 class Rows:
     """The rows that are computed, in order."""
 
-    def __init__(self, prepared: Prepared, count: int, *, index: Any = None, order: Tensor | None = None):
-        """Selects the rows from `prepared` by `index`, or takes all of them.
+    def __init__(self, vectors: TokenVectors, count: int, *, index: Any = None, order: Tensor | None = None):
+        """Selects the rows from `vectors` by `index`, or takes all of them.
 
         `order` is (T,): the N tokens of the rows, then the other tokens; None if row t is token t for all T tokens.
         """
-        self.count, self.total, self.order = count, prepared.target.shape[0], order
+        self.count, self.total, self.order = count, vectors.target.shape[0], order
         # (N,) the token of each row; None without an order.
         self.index: Any = None if order is None else order[:count]
-        vectors: Any = prepared[:5]
+        of_rows: Any = vectors[:PER_TOKEN]
         if index is not None:
-            vectors = [None if vector is None else vector[index] for vector in vectors]
-        # (N,) or (N, K) each, as in `Prepared`. In a forward, s is for the expected upstream gradient.
-        self.target, self.row_factor, self.s, self.at_target, self.target_weights = vectors
-        self.divisors, self._counts = prepared.divisors, prepared.counts
+            of_rows = [None if vector is None else vector[index] for vector in of_rows]
+        # (N,) or (N, K) each, as in `TokenVectors`. In a forward, s is for the expected upstream gradient.
+        self.target, self.row_factor, self.s, self.at_target, self.target_weights = of_rows
+        self.divisors, self._counts = vectors.divisors, vectors.counts
 
     @property
     def valid_count(self) -> Tensor:
@@ -153,12 +153,12 @@ class Rows:
         return torch.where(self.row_factor != 0, vector, fill)
 
 
-def selected(prepared: Prepared, count: int) -> Rows:
-    """Returns the first `count` rows of `prepared`, without an order if that is all of them."""
-    if prepared.order is None or count == prepared.target.shape[0]:
-        return Rows(prepared, count)
+def selected(vectors: TokenVectors, count: int) -> Rows:
+    """Returns the first `count` rows of `vectors`, without an order if that is all of them."""
+    if vectors.order is None or count == vectors.target.shape[0]:
+        return Rows(vectors, count)
     # A slice gives views, without launches: the host has just waited for the count, and the device is idle.
-    return Rows(prepared, count, index=slice(count), order=prepared.order)
+    return Rows(vectors, count, index=slice(count), order=vectors.order)
 
 
 # Number of rows that a forward has computed, by the storage of `computed_rows`, so that its backward need not wait for

@@ -14,16 +14,17 @@ import torch
 from torch import Tensor
 
 from thunder_flce.engine import collectives
-from thunder_flce.engine.rows import Prepared, Rows
+from thunder_flce.engine.kernels.interface import TokenVectors
+from thunder_flce.engine.rows import Rows
 from thunder_flce.operation.call import Call, Shard
 
 
 class RowsOfParts(Rows):
     """The rows that are computed, ordered by chunk and, in a chunk, by rank; `order` is (N,)."""
 
-    def __init__(self, prepared: Prepared, index: Tensor, *, shard: Shard, own_rows: Rows, part_chunk: int):
+    def __init__(self, vectors: TokenVectors, index: Tensor, *, shard: Shard, own_rows: Rows, part_chunk: int):
         """`own_rows` are this rank's M rows; a chunk has `part_chunk` rows of each part, the last one fewer."""
-        super().__init__(prepared, shard.ranks * own_rows.count, index=index, order=index)
+        super().__init__(vectors, shard.ranks * own_rows.count, index=index, order=index)
         self.shard, self.own_rows, self.part_chunk = shard, own_rows, part_chunk
         # Gathers that were started ahead; the key is the id of the tensor with the chunk's first row.
         self._ahead: dict[tuple[int, int], collectives.Pending] = {}
@@ -63,38 +64,38 @@ class RowsOfParts(Rows):
         return self.gather(collectives.start_gathering(self.shard, vector).wait())
 
 
-def most_valid(call: Call, prepared: Prepared) -> Tensor:
+def most_valid(call: Call, vectors: TokenVectors) -> Tensor:
     """Returns () int64 number of rows to compute: from each part as many as the part with the most valid rows has."""
     assert call.shard is not None
-    return _valid_by_part(prepared, call.shard.ranks).sum(1).max() * call.shard.ranks
+    return _valid_by_part(vectors, call.shard.ranks).sum(1).max() * call.shard.ranks
 
 
-def _valid_by_part(prepared: Prepared, ranks: int) -> Tensor:
+def _valid_by_part(vectors: TokenVectors, ranks: int) -> Tensor:
     """Returns (R, P) bool: which tokens of each part are valid."""
-    return (prepared.row_factor != 0).view(ranks, prepared.row_factor.shape[0] // ranks)
+    return (vectors.row_factor != 0).view(ranks, vectors.row_factor.shape[0] // ranks)
 
 
-def rows_of_parts(call: Call, prepared: Prepared, *, chunk_rows: int, count: int) -> Rows:
+def rows_of_parts(call: Call, vectors: TokenVectors, *, chunk_rows: int, count: int) -> Rows:
     """Returns the rows to compute of all parts.
 
     Args:
         call: a flat call, with the targets of all ranks.
-        prepared: `Prepared` from these targets.
+        vectors: `TokenVectors` from these targets.
         chunk_rows: the largest number of rows in a chunk, of all parts together; 0 for a single chunk.
         count: the number of rows to compute, of all parts together.
     """
-    shard, total = call.shard, prepared.target.shape[0]
+    shard, total = call.shard, vectors.target.shape[0]
     assert shard is not None
     tokens, count = total // shard.ranks, count // shard.ranks
-    valid_first = torch.argsort(_valid_by_part(prepared, shard.ranks), dim=1, descending=True, stable=True)
+    valid_first = torch.argsort(_valid_by_part(vectors, shard.ranks), dim=1, descending=True, stable=True)
     # Ascending, as `Rows.scatter_` needs it.
     order = torch.cat([valid_first[:, :count].sort(1).values, valid_first[:, count:]], 1)
     largest = max((chunk_rows or total) // shard.ranks, 1)
     part_chunk = max(-(-count // max(-(-count // largest), 1)), 1)
-    offsets = torch.arange(shard.ranks, device=prepared.target.device)[:, None] * tokens
+    offsets = torch.arange(shard.ranks, device=vectors.target.device)[:, None] * tokens
     chunks = (order[:, :count] + offsets).split(part_chunk, 1)
     index = torch.cat([chunk.reshape(-1) for chunk in chunks])
     # `own_rows` only tells where this rank's rows are in its x and dX; its other vectors are not used.
-    own_rows = Rows(prepared, count, order=None if count == tokens else order[shard.rank])
+    own_rows = Rows(vectors, count, order=None if count == tokens else order[shard.rank])
     own_rows.total = tokens
-    return RowsOfParts(prepared, index, shard=shard, own_rows=own_rows, part_chunk=part_chunk)
+    return RowsOfParts(vectors, index, shard=shard, own_rows=own_rows, part_chunk=part_chunk)

@@ -31,7 +31,7 @@ class RowStatistics(NamedTuple):
         return RowStatistics(self.row_max[rows], self.row_log_sum[rows])
 
 
-class Prepared(NamedTuple):
+class TokenVectors(NamedTuple):
     """Vectors that depend on the targets of all tokens but not on their logits; in the `order`, if there is one."""
 
     target: Tensor
@@ -52,6 +52,10 @@ class Prepared(NamedTuple):
     """One element, not 0 if no target is wrong; None: see the counts"""
     order: Tensor | None = None
     """(T,) int64 the tokens: valid ones first, then ignored ones, both ascending; None for 0 to T"""
+
+
+PER_TOKEN = 5
+"""The number of first fields of `TokenVectors` that have an entry for each token."""
 
 
 class RowKernels(Protocol):

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from thunder_flce.device import Device
-from thunder_flce.engine.kernels.interface import Prepared, RowStatistics
+from thunder_flce.engine.kernels.interface import RowStatistics, TokenVectors
 from thunder_flce.engine.kernels.launch import contiguous, kernel, launch, settings_of
 from thunder_flce.operation.call import Call
 from thunder_flce.operation.loss import Loss
@@ -99,8 +99,8 @@ def _prepare_kernel(
 _BLOCK, _THREADS = 2048, 256
 
 
-def prepare(call: Call, *, upstream: Tensor | None) -> Prepared:
-    """`engine.rows.prepare` for one target a token and float32 rows."""
+def token_vectors(call: Call, *, upstream: Tensor | None) -> TokenVectors:
+    """`engine.rows.token_vectors` for one target a token and float32 rows."""
     loss, target, get = call.loss, call.tensors["target"], call.tensors.get
     class_weight, tokens, device = get("weight"), target.shape[0], target.device
     has_upstreams = upstream is not None and upstream.ndim > 0
@@ -116,7 +116,7 @@ def prepare(call: Call, *, upstream: Tensor | None) -> Prepared:
     launch(_prepare_kernel, 1, [*inputs, integers, floats], settings, tokens, call.whole_vocab, loss.ignore_index)
     counts, is_right, column = integers.split_with_sizes([2, 1, tokens])
     divisors, row_factor, s, *at_target = floats.split_with_sizes(sizes_of_floats)
-    return Prepared(column, row_factor, s, at_target[0] if at_target else None, None, divisors, counts, is_right)
+    return TokenVectors(column, row_factor, s, at_target[0] if at_target else None, None, divisors, counts, is_right)
 
 
 @kernel(0, "rows")

@@ -34,7 +34,7 @@ def _forward_impl(
         IndexError: if a target is neither in [0, V) nor ignore_index.
     """
     ops = _primitives(logits, target, weight, settings)
-    rows = ops.prepare(None)
+    rows = ops.select_rows(None)
     z = logits if _is_aligned(logits, ops) else ops.logits_buffer(logits.shape[0]).copy_(logits)
     results = ops.results(z, rows.target)
     return ops.loss(rows, results)[0].to(logits.dtype), *results.statistics, rows.valid_count
@@ -46,7 +46,7 @@ def _backward_impl(
 ) -> Tensor:  # fmt: skip
     """Returns the logits' gradient, (N, V) in the logits' dtype; grad is () or, for reduction "none", (N,)."""
     ops = _primitives(logits, target, weight, settings)
-    rows = ops.prepare_again(grad, logits.shape[0])
+    rows = ops.select_rows_again(grad, logits.shape[0])
     z = ops.logits_buffer(logits.shape[0]).copy_(logits)
     results = RowResults(RowStatistics(row_max, row_log_sum), None)
     coefficients = Coefficients(ops.call, rows).of_chunk(slice(0, rows.count), results)
