@@ -130,4 +130,4 @@ def test_no_operations_beside_the_kernels(settings, row_kernels, monkeypatch):
         loss = results_of(case, options=Options(ignored_rows="compute"), **settings)
     assert operations.names == ["_assert_async"]
     (loss if isinstance(loss, torch.Tensor) else loss[0]).backward()
-    assert launched == ["_prepare_kernel", *row_kernels, "_finish_kernel", "_scale_kernel"]
+    assert launched == ["_prepare_kernel", *row_kernels, "_finish_kernel", "_scale_kernel", "_scale_kernel"]

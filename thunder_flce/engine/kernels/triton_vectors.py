@@ -178,19 +178,8 @@ def finish(
     return result, extra
 
 
-@triton.jit
-def _scale_one(gradient, size, factor, BLOCK: tl.constexpr):
-    start = tl.program_id(0).to(tl.int64) * BLOCK
-    step = tl.num_programs(0).to(tl.int64) * BLOCK
-    for block in range(start, size, step):
-        offsets = block + tl.arange(0, BLOCK)
-        mask = offsets < size
-        old = tl.load(gradient + offsets, mask=mask)
-        tl.store(gradient + offsets, (old.to(tl.float32) * factor).to(old.dtype), mask=mask)
-
-
-@kernel(3, "size_1", "size_2", "size_3")
-def _scale_kernel(first, second, third, grad, valid_count, expected, size_1, size_2, size_3, BLOCK: tl.constexpr):
+@kernel(1, "size")
+def _scale_kernel(gradient, grad, valid_count, expected, size, BLOCK: tl.constexpr):
     factor = tl.load(grad).to(tl.float32)
     if expected is not None:
         divisor = tl.load(expected).to(tl.float32)
@@ -199,11 +188,11 @@ def _scale_kernel(first, second, third, grad, valid_count, expected, size_1, siz
     if valid_count is not None:
         factor = tl.where(tl.load(valid_count) == 0, 0.0, factor)
     if factor != 1.0:
-        _scale_one(first, size_1, factor, BLOCK)
-        if second is not None:
-            _scale_one(second, size_2, factor, BLOCK)
-        if third is not None:
-            _scale_one(third, size_3, factor, BLOCK)
+        start, step = tl.program_id(0).to(tl.int64) * BLOCK, tl.num_programs(0).to(tl.int64) * BLOCK
+        for block in range(start, size, step):
+            offsets = block + tl.arange(0, BLOCK)
+            old = tl.load(gradient + offsets, mask=offsets < size)
+            tl.store(gradient + offsets, (old.to(tl.float32) * factor).to(old.dtype), mask=offsets < size)
 
 
 # A few thousand programs saturate the memory of any device, and cost 3 µs if the factor is 1 and all of them return.
@@ -218,10 +207,8 @@ def scale_(
 
     `valid_count` may have more elements, of which the first is read.
     """
-    for number in range(0, len(gradients), 3):
-        batch: list[Any] = [*gradients[number : number + 3], None, None][:3]
-        sizes = [0 if gradient is None else gradient.numel() for gradient in batch]
-        most = Device.of(batch[0].device).multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR
-        if programs := min(-(-max(sizes) // _SCALE_BLOCK), most):
-            settings = settings_of(BLOCK=_SCALE_BLOCK, threads=_THREADS)
-            launch(_scale_kernel, programs, [*batch, grad, valid_count, expected], settings, *sizes)
+    settings = settings_of(BLOCK=_SCALE_BLOCK, threads=_THREADS)
+    for gradient in gradients:
+        most = Device.of(gradient.device).multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR
+        if programs := min(-(-gradient.numel() // _SCALE_BLOCK), most):
+            launch(_scale_kernel, programs, [gradient, grad, valid_count, expected], settings, gradient.numel())
