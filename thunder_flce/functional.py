@@ -55,7 +55,8 @@ def one_call(function: Callable[..., Any]) -> Callable[..., Any]:
             kwargs = {**kwargs, "options": (FIELDS, *(getattr(options, name) for name in OPTIONS))}
         if torch._C._is_any_autocast_enabled():
             # Until torch 2.13, the disk cache tells programs apart only by whether autocast is on.
-            kwargs = {**kwargs, "autocast": (torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda"))}
+            dtypes = [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")]
+            kwargs = {**kwargs, "autocast": dtypes}
         return recorded(*args, **kwargs)
 
     call.__wrapped__ = recorded

@@ -138,7 +138,8 @@ def _as_literal(**fields: Any) -> str:
     changed = parallel.non_defaults()
     if parallel.input_grad_dtype is not None:
         changed["input_grad_dtype"] = str(parallel.input_grad_dtype).removeprefix("torch.")
-    return repr({**changed, "group": parallel.process_group.group_name})
+    # The number of ranks is for PyTorch's disk cache: shapes of results follow from it.
+    return repr({**changed, "group": parallel.process_group.group_name, "ranks": parallel.process_group.size()})
 
 
 # Dynamo calls this function with constants instead of tracing it; it does trace the caller.
@@ -147,7 +148,7 @@ when_imported("torch._dynamo", lambda: torch.compiler.assume_constant_result(_as
 
 def _from_literal(literal: str) -> VocabParallel:
     values = ast.literal_eval(literal)
-    dtype = values.pop("input_grad_dtype", None)
+    dtype, _ = values.pop("input_grad_dtype", None), values.pop("ranks", None)
     group = dist.distributed_c10d._resolve_process_group(values.pop("group"))
     return VocabParallel(group=group, input_grad_dtype=None if dtype is None else getattr(torch, dtype), **values)
 

@@ -4,13 +4,16 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
 from torch._functorch._aot_autograd.autograd_cache import check_node_safe
+from torch.distributed.device_mesh import init_device_mesh
 
 import thunder_flce
 from front_ends import operands
+from ranks import as_threads
 from test_patterns import _arguments, patterns
 from thunder_flce.dynamo import fusion
 
@@ -90,15 +93,30 @@ def test_what_is_written_may_be_on_the_disk(name):
     torch.compile(program, backend=backend, fullgraph=True)(*_arguments(program))
 
 
-def test_autocast_is_in_the_code():
-    """By which PyTorch finds programs on the disk."""
+def _codes(**arguments):
+    """Returns the code of the graphs in which a program calls `linear_cross_entropy`."""
 
     def backend(gm, inputs):
         codes.append(gm.code)
         return gm
 
     codes: list[str] = []
+    program = partial(thunder_flce.linear_cross_entropy, **arguments)
+    torch.compile(program, backend=backend, fullgraph=True)(*operands(6))
+    return codes
+
+
+def test_what_is_in_the_code():
+    """By which PyTorch finds programs on the disk: autocast's dtypes and devices, and the number of ranks."""
+    codes = []
     for dtype in (torch.bfloat16, torch.float16):
         with torch.autocast("cpu", dtype):
-            torch.compile(thunder_flce.linear_cross_entropy, backend=backend, fullgraph=True)(*operands(6))
-    assert len(set(codes)) == 2
+            codes += _codes()
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        codes += _codes()
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+    for ranks in (1, 2):
+        codes += as_threads(ranks, lambda _: _codes(vocab_parallel=init_device_mesh("cpu", (ranks,))))[0]
+    assert len(set(codes)) == len(codes) == 5
