@@ -118,5 +118,5 @@ def test_what_is_in_the_code():
     finally:
         torch.set_autocast_enabled("cuda", False)
     for ranks in (1, 2):
-        codes += as_threads(ranks, lambda _: _codes(vocab_parallel=init_device_mesh("cpu", (ranks,))))[0]
+        codes += as_threads(ranks, lambda _, n=ranks: _codes(vocab_parallel=init_device_mesh("cpu", (n,))))[0]
     assert len(set(codes)) == len(codes) == 5

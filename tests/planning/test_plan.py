@@ -187,6 +187,7 @@ def test_where_dw_is_summed():
     """In float32 if 16 bits would add more than a quarter to the error of dW."""
     plan = plan_of()
     assert not plan.float32_accumulator and -(-8192 // plan.chunk_rows) <= EXACT_CHUNKS and plan.float32_rows == 192
+    in_float32 = Options(accumulate="float32", logits_dtype="float32")
     for sizes, options, changes, is_wide in (
         (S1, Options(chunk_rows=512), {}, False),
         (S1, Options(chunk_rows=256), {}, True),
@@ -201,6 +202,7 @@ def test_where_dw_is_summed():
         ((32768, 128256, 768), Options(), {}, True),
         # With some logits saved.
         ((12288, 256000, 2304), Options(accumulate="float32"), {"loss": EACH_ROW, "on": H200}, True),
+        ((512, 4096, 64), replace(in_float32, memory_budget=11 * MB), {"loss": EACH_ROW}, True),
     ):
         plan = plan_of(*sizes, options=options, **changes)
         assert plan.float32_accumulator == is_wide, (sizes, options, changes)

@@ -507,7 +507,8 @@ class _Choice:
         if shard is not None and shard.sequence_parallel:
             return None
         largest = min(self._default_rows(), max(allowed // (4 * self.row_bytes), self.smallest))
-        rows = self.chosen_rows or self._balanced(largest)
+        # Other logits are saved, so the rest is never all rows, and dW is a sum.
+        rows = min(self.chosen_rows or self._balanced(largest), max(self.tokens - TILE_ROWS, 1))
         chunked = (self._plan_in_16_bits if rows >= self._exact_rows else self._plan_in_float32)(rows)
         counts = range(TILE_ROWS, self.tokens + 1, TILE_ROWS)
         saved = TILE_ROWS * bisect(counts, allowed, key=lambda count: self._bytes(self._plan_saving(count, chunked)))
