@@ -57,6 +57,7 @@ class Settings(PlainValues):
     """The ranks that divide the vocabulary, from `as_literal`; they agree when the operator runs"""
     regions: dict[Any, Region] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Cached regions of calls with these settings, by planned number of tokens (0: any), sizes, dtypes and devices"""
+    _text: str = field(init=False, repr=False, compare=False)
 
     @classmethod
     def planned(cls, call: Call, plan: Plan, **fields: Any) -> "Settings":
@@ -84,12 +85,12 @@ class Settings(PlainValues):
         plan = Plan(strategy=strategy, float32_logits=options.has_float32_logits(call.dtype))
         return cls.planned(call, plan, options=options, vocab_parallel=vocab_parallel)
 
+    def __post_init__(self) -> None:
+        # Not in `__str__`: a backward that Dynamo traces, for compiled autograd, cannot set an attribute.
+        object.__setattr__(self, "_text", settings_text(self.non_defaults()))
+
     def __str__(self) -> str:
         return self._text
-
-    @cached_property
-    def _text(self) -> str:
-        return settings_text(self.non_defaults())
 
     @staticmethod
     @lru_cache(maxsize=1024)

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from reference import Case, Result, assert_close_to_truth, differentiate, errors, make_case, results_of, truth
-from thunder_flce import LinearCrossEntropyLoss, Options, inductor, linear_cross_entropy, linear_kl_divergence
+from thunder_flce import LinearCrossEntropyLoss, Options, calls, inductor, linear_cross_entropy, linear_kl_divergence
 from thunder_flce.engine.plan import LOSS_ONLY, Plan
 from thunder_flce.operation.loss import Loss
 from thunder_flce.operators import _SCHEMA, Settings
@@ -437,8 +437,9 @@ def test_autocast(backend):
 
 
 @pytest.mark.parametrize("settings", [WAYS["gradients_in_forward"], WAYS["none"]], ids=["mean", "none"])
-def test_compiled_autograd(settings):
-    """The backward of an eager forward is compiled."""
+def test_compiled_autograd(settings, monkeypatch):
+    """The backward of an eager forward is compiled, also that of a first call."""
+    monkeypatch.setattr(calls, "_settings_cache", {})
     case = make_case()
     loss = call(case, **settings)
     upstream = torch.randn(loss.shape)
