@@ -12,7 +12,7 @@ from thunder_flce.calls import autocast, run
 from thunder_flce.importing import when_imported, without_dynamo
 from thunder_flce.inductor import mark_cacheable
 from thunder_flce.operation.call import Call, named_tensors
-from thunder_flce.operation.loss import LOSS_ARGUMENTS, loss_of
+from thunder_flce.operation.loss import loss_of
 from thunder_flce.options import FIELDS, OPTIONS, Options, as_options
 from thunder_flce.ranks import on_ranks
 from thunder_flce.token_losses import token_loss_of
@@ -176,17 +176,24 @@ def linear_cross_entropy(
         TypeError, ValueError: if an argument has a wrong type, dtype, shape, device or value; the message names it.
         RuntimeError: for second derivatives, forward-mode derivatives and `torch.vmap`.
     """
-    arguments = {**locals()}
     parallel = None if vocab_parallel is None else VocabParallel.of(vocab_parallel)
     try:
         options = as_options(options)
         if expected_gradient is None:
-            arguments["expected_gradient"] = options.expected_gradient
-        operands = autocast((input, linear_weight, linear_bias, terms))
-        arguments |= zip(("input", "linear_weight", "linear_bias", "terms"), operands, strict=True)
-        arguments["token_loss"] = "" if token_loss is None else token_loss_of(token_loss, token_inputs)
-        tensors = named_tensors(arguments)
-        loss = loss_of(**{name: arguments[name] for name in LOSS_ARGUMENTS})
+            expected_gradient = options.expected_gradient
+        if token_loss is not None:
+            token_loss = token_loss_of(token_loss, token_inputs)
+        input, linear_weight, linear_bias, terms = autocast((input, linear_weight, linear_bias, terms))
+        tensors = named_tensors({
+            "input": input, "linear_weight": linear_weight, "target": target, "linear_bias": linear_bias,
+            "weight": weight, "token_weights": token_weights, "target_weights": target_weights, "num_items": num_items,
+            "expected_gradient": expected_gradient, "token_inputs": token_inputs, "terms": terms,
+        })  # fmt: skip
+        loss = loss_of(
+            reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing, logit_scale=logit_scale,
+            softcap=softcap, z_loss=z_loss, vocab_size=vocab_size, outputs=outputs, detached=detached,
+            token_loss=token_loss or "",
+        )  # fmt: skip
         call, ranks = Call(tensors=tensors, loss=loss), None
         if parallel is not None or has_dtensor([*tensors.values()]):
             ranks = on_ranks(call, options, parallel)
