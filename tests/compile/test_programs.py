@@ -198,6 +198,8 @@ def cross_entropy(z, y):
 
 torch.library.define("flce_tests::log", "(Tensor x, Tensor(a!) double) -> ()")
 torch.library.impl("flce_tests::log", "CompositeExplicitAutograd")(lambda x, double: (double.mul_(2), None)[1])
+torch.library.define("flce_tests::halve", "(Tensor(a!) x) -> Tensor")
+torch.library.impl("flce_tests::halve", "CompositeExplicitAutograd")(lambda x: x.mul_(0.5).sum())
 torch.library.define("flce_tests::draw", "(Tensor x) -> Tensor")
 torch.library.impl("flce_tests::draw", "CompositeExplicitAutograd")(lambda x: torch.randint_like(x, V))
 
@@ -408,6 +410,9 @@ expect(FUSED)({
     )[2],
     "changed by an operator without results": lambda h, w, y, x, a, m: (
         x := (x * m).detach(), torch.ops.flce_tests.log(h, x), (log_probs(h, w, y) * x * a).sum(),
+    )[2],
+    "changed by an operator with another result": lambda s, m: (
+        w := m * 1, total := torch.ops.flce_tests.halve(w), (s * w.mul_(3)).sum() / total,
     )[2],
     # A token loss of one would have no gradient for the other.
     "each head weighs the other": lambda h, w, y, x, m: -(

@@ -208,14 +208,18 @@ def _library_of(node: Node) -> str:
     return str(getattr(node.target, "__module__", None) or "").removeprefix("torch._ops.")
 
 
+def _is_of_torch(node: Node) -> bool:
+    return _library_of(node).partition(".")[0] in _TORCH_LIBRARIES
+
+
 def _full_name(node: Node, *, is_written: bool) -> str:
     """Returns an operation's name without the underscore of an in-place one, and with its library if not PyTorch's."""
-    name, library = name_of(node), _library_of(node)
+    name = name_of(node)
     if is_written and name.endswith("_") and not name.endswith("__"):
         name = name.removesuffix("_")
-    if library.partition(".")[0] not in _TORCH_LIBRARIES:
+    if not _is_of_torch(node):
         # An operator of another library, or a user's function in the graph, is not PyTorch's operation of that name.
-        return f"{name} of {library}"
+        return f"{name} of {_library_of(node)}"
     is_bit_view = name == "view" and value_of(node).dtype != value_of(node.all_input_nodes[0]).dtype
     return "view of bits" if is_bit_view else name
 
@@ -273,21 +277,15 @@ def _erase_checks(gm: GraphModule) -> None:
 
 def _redirect_reads(gm: GraphModule) -> None:
     """Has nodes that read a tensor after an in-place change read the result of the change, which is the same tensor."""
-    latest: dict[Node, Node] = {}
     for node in gm.graph.nodes:
         _write_joined(node)
     for node in gm.graph.nodes:
         _write_fill(node)
-        for operand in node.all_input_nodes:
-            latest_node = operand
-            while latest_node in latest:
-                latest_node = latest[latest_node]
-            if latest_node is not operand:
-                node.replace_input_with(operand, latest_node)
         written = list(written_by(node))
-        is_same = isinstance(value_of(node), torch.Tensor) and not _is_numpy_call(node)
+        # Another library's operator may return another tensor than it changes.
+        is_same = isinstance(value_of(node), torch.Tensor) and _is_of_torch(node) and not _is_numpy_call(node)
         if is_same and written and written == list(node.args[:1]):
-            latest[written[0]] = node
+            written[0].replace_all_uses_with(node, node.__lt__)
 
 
 def _write_joined(filled: Node) -> None:
