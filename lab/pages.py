@@ -4,7 +4,7 @@
     python lab/pages.py --write    rewrites the tables, and draws the pictures
 
 A table stands between two comments of its page, `<!-- NAME: python lab/pages.py -->` and `<!-- end of NAME -->`. All
-numbers come from rows, except memory that is called computed: this is the memory of the plan for an H100.
+numbers come from rows, except memory that is called computed: this is the memory of the plan for an H200.
 """
 
 import argparse
@@ -18,16 +18,15 @@ from typing import Any
 
 import torch
 
-from thunder_flce.device import ABSENT_DEVICE, KNOWN_RATES
+from thunder_flce.device import ABSENT_DEVICE
 from thunder_flce.engine.choose import choose, temporary_bytes
 from thunder_flce.operation.call import Call
 from thunder_flce.options import Options
 
 ROOT = Path(__file__).parent.parent
-DATA = ROOT / "traces" / "h100"
+DATA = ROOT / "traces" / "measurements"
 PICTURES = ROOT / "docs" / "pictures"
-_RATES = KNOWN_RATES["H100 80GB HBM3"]
-H100 = replace(ABSENT_DEVICE, matmul_rate=_RATES[0], bandwidth=_RATES[1], memory=85 * 10**9)
+H200 = replace(ABSENT_DEVICE, memory=150 * 10**9)
 REGIONS = "regions.jsonl"
 
 Row = dict[str, Any]
@@ -47,6 +46,7 @@ LABELS = {
     "three matmuls": "the three matmuls alone, by cuBLAS",
     "flce": "**thunder_flce**",
     "flce, chunk_rows=512": "thunder_flce, `chunk_rows=512`",
+    "function, chunk_rows=256, accumulate=parameter": "thunder_flce, `chunk_rows=256`, `accumulate=\"parameter\"`",
     "liger, chunk 8": "Liger 0.8.5, `chunk_mem_const=8`",
     "liger, hopper": "Liger 0.8.5, for Hopper",
     "liger": "Liger 0.8.5, default",
@@ -87,8 +87,8 @@ def gb(number: float | None) -> str:
 # README.md and its picture.
 
 OF_README = [
-    "three matmuls", "flce", "flce, chunk_rows=512", "torch.compile", "liger, hopper", "liger, chunk 8", "quack",
-    "eager", "trl", "liger", "cut-cross-entropy",
+    "three matmuls", "flce", "flce, chunk_rows=512", "function, chunk_rows=256, accumulate=parameter", "torch.compile",
+    "liger, hopper", "liger, chunk 8", "quack", "eager", "trl", "liger", "cut-cross-entropy",
 ]  # fmt: skip
 
 
@@ -119,7 +119,7 @@ def savings() -> str:
         cells = []
         for tokens in TOKENS:
             call = Call.of_mean(tokens, vocab, hidden, dtype=torch.bfloat16, device=torch.device("cuda"))
-            held = temporary_bytes(call, choose(call, Options(), H100), H100)
+            held = temporary_bytes(call, choose(call, Options(), H200), H200)
             cell = f"{tokens * vocab * 2 / 1e9:.2f} → {held / 1e9:.2f} GB"
             (row,) = rows("in-turns.jsonl", tokens=tokens, vocab=vocab, hidden=hidden, base="torch.compile")
             cells.append(f"{cell}, {row['base_time_ms']:.1f} → {row['time_ms']:.1f} ms")
@@ -203,21 +203,6 @@ def small() -> str:
     return f"{table(header, lines)}\n\n{source(found.values(), DATA / 'small.jsonl')}"
 
 
-def ignored() -> str:
-    """Table of the time with ignored rows skipped, divided by the time with all rows computed."""
-    cases: dict[tuple[int, ...], dict[float, Row]] = {}
-    found = rows("ignored-rows.jsonl")
-    for row in found:
-        cases.setdefault((row["tokens"], row["vocab"], row["hidden"]), {})[row["ignored"]] = row
-    parts = sorted({row["ignored"] for row in found})
-    lines = [
-        (" × ".join(map(str, case)), *(f"{of_case[part]['ratio']:.2f}" for part in parts))
-        for case, of_case in cases.items()
-    ]
-    header = ("tokens × vocabulary × hidden size", *(f"{part:.0%} ignored" for part in parts))
-    return f"{table(header, lines)}\n\n{source(found, DATA / 'ignored-rows.jsonl')}"
-
-
 def steps() -> str:
     """Table of whole steps: numbers of tokens, changing lengths, CUDA graphs; shows the last row of each case."""
     names = ("litgpt-pythia-160m", "litgpt-smollm2-135m", "litgpt-qwen2.5-0.5b", "litgpt-llama-3.2-1b")
@@ -241,7 +226,7 @@ def steps() -> str:
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"savings": savings},
     "docs/performance.md": {
-        "methods": one_shape, "shapes": shapes, "ignored": ignored, "losses": losses, "steps": steps, "small": small,
+        "methods": one_shape, "shapes": shapes, "losses": losses, "steps": steps, "small": small,
     },
 }  # fmt: skip
 

@@ -249,7 +249,7 @@ def test_all_ranks_get_one_plan():
 
 
 def _measured():
-    path = Path(__file__).parents[2] / "traces" / "h100" / "regions.jsonl"
+    path = Path(__file__).parents[2] / "traces" / "measurements" / "regions.jsonl"
     for row in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
         if row["method"] == "flce" and not row["ignored"]:
             yield pytest.param(row, id=row["shape"])
@@ -257,7 +257,7 @@ def _measured():
 
 @pytest.mark.parametrize("row", list(_measured()))
 def test_predicted_memory_is_near_the_measured(row):
-    region, device = call(row["tokens"], row["vocab"], row["hidden"], bias=row["bias"]), DEVICES["H100"]
+    region, device = call(row["tokens"], row["vocab"], row["hidden"], bias=row["bias"]), DEVICES["H200"]
     plan = choose(region, Options(), device)
     assert temporary_bytes(region, plan, device) / GB == pytest.approx(row["above_outputs_gb"], rel=0.05)
 
@@ -341,7 +341,7 @@ def test_calls_are_equal_if_their_tensors_are():
 
 def test_plans_are_for_the_device_of_the_operands(monkeypatch):
     """With two different GPUs, plans are neither for the current nor for the first one."""
-    devices = {0: DEVICES["H100"], 1: DEVICES["L40S"]}
+    devices = {0: DEVICES["H200"], 1: DEVICES["L40S"]}
     monkeypatch.setattr(Device, "of", lambda device: devices[device.index or 0])
     for index, device in devices.items():
         assert plan_for(call(device=f"cuda:{index}"), Options()) == choose(call(), Options(), device)
