@@ -46,7 +46,7 @@ LABELS = {
     "three matmuls": "the three matmuls alone, by cuBLAS",
     "flce": "**thunder_flce**",
     "flce, chunk_rows=512": "thunder_flce, `chunk_rows=512`",
-    "function, chunk_rows=256, accumulate=parameter": "thunder_flce, `chunk_rows=256`, `accumulate=\"parameter\"`",
+    "function, chunk_rows=256, accumulate=parameter": 'thunder_flce, `chunk_rows=256`, `accumulate="parameter"`',
     "liger, chunk 8": "Liger 0.8.5, `chunk_mem_const=8`",
     "liger, hopper": "Liger 0.8.5, for Hopper",
     "liger": "Liger 0.8.5, default",
