@@ -424,6 +424,7 @@ class _Choice:
     def _exact_rows(self) -> int:
         """Rows of the smallest chunk for which the error of a sum in the parameter's dtype is small enough.
 
+        All rows if the options ask for a sum in float32.
         The K targets of `target_weights` count as one, though each adds to a row of dW. A sum in float32, or a
         compensated one, would take the memory of dW once more, and fewer chunks more memory for logits.
         """
