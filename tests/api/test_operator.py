@@ -475,7 +475,7 @@ def test_no_upstream_gradient(settings):
 
 
 def test_settings_of_another_schema():
-    """PyTorch caches compiled graphs on disk by their arguments: one of another schema must not be found."""
+    """As in a program that another version has exported."""
     settings = Settings(names=("input",), loss=Loss(ignore_index=-7), needs_grad=(), plan=Plan(strategy=LOSS_ONLY))
     schema = f"'schema': {_SCHEMA}"
     assert schema in str(settings) and Settings.parse(str(settings)) == settings
@@ -492,3 +492,13 @@ def test_operations_are_counted(device, strategy, matmuls):
     with FlopCounterMode(display=False) as counter:
         linear_cross_entropy(x, w, y, options=Options(strategy=strategy)).backward()
     assert counter.get_total_flops() == matmuls * 2 * 30 * 50 * 16
+
+
+def test_one_text_for_several_dtypes():
+    """The operator has one `Settings` for all calls of one text, also if their dtypes differ."""
+    names, plan = ("input", "linear_weight", "target"), Plan(strategy=GRADIENTS_IN_FORWARD)
+    options = Options(strategy=GRADIENTS_IN_FORWARD)
+    text = str(Settings(names=names, loss=Loss(), needs_grad=names[:2], plan=plan, options=options))
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        case = make_case(dtype=dtype)
+        assert_right(OPERATOR([case.x, case.weight, case.target], text)[0], case)
