@@ -37,7 +37,7 @@ COMPILERS: dict[str, Callable[..., Callable[..., Tensor]]] = {
     "eager": lambda program: program,
     "torch.compile": partial(torch.compile, fullgraph=True, dynamic=False),
     "thunder": lambda program: import_module("thunder").jit(program),
-    "flce": partial(thunder_flce.jit, strict=True),
+    "flce": lambda program, **settings: thunder_flce.jit(program, strict=True, **settings),
     "flce backend": _backend,
 }
 """Compilers of a program in PyTorch; ours also accept `options`, an `Options`"""
