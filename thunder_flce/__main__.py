@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib import import_module
 
@@ -21,7 +22,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the command; see COMMAND --help")
     parsed = parser.parse_args(arguments)
     try:
-        command = import_module(COMMANDS[parsed.command])
+        with warnings.catch_warnings():
+            # thunder warns about a missing executor, which this package does not use.
+            warnings.filterwarnings("ignore", message="transformer_engine module not found")
+            command = import_module(COMMANDS[parsed.command])
     except ModuleNotFoundError as error:
         if error.name != "thunder":
             raise

@@ -115,7 +115,7 @@ def test_programs_of_other_compilers_are_an_error():
     cyclic.module = SimpleNamespace(module=cyclic)
     eager = torch.compile(programs.litgpt, backend="eager")
     for compiled, kind in ((programs.litgpt, "function"), (eager, "function"), (cyclic, "SimpleNamespace")):
-        with pytest.raises(TypeError, match=f"compiled must be what thunder_flce.jit, .* returned, but got {kind}"):
+        with pytest.raises(TypeError, match=f"compiled must be what .*, or a trainer with .*, but got {kind}"):
             thunder_flce.explain(compiled)
 
 
@@ -123,7 +123,7 @@ def test_programs_of_other_compilers_are_an_error():
 def test_thunders_own_front_ends(compiler, name):
     """Without a fusion, that is an error; the executor adds one if there is a loss."""
     executors = [thunder_flce.executor, *thunder.get_default_executors()]
-    with pytest.raises(ValueError, match="it has no fusion; compile it with thunder_flce"):
+    with pytest.raises(ValueError, match="compiled has no fusion; compile the program with thunder_flce"):
         thunder_flce.explain(compiler(Model()))
     for transforms in ([FuseLinearCrossEntropy()], []):
         compiled = compiler(Model(), executors=executors, transforms=transforms)

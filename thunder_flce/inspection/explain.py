@@ -37,7 +37,7 @@ def explain(compiled: Callable | None = None) -> Report:
                 return Report(reports)
     raise TypeError(
         'compiled must be what thunder_flce.jit, thunder_flce.thunderfx or torch.compile(…, backend="thunder_flce") '
-        f"returned, but got {type(compiled).__name__}"
+        f"returned, or a trainer with LossTrainerMixin, but got {type(compiled).__name__}"
     )
 
 

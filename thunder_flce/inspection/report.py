@@ -91,7 +91,7 @@ class Report(list[Compilation]):
     def lines(self) -> Iterator[str]:
         """Yields the report line by line."""
         if not self:
-            yield _heading("no decision yet: call the compiled function first")
+            yield _heading("no decision yet: call the compiled function first; linear_cross_entropy needs none")
             return
         yield _heading(f"thunder_flce: {self._fused_counts()}")
         for number, compilation in enumerate(self):
@@ -119,7 +119,7 @@ class Report(list[Compilation]):
         for kind, plural in PLURALS.items():
             fused = [decision.fused for decision in self.decisions if decision.kind == kind]
             counts += [f"{sum(fused)} of {len(fused)} {plural}"] if fused else []
-        nothing = f"no {', '.join(PLURALS)} to fuse; a call of linear_cross_entropy is fused as it is"
+        nothing = "no loss to fuse; a call of linear_cross_entropy is fused as it is"
         return f"{', '.join(counts)} fused" if counts else nothing
 
     def __str__(self) -> str:
@@ -206,7 +206,7 @@ def _saved_lines(tensors: list[SavedTensor]) -> Iterator[str]:
     if rest := intermediates[_LONGEST_TABLE:]:
         rows.append((f"{len(rest)} more", "", "", f"{sum(tensor.bytes for tensor in rest):,}"))
     if rows:
-        yield _table(("tensor", "of a loss", "type", "bytes"), rows, right=(3,))
+        yield _table(("tensor", "role in the loss", "type", "bytes"), rows, right=(3,))
 
 
 def _heading(text: str) -> str:

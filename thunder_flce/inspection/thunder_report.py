@@ -31,7 +31,7 @@ def compilations(compiled: Any) -> list[Compilation] | None:
         # source is a line of Dynamo's code.
         decisions, options = getattr(backend, "decisions", None), backend.thunder_options
         if decisions is None and not _has_fusion(options.get("executors", ()), options.get("transforms", [])):
-            raise ValueError("it has no fusion; compile it with thunder_flce.thunderfx")
+            raise ValueError("compiled has no fusion; compile the program with thunder_flce.thunderfx")
         functions = [function for info in backend.subgraph_infos for function in info.thunder_compiled_fns or ()]
         thunder_decisions = [report.decisions for function in functions for report in compilations(function) or ()]
         graphs = (*(decisions or ()), *filter(None, thunder_decisions))
@@ -40,7 +40,7 @@ def compilations(compiled: Any) -> list[Compilation] | None:
     if data is None:
         return None
     if not _has_fusion(data.executors_list, data.transforms):
-        raise ValueError("it has no fusion; compile it with thunder_flce.jit")
+        raise ValueError("compiled has no fusion; compile the program with thunder_flce.jit")
     # One transform may serve many functions, and the executor adds a transform to each program that has a loss.
     fusions = [transform for transform in data.transforms if isinstance(transform, FuseLinearCrossEntropy)]
     decided = {id(report.trace): report.decisions for fusion in fusions for report in fusion.compilations}
