@@ -43,7 +43,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         _, expected = train(Trainer, rows, folder)
         trainer, losses = train(FusedTrainer, rows, folder)
-    print(thunder_flce.explain(trainer.compiled_loss))
+    print(thunder_flce.explain(trainer))
     error = (torch.tensor(losses) - torch.tensor(expected)).abs().max().item()
     print(f"losses from {losses[0]:.4f} to {losses[-2]:.4f}, evaluation {losses[-1]:.4f}; they differ by {error:.1e}")
     return int(error > 1e-3)

@@ -244,9 +244,9 @@ def loss_only(model: nn.Module, *, labels: str = "labels", loss: str | int = "lo
     """Makes a model that returns only its loss from one that returns logits, too, such as those of transformers.
 
     A program that returns logits has to materialise them, so compile this model instead of the original one:
-    `thunder_flce.jit(thunder_flce.loss_only(model))`. Call it as the original, with `labels=`. Models of transformers
-    get `use_cache=False` unless the call sets it: a loss does not need the cache, and Dynamo cannot trace the caches of
-    T5 and Gemma 4.
+    `torch.compile(thunder_flce.loss_only(model), backend="thunder_flce")`. Call it as the original, with `labels=`.
+    Models of transformers get `use_cache=False` unless the call sets it: a loss does not need the cache, and Dynamo
+    cannot trace the caches of T5 and Gemma 4.
 
     Compile the returned model with a function, such as `torch.compile`: `Module.compile` would replace the call of
     both models. Only the call differs. The two share parameters, buffers, submodules, hooks, mode and every other

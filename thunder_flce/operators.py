@@ -34,7 +34,8 @@ from thunder_flce.options import RECOMPUTE_LOGITS, SAVE_LOGITS, Options, PlainVa
 from thunder_flce.vocab_parallel import VocabParallel
 
 _SCHEMA = 7
-"""Version of the settings' format, for exported programs. PyTorch's caches on disk see all code: `inductor`"""
+"""Version of the settings' format, for exported programs: another one if a field is removed or its meaning changes, but
+not for a new field with a default. PyTorch's caches on disk see all code: `inductor`"""
 
 
 _MOST_REGIONS = 1024

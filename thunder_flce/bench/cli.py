@@ -168,7 +168,9 @@ def main(arguments: Sequence[str], subsets: Mapping[str, Subset] = SUBSETS, prog
 
 def _parser(subsets: Mapping[str, Subset], program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=program, description=f"Without a subset: {next(iter(subsets))}. SUBSET --help lists its options."
+        prog=program,
+        description=f"Without a subset: {next(iter(subsets))}. SUBSET --help lists its options. In tables, flce is "
+        "thunder_flce.jit, flce backend the backend of torch.compile, and function linear_cross_entropy.",
     )
     names = parser.add_subparsers(dest="subset", required=True, metavar="SUBSET")
     for name, subset in subsets.items():

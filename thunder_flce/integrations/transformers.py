@@ -27,10 +27,9 @@ class LossTrainerMixin:
     `label_smoothing_factor`. Predictions, evaluation with `compute_metrics` and custom label smoothers need the logits,
     and run as in the Trainer. The head and the loss are compiled, which takes seconds; the layers run as in the
     Trainer, unless `compile_layers` is set. Leave `torch_compile` off. Numbers, checkpoints and everything else stay
-    the same.
-    `thunder_flce.explain(trainer.compiled_loss)` reports what was fused. If the Trainer's training step gets its loss
-    elsewhere, such as from a `compute_loss` of your class or under `nn.DataParallel`, a `NotFusedWarning` says so;
-    with `strict`, an error.
+    the same. `thunder_flce.explain(trainer)` reports what was fused. If the Trainer's training step gets its loss
+    elsewhere, such as from a `compute_loss` of your class or under `nn.DataParallel`, a `NotFusedWarning` says so; with
+    `strict`, an error.
 
     Attributes:
         backend_options: options of the backend: `strict` and the fields of `thunder_flce.Options`; set in the class.
