@@ -26,15 +26,15 @@ def loss_of(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 # %% thunder alone. The forward saves a tensor as large as the logits; from it, the backward computes another one.
 plain = thunder.jit(loss_of)
 plain(hidden, weight, labels).backward()
-print(thunder.last_backward_traces(plain)[-1])
+print("# The backward of thunder alone", thunder.last_backward_traces(plain)[-1], sep="\n")
 
 # %% With the fusion. The forward has computed both gradients; the backward multiplies them by the upstream gradient.
 fused = thunder_flce.jit(loss_of)  # or thunder.jit(…, executors=[thunder_flce.executor, …], transforms=[…])
 fused(hidden, weight, labels).backward()
-print(thunder.last_backward_traces(fused)[-1])
+print("\n# The backward with the fusion", thunder.last_backward_traces(fused)[-1], sep="\n")
 
 # %% The program that the forward runs for each chunk, and the decision about the loss.
-print(thunder.last_traces(fused)[-1])
+print("\n# The forward with the fusion", thunder.last_traces(fused)[-1], sep="\n")
 print(thunder_flce.explain(fused))
 
 # %% Both give the same numbers; time and memory of a step.

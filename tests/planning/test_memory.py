@@ -74,7 +74,7 @@ CASES = [
 
 @pytest.fixture
 def live(monkeypatch):
-    """Measures without the row work, for which PyTorch takes memory for some rows at a time, but other kernels none."""
+    """Measures without the row kernels, for which PyTorch takes memory for some rows at a time, and others none."""
     live, divergence_for = LiveBytes(), dispatch.divergence_for
 
     def uncounted(function):

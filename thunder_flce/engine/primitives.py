@@ -344,7 +344,7 @@ class Primitives:
         if out.shape[0]:
             matmul.weight_gradient_(out, dlogits, x, accumulate=accumulate, tune=self.plan.tune_products)
 
-    # The row work.
+    # The row kernels.
 
     def one_pass_(self, z: Tensor, target: Tensor, coefficients: RowCoefficients) -> RowResults:
         """Returns the statistics of z (C, V) and z at the targets, (C,) or (C, K); z is overwritten by its gradient."""

@@ -214,7 +214,7 @@ class _Writer(Primitives):
             self._write(f"{self._typed('dW', result)} = rounded once")
         return result
 
-    # The row work.
+    # The row kernels.
 
     def one_pass_(self, z: Tensor, target: Tensor, coefficients: RowCoefficients) -> RowResults:
         results = self._statistics(z, target)

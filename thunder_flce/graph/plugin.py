@@ -97,7 +97,11 @@ def with_fusion(
 
 
 class FlcePlugin(thunder.Plugin):
-    """Makes `thunder.compile(model, plugins="flce")` work; takes the arguments of `FuseLinearCrossEntropy`."""
+    """Makes `thunder.compile(model, plugins="flce")` work; takes the arguments of `FuseLinearCrossEntropy`.
+
+    With arguments, pass the plugin itself: `plugins=[thunder_flce.FlcePlugin(options)]`. thunder's default recipe needs
+    nvFuser; without it, pass `recipe=thunder.recipes.BaseRecipe(fuser="torch.compile")`.
+    """
 
     def __init__(self, options: Options | None = None, *, strict: bool = False):
         self.options = options
