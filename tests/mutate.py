@@ -117,7 +117,8 @@ def outcome(mutant: Mutant | None, tests: list[str], *, seconds: float | None = 
             process = subprocess.run(command, check=False, text=True, **settings)
         except subprocess.TimeoutExpired:
             return "caught"  # An endless loop.
-    return {0: "survived", 1: "caught"}.get(process.returncode, f"NO PROOF: {process.stdout[-500:]}{process.stderr}")
+    output = (process.stdout or "")[-500:] + (process.stderr or "")  # None if they are shown
+    return {0: "survived", 1: "caught"}.get(process.returncode, f"NO PROOF: {output}")
 
 
 def main(arguments: list[str] | None = None) -> int:

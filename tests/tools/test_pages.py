@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import mutate
 import thunder_flce
 from test_targets import CHIPS
 
@@ -68,6 +69,11 @@ def test_pages_name_the_devices_that_kernels_are_compiled_for(page):
     text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
     assert f"compute capabilities {first} to {last}" in text and "NVIDIA's H200 and H100" in text
     assert all(name in text for name in CHIPS if name.startswith("gfx"))
+
+
+def test_mutants_are_compared_with_no_change():
+    """As `make mutants` does first, with what pytest prints not captured."""
+    assert mutate.outcome(None, ["--version"]) == "survived"
 
 
 def test_the_changelog_has_the_version():
