@@ -91,7 +91,7 @@ class Report(list[Compilation]):
     def lines(self) -> Iterator[str]:
         """Yields the report line by line."""
         if not self:
-            yield _heading("no decision yet: call the compiled function first; linear_cross_entropy needs none")
+            yield _heading("no decision yet: call the compiled function; linear_cross_entropy itself needs no decision")
             return
         yield _heading(f"thunder_flce: {self._fused_counts()}")
         for number, compilation in enumerate(self):
