@@ -13,7 +13,7 @@ import torch
 from torch.fx import GraphModule
 
 from thunder_flce.matching.decisions import Decision, NotFusedError
-from thunder_flce.options import OPTIONS, Options
+from thunder_flce.options import OPTIONS, Options, checked_strict
 
 
 def compile_graph(
@@ -42,7 +42,7 @@ def compile_graph(
         TypeError, ValueError: if an option of ours has a value that is not allowed.
         RuntimeError: if an option is neither ours nor Inductor's.
     """
-    flce_options, strict, inductor_options = _split(options or {})
+    flce_options, strict, inductor_options = split_options(options or {})
     inductor = Inductor(mode, inductor_options, None)
     from torch._inductor import config
 
@@ -83,16 +83,14 @@ def raising(error: Exception) -> Callable[..., Any]:
     return call
 
 
-def _split(options: Mapping[str, Any]) -> tuple[Options, bool, dict[str, Any]]:
-    """Returns our options, `strict`, and Inductor's options."""
+def split_options(options: Mapping[str, Any]) -> tuple[Options, bool, dict[str, Any]]:
+    """Returns our options, `strict`, and Inductor's options; raises the errors of `compile_graph` about them."""
     if not isinstance(options, Mapping):
         raise TypeError(f'options must be a dict, such as {{"chunk_rows": 512}}, but got {type(options).__name__}')
     if wrong := [name for name in options if not isinstance(name, str)]:
         raise TypeError(f"the names of options must be strings, but got {wrong[0]!r}")
     ours = {name: value for name, value in options.items() if name in OPTIONS}
-    strict = options.get("strict", False)
-    if not isinstance(strict, bool):
-        raise TypeError(f"the option strict must be True or False, but got {strict!r}")
+    strict = checked_strict(options.get("strict", False))
     inductor_options = {name: value for name, value in options.items() if name not in {*OPTIONS, "strict"}}
     from torch._inductor import config
 

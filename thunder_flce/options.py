@@ -24,6 +24,13 @@ LOGITS_DTYPES = ("input", "float32")
 ROW_KERNELS = ("auto", "triton", "nvfuser", "torch")
 
 
+def checked_strict(strict: Any) -> bool:
+    """Returns the argument strict; raises a TypeError for anything but a bool."""
+    if not isinstance(strict, bool):
+        raise TypeError(f"strict must be True or False, but got {strict!r}")
+    return strict
+
+
 def as_options(options: "Options | tuple[Any, ...] | None") -> "Options":
     """Returns an `Options`: the defaults for None, and the fields' values for a tuple that `functional.one_call` made.
 

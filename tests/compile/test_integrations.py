@@ -451,11 +451,16 @@ def test_data_parallel(tmp_path, not_fused):
     torch.testing.assert_close(loss, trainer.model(**inputs).loss)
 
 
-def test_options_that_are_no_dictionary(tmp_path, monkeypatch):
-    monkeypatch.setattr(OurTrainer, "backend_options", thunder_flce.Options(chunk_rows=4))
-    trainer = OurTrainer(model=tiny.model(num_hidden_layers=0), args=arguments(tmp_path))
-    with pytest.raises(Exception, match='options must be a dict, such as .*"chunk_rows": 512.*, but got Options'):
-        trainer.training_step(trainer.model, collate(tiny.rows(4)))
+@pytest.mark.parametrize(("options", "settings", "message"), [
+    (thunder_flce.Options(chunk_rows=4), {}, 'options must be a dict, such as .*"chunk_rows": 512.*, but got Options'),
+    ({"chunk_row": 4}, {}, "has no option 'chunk_row'; did you mean 'chunk_rows'"),
+    ({}, {"torch_compile": True}, "torch_compile must be False in TrainingArguments with LossTrainerMixin"),
+])  # fmt: skip
+def test_wrong_settings(options, settings, message, tmp_path, monkeypatch):
+    """They are errors before the first step."""
+    monkeypatch.setattr(OurTrainer, "backend_options", options)
+    with pytest.raises((TypeError, RuntimeError, ValueError), match=message):
+        OurTrainer(model=tiny.model(num_hidden_layers=0), args=arguments(tmp_path, **settings))
 
 
 def test_batches_without_labels(tmp_path):

@@ -192,6 +192,8 @@ def test_our_options_as_arguments(front_end):
         front_end(torch.nn.Linear(2, 2), chunk_rows=512)
     with pytest.raises(TypeError, match="stict is no argument; did you mean strict"):
         front_end(torch.nn.Linear(2, 2), stict=True, sharp_edges="allow")
+    with pytest.raises(TypeError, match="strict must be True or False, but got 3"):
+        front_end(torch.nn.Linear(2, 2), strict=3)
 
 
 def test_the_executor_alone():

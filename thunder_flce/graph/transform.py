@@ -21,7 +21,7 @@ from thunder_flce.matching.decisions import Decision, Reason, in_order, report
 from thunder_flce.matching.interpreter import LOSSES, NORMALISERS, Interpreter
 from thunder_flce.matching.program import Program
 from thunder_flce.matching.regions import Region, match
-from thunder_flce.options import Options, as_options
+from thunder_flce.options import Options, as_options, checked_strict
 
 
 class Compilation(NamedTuple):
@@ -51,7 +51,7 @@ class FuseLinearCrossEntropy(Transform):
     def __init__(self, options: Options | None = None, *, strict: bool = False):
         thunder_fixes.apply()
         self.options = as_options(options)
-        self.strict = strict
+        self.strict = checked_strict(strict)
         self.compilations: list[Compilation] = []
         self.original: TraceCtx | None = None
         """The program as the user wrote it, if this fusion runs after a transform that rewrites linears"""

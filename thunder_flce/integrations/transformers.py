@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import get_device_states
 
-from thunder_flce.backend import compile_graph
+from thunder_flce.backend import compile_graph, split_options
 from thunder_flce.matching.decisions import NotFusedError, NotFusedWarning
 from thunder_flce.modules import takes_no_cache, without_peft
 
@@ -40,9 +40,10 @@ class LossTrainerMixin:
     Raises:
         TypeError: for trainers of TRL, which have a head of their own: call `thunder_flce.replace_trl_head()` instead;
             if the class after the mixin has its own `compute_loss`; if the mixin comes after the Trainer.
+        TypeError, ValueError, RuntimeError: if `backend_options` are not right, as in the backend.
         NotFusedError: with `strict`, also if the Trainer's training step does not use the compiled loss.
-        ValueError: with `compile_layers`, for reentrant gradient checkpointing of a model that needs a hook for it, as
-            with peft.
+        ValueError: if `torch_compile` is on; with `compile_layers`, for reentrant gradient checkpointing of a model
+            that needs a hook for it, as with peft.
         RuntimeError: if the layers are not compiled, and the model calls them twice in a forward, or draws random
             numbers both before them and for its loss.
     """
@@ -51,6 +52,7 @@ class LossTrainerMixin:
     compile_layers: bool = False
     # Attributes of the Trainer
     accelerator: Any
+    args: Any
     model: Any
     label_smoother: Any
     compute_loss_func: Any
@@ -77,6 +79,12 @@ class LossTrainerMixin:
                 f"{type(self).__name__} has LossTrainerMixin before a compute_loss of its own, which calls the model "
                 'itself: remove the mixin, and compile that loss by torch.compile(…, backend="thunder_flce")'
             )
+        if self.args.torch_compile:
+            raise ValueError(
+                "torch_compile must be False in TrainingArguments with LossTrainerMixin, which compiles the loss "
+                "itself, and the layers if compile_layers is set in the class"
+            )
+        split_options(self.backend_options)
         self.compiled_loss = torch.compile(self._loss, backend=compile_graph, options=self.backend_options)
         self._needs_loss_only = False
         self._is_settled = False  # whether this step used the compiled loss, or reported why not
