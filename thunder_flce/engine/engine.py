@@ -136,7 +136,7 @@ class _Logits:
         """Computes the logits of the tokens in `order`, (C,), before it is known which of them are valid."""
         ops, self._started = self._ops, order.shape[0]
         xs = [ops.call.tensors[linear.x].index_select(0, order) for linear in self._linears]
-        ops.logits_(self._buffer_for(0, ops.first_rows)[: self._started], xs, self._linears)
+        ops.logits_(self._buffer_for(0, ops.plan.first_rows(ops.call.tokens))[: self._started], xs, self._linears)
 
     def of_chunk(self, chunk: slice, xs: list[Tensor]) -> Tensor:
         """Returns the logits (C, V) of a chunk, computed from its `xs`, (C, H) each, unless they exist already."""

@@ -174,7 +174,7 @@ class Primitives:
             counts = torch.stack([token_parts.most_valid(call, vectors), counts[1]])
         read = _start_reading(counts)
         if self.region.starts_early and vectors.order is not None and meanwhile is not None and call.tokens:
-            meanwhile(vectors.order[: min(-(-call.tokens // _EARLY_PART), self.first_rows)])
+            meanwhile(vectors.order[: min(-(-call.tokens // _EARLY_PART), self.plan.first_rows(call.tokens))])
         count, wrong_count = read()
         if wrong_count:
             self._raise_wrong_targets(wrong_count)
@@ -240,11 +240,6 @@ class Primitives:
         largest = max(self.plan.chunk_rows or selected.count, 1)
         saved = self.plan.rows_saved(selected.count)
         return selected.chunks(largest, saved or (largest if self.region.starts_early else 0))
-
-    @property
-    def first_rows(self) -> int:
-        """The largest number of rows that the first chunk can have."""
-        return self.plan.first_rows(self.call.tokens)
 
     def gather(self, selected: Rows, tensor: Tensor, chunk: slice, out: Tensor | None = None) -> Tensor:
         """Returns the rows of a chunk from `tensor` (T, H): see `Rows.gather_chunk`."""
