@@ -15,7 +15,6 @@ from thunder_flce.device import is_capturing
 from thunder_flce.engine import collectives, row_loss, rows, token_parts
 from thunder_flce.engine.kernels import dispatch
 from thunder_flce.engine.kernels.interface import (
-    PER_TOKEN,
     RowKernels,
     RowStatistics,
     TokenVectors,
@@ -204,8 +203,7 @@ class Primitives:
         if not ordered or self.region.divides_tokens:  # If ranks divide the tokens, `token_parts` makes the order.
             return vectors
         order = torch.argsort(vectors.row_factor != 0, descending=True, stable=True)
-        ordered_vectors: Any = [None if vector is None else vector[order] for vector in vectors[:PER_TOKEN]]
-        return TokenVectors(*ordered_vectors, *vectors[PER_TOKEN:-1], order)  # type: ignore[call-arg]
+        return TokenVectors(*vectors[:-1], order)  # type: ignore[call-arg]
 
     def count_of(self, computed_rows: Tensor) -> int:
         """Returns the number of rows that a forward computed; the host waits only if `computed_rows` is a copy."""

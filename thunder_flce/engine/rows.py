@@ -46,7 +46,7 @@ def token_vectors(call: Call, *, upstream: Tensor | None) -> TokenVectors:
     row_factor = valid.to(row_dtype) if token_weights is None else torch.where(valid, token_weights, 0)
     at_target, divisors = None, None
     if (class_weights := call.tensors.get("weight")) is not None:
-        at_target = class_weights.detach().to(row_dtype)[target]
+        at_target = class_weights.to(row_dtype)[target]
     if loss.reduction == "mean":
         num_items = call.tensors.get("num_items")
         if num_items is not None:
@@ -66,8 +66,8 @@ def token_vectors(call: Call, *, upstream: Tensor | None) -> TokenVectors:
 class Rows:
     """The rows that are computed, in order."""
 
-    def __init__(self, vectors: TokenVectors, count: int, *, index: Any = None, order: Tensor | None = None):
-        """Selects the rows from `vectors` by `index`, or takes all of them.
+    def __init__(self, vectors: TokenVectors, count: int, *, order: Tensor | None = None):
+        """Selects `count` rows from `vectors`.
 
         `order` is (T,): the N tokens of the rows, then the other tokens; None if row t is token t for all T tokens.
         """
@@ -75,8 +75,8 @@ class Rows:
         # (N,) the token of each row; None without an order.
         self.index: Any = None if order is None else order[:count]
         of_rows: Any = vectors[:PER_TOKEN]
-        if index is not None:
-            of_rows = [None if vector is None else vector[index] for vector in of_rows]
+        if order is not None:
+            of_rows = [None if vector is None else vector[self.index] for vector in of_rows]
         # (N,) or (N, K) each, as in `TokenVectors`. In a forward, s is for the expected upstream gradient.
         self.target, self.row_factor, self.s, self.at_target, self.target_weights = of_rows
         self.divisors, self._counts = vectors.divisors, vectors.counts
@@ -154,11 +154,8 @@ class Rows:
 
 
 def selected(vectors: TokenVectors, count: int) -> Rows:
-    """Returns the first `count` rows of `vectors`, without an order if that is all of them."""
-    if vectors.order is None or count == vectors.target.shape[0]:
-        return Rows(vectors, count)
-    # A slice gives views, without launches: the host has just waited for the count, and the device is idle.
-    return Rows(vectors, count, index=slice(count), order=vectors.order)
+    """Returns the rows of the first `count` tokens in the order, without an order if that is all of them."""
+    return Rows(vectors, count, order=None if count == vectors.target.shape[0] else vectors.order)
 
 
 # Number of rows that a forward has computed, by the storage of `computed_rows`, so that its backward need not wait for

@@ -24,7 +24,7 @@ class RowsOfParts(Rows):
 
     def __init__(self, vectors: TokenVectors, index: Tensor, *, shard: Shard, own_rows: Rows, part_chunk: int):
         """`own_rows` are this rank's M rows; a chunk has `part_chunk` rows of each part, the last one fewer."""
-        super().__init__(vectors, shard.ranks * own_rows.count, index=index, order=index)
+        super().__init__(vectors, shard.ranks * own_rows.count, order=index)
         self.shard, self.own_rows, self.part_chunk = shard, own_rows, part_chunk
         # Gathers that were started ahead; the key is the id of the tensor with the chunk's first row.
         self._ahead: dict[tuple[int, int], collectives.Pending] = {}

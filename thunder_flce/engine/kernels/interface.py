@@ -32,7 +32,7 @@ class RowStatistics(NamedTuple):
 
 
 class TokenVectors(NamedTuple):
-    """Vectors that depend on the targets of all tokens but not on their logits; in the `order`, if there is one."""
+    """Vectors that depend on the targets of all tokens but not on their logits."""
 
     target: Tensor
     """(T,) or (T, K) int64 in [0, V); 0 for ignored targets, arbitrary where only the token weight is 0"""
