@@ -37,18 +37,14 @@ def forward(ops: Primitives) -> dict[str, Tensor]:
             device-side assertion fails instead.
     """
     call, plan, logits = ops.call, ops.plan, _Logits(ops, ops.call.linears)
+    expected = call.tensors.get("expected_gradient")
+    rows = ops.select_rows(None if expected is None else usable(expected), meanwhile=logits.start)
+    gradient_rows = rows
     if ops.region.saves_unit_gradients:
-        rows = ops.select_rows(None, meanwhile=logits.start)
         # The backward multiplies rows by factors that include the class weights, but not the target weights.
-        unit_rows = copy(rows)
-        unit_rows.at_target, unit_rows.s = None, torch.ones(rows.count, dtype=call.row_dtype, device=rows.target.device)
-        coefficients = Coefficients(call, unit_rows)
-    elif plan.finishes_in_forward:
-        expected = call.tensors.get("expected_gradient")
-        rows = ops.select_rows(None if expected is None else usable(expected), meanwhile=logits.start)
-        coefficients = Coefficients(call, rows)
-    else:
-        rows, coefficients = ops.select_rows(None, meanwhile=logits.start), None
+        gradient_rows = copy(rows)
+        gradient_rows.at_target, gradient_rows.s = None, torch.ones_like(rows.s)
+    coefficients = Coefficients(call, gradient_rows) if plan.finishes_in_forward else None
     chunk_results, gradients = run(ops, rows, coefficients, logits=logits)
     return _results(ops, rows, row_loss.joined(call, rows, chunk_results), gradients, logits.kept)
 

@@ -63,7 +63,7 @@ class Coefficients:
         for name, grad in (upstream or {}).items():
             if name == "loss" or grad is None:
                 continue
-            row_grad = rows.masked(rows.received(grad.reshape(-1).to(call.row_dtype))).contiguous()
+            row_grad = rows.masked(rows.received(grad.reshape(-1).to(call.row_dtype)))
             if name == "log_prob":
                 result = result._replace(probability=result.probability - row_grad, one_hot=result.one_hot - row_grad)
             elif name == "log_sum_exp":
@@ -160,7 +160,7 @@ def joined(call: Call, rows: Rows, chunks: list[RowResults]) -> RowResults:
 
 def class_weights(call: Call) -> Tensor:
     """Returns the class weights of all columns, (V,), in the row dtype."""
-    return call.tensors["weight"][: call.whole_vocab].detach().to(call.row_dtype)
+    return call.tensors["weight"][: call.whole_vocab].to(call.row_dtype)
 
 
 def class_total(call: Call) -> Any:

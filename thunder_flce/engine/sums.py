@@ -27,7 +27,6 @@ class GradientSums:
         is_unit = ops.region.saves_unit_gradients
         # dX and dW by the names of their operands.
         self._sums: dict[str, Tensor] = {}
-        has_16_bits = False
         for linear in call.linears:
             shape = call.tensors[linear.x].shape
             if linear.x in call.needs_grad:
@@ -35,13 +34,12 @@ class GradientSums:
             if linear.weight in call.needs_grad:
                 dtype = ops.plan.sum_dtype(call, shape[1], rows=rows.count)
                 weight_sum = self._sums[linear.weight] = ops.empty(call.tensors[linear.weight].shape, dtype)
-                has_16_bits = has_16_bits or dtype.itemsize == 2
                 if call.vocab < weight_sum.shape[0]:
                     # Zeros the rows of dW beyond the vocabulary: they are no columns of the logits.
                     weight_sum[call.vocab :] = 0
         self._bias_sum: Tensor | None = None
         self._one_hot = one_hot
-        self._has_frequent = bool(ops.plan.float32_rows and has_16_bits and call.vocab)
+        self._has_frequent = bool(ops.plan.float32_rows and call.vocab)
         self._frequent: FrequentRows | None = None
 
     def input_buffers(self, chunk: slice) -> list[Tensor | None]:
