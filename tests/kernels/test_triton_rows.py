@@ -253,6 +253,14 @@ def test_what_pytorch_makes_of_integers_and_masks_is_left_to_it():
 
 
 @on_device
+def test_numbers_that_change_at_each_step_are_left_to_pytorch():
+    """Each would be compiled; a loss with another operation is."""
+    kernels = [kernel_of(lambda p, e, i, n=n: p * i - 10.0**n * e, [torch.ones(3)]) for n in range(1, 21)]
+    assert [kernel is None for kernel in kernels] == [False] * 16 + [True] * 4
+    assert kernel_of(lambda p, e, i: p * i + 0.1 * e, [torch.ones(3)]) is not None
+
+
+@on_device
 @pytest.mark.parametrize("name", [*FUNCTIONS, *IN_KERNELS])
 def test_functions(name):
     generator = torch.Generator().manual_seed(3)
