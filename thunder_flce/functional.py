@@ -111,7 +111,8 @@ def linear_cross_entropy(
         ignore_index: targets with this value contribute neither to the loss nor to a gradient. It may lie in [0, V).
         label_smoothing: between 0 and 1, as in `torch.nn.functional.cross_entropy`.
         softcap: positive; None for no softcap.
-        logit_scale: factor of the logits, applied before the softcap; not 0.
+        logit_scale: factor of the logits, applied before the softcap; not 0. On a GPU, kernels are compiled for each
+            value, as they are for each softcap and z_loss: if a factor changes at each step, multiply input by it.
         z_loss: adds z_loss · lse² for each valid token, where lse is the log-sum-exp of its logits. Class weights do
             not apply to this term; "mean" averages it over the valid tokens.
         vocab_size: number of columns of the logits, 1 to V: only the first vocab_size rows of linear_weight are used.

@@ -54,7 +54,7 @@ def linear_kl_divergence(
         target: (...) integers in [0, V), or ignore_index for tokens to ignore. None: no token is ignored.
         divergence: "forward", "reverse" or "jensen_shannon".
         beta: weight of the teacher in the mixture m, between 0 and 1, both excluded; for "jensen_shannon" only.
-        temperature: positive divisor of all logits.
+        temperature: positive divisor of all logits. On a GPU, kernels are compiled for each value.
         ignore_index: tokens whose target has this value are ignored. It may lie in [0, V).
         reduction: "mean" over the tokens that are not ignored, "sum" or "none".
         options: choices about time and memory. memory_budget covers the logits of both; strategy must be None.
