@@ -318,7 +318,7 @@ def test_on_a_cpu_and_in_float64_there_is_only_pytorch(changes, logits, monkeypa
     for name in KERNELS:
         message = rf'row_kernels="{name}" runs on CUDA.*the logits are {logits}.*"auto" or "torch"'
         with pytest.raises(ValueError, match=message):
-            dispatch.kernels_for(name, **kind, logit_map=LogitMap())
+            dispatch.check_available(name, **kind)
 
 
 def _needs(name, package):

@@ -46,12 +46,7 @@ OLDEST_CAPABILITY = (7, 0)
 
 
 def kernels_for(choice: str = "auto", *, dtype: torch.dtype, device_type: str, logit_map: LogitMap) -> RowKernels:
-    """Returns the row kernels of `choice` (`Options.row_kernels`) for logits of this dtype on this type of device.
-
-    Raises:
-        ValueError: as `check_available`.
-    """
-    check_available(choice, dtype=dtype, device_type=device_type)
+    """Returns the row kernels of `choice` (`Options.row_kernels`), which `check_available` has checked."""
     return _kernels(_backend(choice, dtype, device_type), logit_map)
 
 
