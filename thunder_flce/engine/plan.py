@@ -79,7 +79,7 @@ class Plan(PlainValues):
 
     def first_rows(self, rows: int) -> int:
         """The most rows, out of `rows`, that the first chunk can have; all of them if there is a single chunk."""
-        return min(self.rows_saved(rows) or self.chunk_rows or rows, rows)
+        return min(self.rows_saved(rows) or self.chunk_rows, rows)
 
     def saved_logits_shape(self, call: Call) -> tuple[int, int]:
         """The number of rows of saved logits, and their stride."""

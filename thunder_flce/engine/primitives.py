@@ -235,8 +235,7 @@ class Primitives:
 
         If the first logits are computed early, the first chunk has the full size.
         """
-        largest = max(self.plan.chunk_rows or selected.count, 1)
-        saved = self.plan.rows_saved(selected.count)
+        largest, saved = self.plan.chunk_rows, self.plan.rows_saved(selected.count)
         return selected.chunks(largest, saved or (largest if self.region.starts_early else 0))
 
     def gather(self, selected: Rows, tensor: Tensor, chunk: slice, out: Tensor | None = None) -> Tensor:

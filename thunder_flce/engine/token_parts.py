@@ -81,7 +81,7 @@ def rows_of_parts(call: Call, vectors: TokenVectors, *, chunk_rows: int, count: 
     Args:
         call: a flat call, with the targets of all ranks.
         vectors: `TokenVectors` from these targets.
-        chunk_rows: the largest number of rows in a chunk, of all parts together; 0 for a single chunk.
+        chunk_rows: the largest number of rows in a chunk, of all parts together.
         count: the number of rows to compute, of all parts together.
     """
     shard, total = call.shard, vectors.target.shape[0]
@@ -90,7 +90,7 @@ def rows_of_parts(call: Call, vectors: TokenVectors, *, chunk_rows: int, count: 
     valid_first = torch.argsort(_valid_by_part(vectors, shard.ranks), dim=1, descending=True, stable=True)
     # Ascending, as `Rows.scatter_` needs it.
     order = torch.cat([valid_first[:, :count].sort(1).values, valid_first[:, count:]], 1)
-    largest = max((chunk_rows or total) // shard.ranks, 1)
+    largest = max(chunk_rows // shard.ranks, 1)
     part_chunk = max(-(-count // max(-(-count // largest), 1)), 1)
     offsets = torch.arange(shard.ranks, device=vectors.target.device)[:, None] * tokens
     chunks = (order[:, :count] + offsets).split(part_chunk, 1)
