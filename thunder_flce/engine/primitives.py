@@ -179,16 +179,16 @@ class Primitives:
             self._raise_wrong_targets(wrong_count)
         return self._selected(vectors, count if skips else call.tokens)
 
-    def select_rows_again(self, upstream: Tensor | None, count: int) -> Rows:
+    def select_rows_again(self, upstream: Tensor, count: int) -> Rows:
         """Returns, in a backward, the `count` rows that its forward computed.
 
-        `upstream` is as for `select_rows`, or one number for each of the caller's tokens.
+        `upstream` is the upstream gradient of the loss: () or one number for each of the caller's tokens.
         """
-        if upstream is not None and upstream.ndim:
+        if upstream.ndim:
             upstream = upstream.reshape(-1)
             if self.region.divides_tokens and self.call.shard is not None:
                 upstream = collectives.start_gathering(self.call.shard, upstream).wait()
-        if upstream is not None and upstream.dtype is not self.call.row_dtype:
+        if upstream.dtype is not self.call.row_dtype:
             upstream = upstream.to(self.call.row_dtype)
         return self._selected(self._token_vectors(upstream, ordered=count < self.call.tokens), count)
 

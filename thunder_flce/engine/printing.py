@@ -134,7 +134,7 @@ class _Writer(Primitives):
     def select_rows(self, upstream: Tensor | None, *, meanwhile: Callable[[Tensor], None] | None = None) -> Rows:
         return self._select_rows(upstream, is_first=True)
 
-    def select_rows_again(self, upstream: Tensor | None, count: int) -> Rows:
+    def select_rows_again(self, upstream: Tensor, count: int) -> Rows:
         return self._select_rows(upstream, is_first=False)
 
     def _select_rows(self, upstream: Tensor | None, *, is_first: bool) -> Rows:
