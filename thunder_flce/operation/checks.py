@@ -208,8 +208,9 @@ _Rule = tuple[str, Callable[[Any], bool]]
 _FINITE: _Rule = ("be finite", math.isfinite)
 _NUMBER_OR_TENSOR = "a number or a tensor without dimensions"
 _SCALAR_RULES: dict[str, _Rule] = {
-    "num_items": ("be finite and not negative", lambda x: 0 <= x < math.inf),
-    "expected_gradient": ("be finite and not 0", lambda x: -math.inf < x < math.inf and x != 0),
+    # They become float32.
+    "num_items": ("be at most 3.4e38 and not negative", lambda x: 0 <= x <= 3.4e38),
+    "expected_gradient": ("be at most 3.4e38 and not 0", lambda x: -3.4e38 <= x <= 3.4e38 and x != 0),
 }
 
 
