@@ -28,8 +28,8 @@ def _log_mixture(
     log_p, log_q, LOG_STUDENT: tl.constexpr, LOG_TEACHER: tl.constexpr, IS_EXACT: tl.constexpr
 ):  # fmt: skip
     first, second = log_p + LOG_STUDENT, log_q + LOG_TEACHER
-    largest = tl.maximum(first, second)
-    return largest + tl.log(1.0 + _exp(tl.minimum(first, second) - largest, IS_EXACT))
+    # A NaN is in the difference, but not in the maximum.
+    return tl.maximum(first, second) + tl.log(1.0 + _exp(-tl.abs(first - second), IS_EXACT))
 
 
 @triton.jit
