@@ -1620,6 +1620,27 @@ def test_chunks_of_one_loss_are_one_region(program, lengths):
     assert len(check(program, IN_FORWARD, by_dynamo(program), lengths)) == len(lengths)  # One for each.
 
 
+def _in_halves(h, w, y, *_):
+    half = h.shape[1] // 2
+    return sum(
+        F.cross_entropy(F.linear(h[:, at], w).reshape(-1, V), y[:, at].reshape(-1), reduction="sum")
+        for at in (slice(half), slice(half, None))
+    )
+
+
+@pytest.mark.parametrize(("program", "shapes"), [
+    (with_arguments(InForward.filled_by_chunks), [(4, 6), (4, 5), (3, 4)]), (_in_halves, [(4, 6), (4, 5), (4, 2)]),
+])  # fmt: skip
+def test_sizes_that_pytorch_does_not_simplify(program, shapes):
+    """Of batches of other sizes, and of one token, whose logits have a symbolic number of classes."""
+    compiled = by_dynamo(program)
+    for batch, length in shapes:
+        h, w, *others = operands(length)
+        tensors = (h[:batch].detach().requires_grad_(), w, *(each[:batch] for each in others))
+        torch.testing.assert_close(run(compiled, tensors), run(program, tensors))
+    assert {decision.fused and decision.plan.strategy for decision in decisions(compiled)} == {AT_ONCE}
+
+
 def test_memory_is_compared_once_for_each_loss_that_is_added_in_place(monkeypatch):
     """And not once more for each scalar: 96 chunks took half a minute."""
     shares, compared = Tensor.shares_memory, []

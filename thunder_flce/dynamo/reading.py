@@ -313,11 +313,11 @@ def _write_joined(filled: Node) -> None:
         key: Any = write.args[1]
         start = key.start or 0 if isinstance(key, slice) and key.step in (None, 1) and not is_stack else key
         sizes: list[Any] = [1, *value.shape] if is_stack else [*value.shape]
-        is_next = type(start) is int and start == end and len(sizes) == whole.ndim and type(sizes[0]) is int
+        is_next = type(start) is int and agree(start, end) and len(sizes) == whole.ndim
         if not is_next or not all(map(agree, sizes[1:], whole.shape[1:])):
             return
         end += sizes[0]
-    if not same(end, whole.shape[0]):
+    if not agree(end, whole.shape[0]):
         return
     join = torch.stack if is_stack else torch.cat
     has_grad = next((bool(each.args[0]) for each in switches[::-1] if each < writes[-1]), torch.is_grad_enabled())

@@ -6,7 +6,7 @@ from typing import Any
 
 from thunder_flce.matching.algebra import Class, Labels, Row, RowStep, Unknown
 from thunder_flce.matching.interpreter import Interpreter, rule
-from thunder_flce.matching.program import COPIES, Op, Tensor, indices_of, same, same_shape
+from thunder_flce.matching.program import COPIES, Op, Tensor, agree, indices_of, same_shape
 from thunder_flce.matching.rules.selections import ALL
 from thunder_flce.matching.rules.shapes import rows_in_shape
 
@@ -110,14 +110,14 @@ def _undivided_rows(parts: Sequence[Class | Row], dim: int) -> tuple[RowStep, ..
         index, rest = step.argument[dim], (*step.argument[:dim], *step.argument[dim + 1 :])
         is_number, has_step = type(index) is int, isinstance(index, slice) and index.step not in (None, 1)
         are_all = all(isinstance(each, slice) and (each.start, each.stop, each.step) in ALL for each in rest)
-        is_next = index == number if is_number else isinstance(index, slice) and same(index.start or 0, end)
+        is_next = index == number if is_number else isinstance(index, slice) and agree(index.start or 0, end)
         # The rows may have been reshaped before they were divided, but not since.
         shape = part.rows_shape if isinstance(part, Class) else part.shape
         if not are_all or not is_next or has_step or not same_shape(shape, step.shape):
             return None
         end = number + 1 if is_number else end + step.shape[dim]
     whole = replace(parts[0].logits, rows=common)
-    if not same(end, whole.rows_shape[dim]):
+    if not agree(end, whole.rows_shape[dim]):
         return None
     # Without a reshape at the end, these are the rows that other operations read.
     return common[:-1] if common and common[-1].kind == "reshape" else common

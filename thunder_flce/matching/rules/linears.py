@@ -53,7 +53,7 @@ def _product(
     steps = () if rows == out_rows else (RowStep("permute", tuple(map(rows.index, out_rows)), out_shape),)
     bias = None if bias is None else interpreter.first_of(bias, op)
     logits = Logits((term,), bias, bias_has_grad=out.needs_grad, rows=steps)
-    return Class(logits, dim, out.shape, poly(u=1))
+    return Class(logits, dim, (*out.shape[:dim], term.columns, *out.shape[dim + 1 :]), poly(u=1))
 
 
 @rule("linear", "inner")

@@ -8,7 +8,7 @@ import torch
 
 from thunder_flce.matching.algebra import Argmax, Class, Logits, Row, RowStep, Unknown, Value
 from thunder_flce.matching.interpreter import Interpreter, rule
-from thunder_flce.matching.program import COPIES, PERMUTATIONS, RESHAPES, Op, order_of, same, same_shape
+from thunder_flce.matching.program import COPIES, PERMUTATIONS, RESHAPES, Op, agree, order_of, same_shape
 
 
 @rule(*COPIES, "detach")
@@ -36,7 +36,7 @@ def check_over_classes(input: Class, dims: Any) -> None:
 def _reshape(interpreter: Interpreter, op: Op, input: Class | Row | Argmax, *args: Any, **kwargs: Any) -> Value:
     """Describes any operation that keeps the order of the elements, and the classes as one dimension."""
     shape = op.output.shape
-    if not same(math.prod(shape), op.operands[0].numel):
+    if not agree(math.prod(shape), op.operands[0].numel):
         raise Unknown
     return in_shape(input, shape) if isinstance(input, Class) else replace(input, shape=shape)
 
@@ -45,8 +45,9 @@ def in_shape(input: Class, shape: tuple[Any, ...]) -> Class:
     """Returns the same elements in another shape; raises if the classes are no dimension of it."""
     rows_before = math.prod(input.shape[: input.dim])
     for dim in reversed(range(len(shape))):
-        if same(shape[dim], input.columns) and same(math.prod(shape[:dim]), rows_before):
-            return replace(input, dim=dim, shape=shape)
+        if agree(shape[dim], input.columns) and agree(math.prod(shape[:dim]), rows_before):
+            # For one token of a symbolic length, PyTorch has the number of classes as a quotient of that length.
+            return replace(input, dim=dim, shape=(*shape[:dim], input.columns, *shape[dim + 1 :]))
     raise Unknown
 
 
