@@ -1620,6 +1620,22 @@ def test_chunks_of_one_loss_are_one_region(program, lengths):
     assert len(check(program, IN_FORWARD, by_dynamo(program), lengths)) == len(lengths)  # One for each.
 
 
+def test_numbers_that_change():
+    """Dynamo has a symbol for each of them, from the second call on."""
+
+    def program(h, w, y, a, m, penalty, clip):
+        x = log_probs(h, w, y)[:, 1:]
+        ratio = (x - a[:, 1:]).exp()
+        policy = torch.min(ratio * a[:, 1:], ratio.clamp(1 - clip, 1 + clip) * a[:, 1:])
+        return ((x > -penalty).long() * penalty * x.square() - policy).mul(m[:, 1:]).sum()
+
+    compiled, tensors = by_dynamo(program), operands(6)
+    for numbers in ((0.1, 0.2), (0.2, 0.3), (0.3, 0.4)):
+        results = (run(lambda *tensors, f=f: f(*tensors, *numbers), tensors) for f in (compiled, program))  # noqa: B023
+        torch.testing.assert_close(*results)
+    assert [decision.plan.strategy for decision in decisions(compiled)] == [AT_ONCE] * 2
+
+
 def _in_halves(h, w, y, *_):
     half = h.shape[1] // 2
     return sum(

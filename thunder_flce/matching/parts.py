@@ -19,7 +19,7 @@ class TokenInput:
     """A tensor that a token loss reads."""
 
     tensor: Tensor | None
-    """None for a mask of the tokens that `selections` select"""
+    """None for a mask of the tokens that `selections` select, and for a number"""
     shape: tuple[Any, ...]
     """The shape to which it is expanded, with one element for each token"""
     read_at: int
@@ -28,10 +28,14 @@ class TokenInput:
     """If given, the tensor has labels, and the loss reads whether they differ from this one"""
     selections: tuple[Tensor, ...] = ()
     """Set if it belongs to selected tokens, or to all in another order: see `sums.Summand`"""
+    number: tuple[Any, torch.dtype] | None = None
+    """A symbolic number that is the same for all tokens, such as an argument that changes, and its dtype"""
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the values that the loss reads."""
+        if self.number is not None:
+            return self.number[1]
         return torch.bool if self.tensor is None or self.ignored is not None else self.tensor.dtype
 
 

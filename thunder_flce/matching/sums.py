@@ -279,7 +279,7 @@ class _Search:
         masks = (
             each
             for each, input in part.inputs.items()
-            if input.tensor is None and _key(input.selections) == _key(selections)
+            if input.dtype is torch.bool and input.tensor is None and _key(input.selections) == _key(selections)
         )
         if (mask := next(masks, None)) is None:
             mask = recorder.add_input(torch.bool)
@@ -434,6 +434,15 @@ class _Search:
             raise NotPointwise(op.name)
 
         def argument(value: Any) -> Any:
+            dtype = op.output.dtype if op.output.dtype.is_floating_point else first.dtype
+            # Integers and 16 bits would round it.
+            if isinstance(value, torch.SymFloat | torch.SymInt) and dtype in (torch.float32, torch.float64):
+                handle, selections = recorder.add_input(dtype), self._selections[op.output]
+                number = value, dtype
+                part.inputs[handle] = TokenInput(
+                    None, op.output.shape, op.position, selections=selections, number=number
+                )
+                return handle
             if not isinstance(value, Tensor):
                 return [argument(item) for item in value] if isinstance(value, list | tuple) else value
             return self._tokens[value][1] if value in self._tokens else self._input(value, op, part, has_grad)

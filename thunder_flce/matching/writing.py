@@ -364,7 +364,7 @@ class _Writing:
     def _expanded(self, input: TokenInput) -> Tensor:
         if input.tensor is None:
             device = self._logits.terms[0].input.device
-            return self._call(torch.full, input.shape, True, dtype=torch.bool, device=device)
+            return self._call(torch.full, input.shape, (input.number or (True,))[0], dtype=input.dtype, device=device)
         if input.ignored is not None:
             tensor = self._call(torch.ne, input.tensor, input.ignored)
         else:
