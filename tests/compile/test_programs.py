@@ -302,6 +302,10 @@ expect(IN_FORWARD)({
     "sequences in one line": lambda z, y, a, m: (
         clipped(torch.cat([*map(log_prob, z, y)]), a.flatten()) * m.flatten()
     ).sum() / m.sum(),
+    # As TRL has it: a response's logits are a view of all, which nothing reads afterwards.
+    "a response, warmer in place": lambda z, y, a: (
+        response := z[:, :-1][:, -5:], response.div_(0.7), clipped(log_prob(response, y[:, -5:]), a[:, -5:]).mean(),
+    )[2],
     "tokens left out at random": lambda s: (s * (torch.rand_like(s) < 2)).sum() / 3,
     "responses cut out of packed tokens": lambda z, y, a: (
         u := z.flatten(0, 1), v := y.flatten(), pieces := [(u[i:j], v[i:j]) for i, j in ((2, 5), (7, 9), (9, 19))],

@@ -215,12 +215,14 @@ class Interpreter:
         return all(tensor.needs_grad == written.needs_grad for tensor in self.values if tensor.shares_memory(written))
 
     def _update_views(self, op: Op) -> None:
-        """Changes the descriptions of all views of the written tensor alike; views of a part of it escape."""
+        """Changes the descriptions of all views that are read afterwards; views of another size escape."""
         written = op.operands[0]
         old, new = self.values[written], self.values[op.output]
         self.followed.append(op)
         for tensor, value in list(self.values.items()):
             if tensor is op.output or not isinstance(value, Class) or not tensor.shares_memory(written):
+                continue
+            if not self.program.is_read_after(tensor, op):
                 continue
             if not same(tensor.numel, written.numel) or not isinstance(new, Class):
                 self._escape(tensor, op)

@@ -194,6 +194,10 @@ class Program:
         """Whether an in-place operation may have written to it, or to a tensor that shares its memory."""
         return tensor in self._changed
 
+    def is_read_after(self, tensor: Tensor, op: Op) -> bool:
+        """Whether the program returns a tensor, or an operation after `op` reads it."""
+        return tensor in self.results or any(user.position > op.position for user in tensor.users)
+
     def origin(self, tensor: Tensor) -> Op | None:
         """Returns the operation that computes a tensor's elements, before reshapes and copies.
 
