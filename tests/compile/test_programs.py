@@ -534,6 +534,12 @@ expect_each({
             (ce_loss(first, y) + second.logsumexp(-1).square().mean(), count),
         )[4],
     ),
+    "each sequence beside the entropy of all": (
+        [AT_ONCE], lambda z, y, a: (
+            x := torch.stack([u.log_softmax(-1).gather(-1, v[:, None]) for u, v in zip(z, y, strict=True)])[..., 0],
+            ((x.exp() * a).sum(), entropy(z.detach()).mean()),
+        )[1],
+    ),
     # Nobody needs its gradient: it is detached last.
     "a metric of other rows":
         ([AT_ONCE, NO_GRADIENT], lambda z, y, e: (ce_loss(z[:, :-1], y[:, 1:]), (e.mean() * 2).detach())),

@@ -111,9 +111,10 @@ def _undivided_rows(parts: Sequence[Class | Row], dim: int) -> tuple[RowStep, ..
         is_number, has_step = type(index) is int, isinstance(index, slice) and index.step not in (None, 1)
         are_all = all(isinstance(each, slice) and (each.start, each.stop, each.step) in ALL for each in rest)
         is_next = index == number if is_number else isinstance(index, slice) and agree(index.start or 0, end)
-        # The rows may have been reshaped before they were divided, but not since.
+        # The rows may have been reshaped before they were divided, but since then only got dimensions of size 1 behind.
         shape = part.rows_shape if isinstance(part, Class) else part.shape
-        if not are_all or not is_next or has_step or not same_shape(shape, step.shape):
+        is_in_shape = same_shape(shape, (*step.shape, *(1,) * (len(shape) - len(step.shape))))
+        if not are_all or not is_next or has_step or not is_in_shape:
             return None
         end = number + 1 if is_number else end + step.shape[dim]
     whole = replace(parts[0].logits, rows=common)
