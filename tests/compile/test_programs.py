@@ -592,6 +592,11 @@ expect(IN_FORWARD, thunder=True)({
         count := (valid := (m > 0) & (torch.arange(B) > 0)[:, None]).sum(-1),
         torch.where(count > 0, losses(h, w, y.where(valid, -100)).sum(-1) / count, 0.0).mean(),
     )[1],
+    # Of some tokens, of whose losses no other sum is made.
+    "accuracy of an answer": lambda z, y, m: (
+        (log_prob(z, y).exp() * m).sum(), (z[1::2, 2:].flatten(0, 1).argmax(-1) == y[1::2, 2:].flatten()).sum(),
+        (z[0].argmax(-1) == y[0]).sum(),
+    ),
     "sum that is logged": lambda x, m: (-0.5 * (loss := (x * m).sum()) / m.sum(), loss.detach()),
     # The mean over tokens and classes at once.
     "of all classes":

@@ -77,6 +77,12 @@ class Result:
         return self.value
 
     @property
+    def argmax(self) -> Argmax:
+        """Its description, for an argmax."""
+        assert isinstance(self.value, Argmax)
+        return self.value
+
+    @property
     def as_loss(self) -> tuple[Fraction, Fraction] | None:
         """`Row.as_loss`, if the description has a gradient just as the program's tensor has; else None."""
         return self.row.as_loss if has_grad(self.row.sum) == self.tensor.needs_grad else None

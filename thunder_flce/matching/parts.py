@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from thunder_flce.matching.algebra import Labels, Logits, Row, value
+from thunder_flce.matching.algebra import Argmax, Labels, Logits, Row, RowStep, value
 from thunder_flce.matching.decisions import PLURALS, NotFused
 from thunder_flce.matching.interpreter import Interpreter, Result
 from thunder_flce.matching.program import Op, Source, Tensor
@@ -96,6 +96,13 @@ class Part:
         """The first operation of its cross-entropies or, if it has none, of all its results."""
         ops = [result.op for result in self.rows if result.row.kind == "cross-entropy"]
         return min(ops or [result.op for result in self.rows], key=lambda op: op.position)
+
+    def steps_to(self, argmax: Argmax) -> tuple[RowStep, ...] | None:
+        """Returns the steps from the part's rows to those of an argmax; None if they are no slices and reshapes."""
+        rows, count = argmax.logits.rows, len(self.logits.rows)
+        has_rows = rows[:count] == self.logits.rows and replace(self.logits.argmax_key, rows=rows) == argmax.logits
+        is_plain = all(step.kind in ("index", "reshape", "permute") for step in rows[count:])
+        return rows[count:] if has_rows and is_plain else None
 
 
 def parts_of(interpreter: Interpreter) -> list[Part]:

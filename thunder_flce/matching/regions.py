@@ -197,14 +197,14 @@ def _problem(part: Part, interpreter: Interpreter) -> NotFused | None:
 
 
 def _assign_argmaxes(parts: Sequence[Part], interpreter: Interpreter) -> None:
-    """Gives each argmax to a part that computes the same rows; if there is none, its logits are not fused."""
+    """Gives each argmax to a part that computes its rows; if there is none, its logits are not fused."""
     for result in interpreter.results.values():
         argmax = result.value
         if not isinstance(argmax, Argmax):
             continue
-        fitting = [part for part in parts if part.logits.argmax_key == argmax.logits]
-        if fitting:
-            fitting[0].argmaxes.append(result)
+        steps = {part: steps for part in parts if (steps := part.steps_to(argmax)) is not None}
+        if steps:
+            min(steps, key=lambda part: len(steps[part])).argmaxes.append(result)
             continue
         for part in parts:
             if not part.logits.linears.isdisjoint(argmax.logits.linears):

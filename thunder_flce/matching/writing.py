@@ -473,7 +473,11 @@ class _Writing:
         for part in region.parts:
             part_outputs, start = self._part_outputs(outputs, part, start)
             for result in part.argmaxes:
-                results[result.tensor] = self._like(result.tensor, part_outputs[self._argmax_output(part)])
+                indices = part_outputs[self._argmax_output(part)]
+                if steps := part.steps_to(result.argmax):
+                    indices = self._call(torch.reshape, indices, (*part.logits.rows_shape, 1))
+                    indices = reduce(self._apply_step, steps, indices)
+                results[result.tensor] = self._like(result.tensor, indices)
             for result in part.rows:
                 if total is None or result.tensor in total.kept:
                     results[result.tensor] = self._like(result.tensor, self._result(result, part_outputs, part))
