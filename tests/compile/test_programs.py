@@ -230,6 +230,16 @@ expect(IN_FORWARD)({
         z := F.linear(h.flatten(0, 1), w),
         (F.cross_entropy(z, y.flatten(), reduction="none").view(z.shape[:-1]) * a.flatten()).sum(),
     )[1],
+    # Dynamo describes what comes before as it is after the reshape in place.
+    "mask reshaped in place": lambda s, m: (
+        k := m[..., None] > 0, ones := torch.ones_like(k), k.squeeze_(-1), ((s * k).sum() / k.sum(), ones),
+    )[-1],
+    "label reshaped in place":
+        lambda s, y: (label := y[:1, :1] + 0, row := label.select(0, 0), label.squeeze_(), (s.mean(), row))[-1],
+    "rows reshaped in place": lambda s, m: (
+        two := m.new_empty(2, 3), row := m[0, :3] * 2, two.__setitem__(slice(0, 1), row),
+        two.__setitem__(slice(1, 2), m[1:2, :3]), row.unsqueeze_(0), (s.mean(), two),
+    )[-1],
     # What is logged stands behind the region, which reads what has its shape.
     "in the shape of what is logged": lambda x, a, m: (
         (torch.where((ratio := (x - a).exp()) > 0.8, ratio, torch.zeros_like(ratio))
@@ -479,6 +489,13 @@ expect(Reason.OPERAND_MODIFIED)({
     "hidden states detached in place":
         lambda h, w, y: (u := h.tanh(), loss := losses(u, w, y).mean(), u.detach_(), loss)[3],
     "a loss detached in place": lambda z, y: (s := ce_loss(z, y), loss := s * 2, s.detach_(), loss)[3],
+    "hidden states reshaped in place":
+        lambda h, w, y: (u := h * 2, loss := losses(u, w.detach(), y).mean(), u.unsqueeze_(0), loss)[3],
+    "logits reshaped in place": lambda h, w, y: (z := F.linear(h[:1], w), z.squeeze_(0), F.cross_entropy(z, y[0]))[2],
+    "log-probabilities reshaped in place": lambda z, y, m: (
+        x := z.log_softmax(-1).gather(-1, y[..., None]), x.squeeze_(-1), (x * m).sum(),
+    )[2],
+    "predictions reshaped in place": lambda z, y: (best := z.argmax(-1), best.unsqueeze_(0), ce_loss(z, y), best)[2:],
     "changed under other rows":
         lambda z, y, a: (u := z.transpose(0, 1), z.div_(a.exp()[..., None]), ce_loss(u, y.t()))[2],
 })  # fmt: skip

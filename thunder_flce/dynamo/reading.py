@@ -4,6 +4,7 @@ import inspect
 import operator
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from typing import Any
@@ -14,14 +15,14 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch import eager_transforms
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_map
 
 from thunder_flce.matching.interpreter import LINEARS, LOSSES, NORMALISERS
-from thunder_flce.matching.program import NAMES, Op, Program, Source, Tensor, agree, is_number, same, tensors_in
+from thunder_flce.matching.program import Op, Program, Source, Tensor, agree, is_number, same, tensors_in
 
 _NUMPY_PARAMETERS = {"axis": "dim", "keepdims": "keepdim", "x": "input", "x1": "input", "x2": "other"}
 _ATEN_LOSSES = {"cross_entropy_loss": "cross_entropy", "nll_loss_nd": "nll_loss", "nll_loss": "nll_loss"}
@@ -33,6 +34,11 @@ _TORCH_LIBRARIES = ("torch", "_operator", "builtins", "aten", "prims", "")
 _FILLED = ("zeros", "ones", "empty", "full")
 _LIKE_OTHERS = {"expand_as": "expand", "view_as": "view", "reshape_as": "reshape", "type_as": "to", "to": "to"}
 _RANDOM = re.compile(r"(alpha_|feature_)*dropout|rand|bernoulli|multinomial|normal(?!ize)|rrelu")
+_RESHAPES_IN_PLACE = {
+    "as_strided_", "detach_", "resize_", "resize_as_", "set_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_",
+    "unsqueeze_",
+}  # fmt: skip
+"""Operations with ATen's tag `inplace_view`"""
 
 
 def name_of(node: Node) -> str:
@@ -71,6 +77,8 @@ class _Reader:
         self.ops: list[Op] = []
         self.results: list[Tensor] = []
         self._values: dict[Node, Any] = {}
+        self._reshapes: Counter[int] = Counter()
+        """For each example value, which Dynamo reshapes with its tensor, the number of in-place reshapes to come"""
         self._grad_mode = torch.is_grad_enabled()
         """Whether autograd records the next node; at first, as at the entry of the graph"""
 
@@ -79,6 +87,7 @@ class _Reader:
         self._values.update(arguments)
         _erase_checks(gm)
         _redirect_reads(gm)
+        self._reshapes.update(_reshaped_in_place(gm.graph))
         for node in gm.graph.nodes:
             if node.target is torch._C._set_grad_enabled:
                 self._grad_mode = bool(node.args[0])
@@ -109,6 +118,7 @@ class _Reader:
 
     def _add(self, node: Node, inside: Node | None) -> None:
         value = self._example_value(node)
+        self._reshapes[id(value)] -= name_of(node) in _RESHAPES_IN_PLACE
         written = [each for each in written_by(node) if isinstance(value_of(each), torch.Tensor)]
         outs = [each for each in tree_flatten(value)[0] if isinstance(each, torch.Tensor)]
         reads_tensors = any(isinstance(value_of(each), torch.Tensor) for each in node.all_input_nodes)
@@ -130,15 +140,16 @@ class _Reader:
         args, kwargs = map_arg((tuple(node.args), dict(node.kwargs)), self._values.__getitem__)
         name, args, kwargs = _as_function(node, name, args, kwargs)
         output = tree_map(lambda each: _tensor(each, node), value)
-        if not self._grad_mode:
-            for tensor, out in zip(tensors_in(output), outs, strict=True):
-                tensor.needs_grad = out.requires_grad and _has_grad_fn(out)
+        for tensor, out in zip(tensors_in(output), outs, strict=True):
+            tensor.needs_grad = out.requires_grad and (self._grad_mode or _has_grad_fn(out))
+            tensor.is_reshaped = self._reshapes[id(out)] > 0
+        is_reshaped = any(tensor.is_reshaped for tensor in tensors_in((args, kwargs, output)))
         writes = tuple(dict.fromkeys(self._values[each] for each in written))
         for tensor in writes if name == "set" else ():
             tensor.storage = None  # Dynamo only says which storage it has after the change.
         self.ops.append(
             Op(
-                NAMES.get(name, name),
+                name,
                 args,
                 kwargs,
                 output,
@@ -147,6 +158,7 @@ class _Reader:
                 handle=node,
                 inside=inside,
                 is_random=bool(_RANDOM.match(name)) or " of " in name or isinstance(node.target, HigherOrderOperator),
+                is_reshaped=is_reshaped and name not in LOSSES,
                 grad_mode=self._grad_mode,
             )  # fmt: skip
         )
@@ -172,6 +184,8 @@ class _Reader:
         example = value_of(other) if isinstance(other, Node) and other.op != "placeholder" else None
         if type(example) is not FakeTensor or set(node.kwargs) - {"dtype", "device"}:
             return
+        if self._values[other].is_reshaped:  # type: ignore[index]
+            return
         if name.endswith("_like") or like not in (None, "to"):
             if not value.is_contiguous() and is_filled:
                 return  # It takes the strides of the operand, too.
@@ -193,7 +207,9 @@ class _Reader:
         """Adds the casts that autocast makes, to the result's dtype; without it, operands have that dtype."""
         for operand in node.all_input_nodes:
             example = value_of(operand)
-            if isinstance(example, FakeTensor) and example.is_floating_point() and example.dtype != dtype:
+            if not isinstance(example, FakeTensor) or self._values[operand].is_reshaped:
+                continue
+            if example.is_floating_point() and example.dtype != dtype:
                 with node.graph.inserting_before(node):
                     cast = node.graph.call_method("to", (operand, dtype))
                 with example.fake_mode, torch.set_grad_enabled(self._grad_mode):
@@ -275,6 +291,11 @@ def _erase_checks(gm: GraphModule) -> None:
             gm.graph.erase_node(node)
 
 
+def _reshaped_in_place(graph: Graph) -> list[int]:
+    """Returns the identity of each example value that Dynamo has reshaped in place, once for each such operation."""
+    return [id(value_of(node)) for node in graph.nodes if name_of(node) in _RESHAPES_IN_PLACE]
+
+
 def _redirect_reads(gm: GraphModule) -> None:
     """Has nodes that read a tensor after an in-place change read the result of the change, which is the same tensor."""
     for node in gm.graph.nodes:
@@ -306,6 +327,7 @@ def _write_joined(filled: Node) -> None:
     storages = {StorageWeakRef(value.untyped_storage()) for value in values}
     changes_part = any(StorageWeakRef(each.untyped_storage()) in storages for each in written)
     switches = graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled)
+    changes_part |= not {*map(id, values)}.isdisjoint(_reshaped_in_place(graph))
     if changes_part or not set(between).isdisjoint(switches):
         return
     is_stack, end = type(writes[0].args[1]) is int, 0

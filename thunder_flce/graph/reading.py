@@ -8,7 +8,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 from torch.utils._pytree import tree_map
 
-from thunder_flce.matching.program import NAMES, Op, Program, Source, Tensor, tensors_in
+from thunder_flce.matching.program import Op, Program, Source, Tensor, tensors_in
 
 _NLL_LOSS = ("weight", "ignore_index", "reduction")
 
@@ -48,7 +48,7 @@ def read(trace: TraceCtx) -> Program:
             args, output = (), None  # Its outputs are arguments of the program.
         ops.append(
             Op(
-                NAMES.get(name, name),
+                name,
                 args,
                 kwargs,
                 output,

@@ -15,8 +15,8 @@ from typing import Any, get_args
 from thunder_flce.matching.algebra import Argmax, Class, Logits, Row, Unknown, Value, has_grad
 from thunder_flce.matching.decisions import Decision, NotFused, Reason
 from thunder_flce.matching.program import (
-    CHANGED,
     PERMUTATIONS,
+    RESHAPES,
     SPLITS,
     Op,
     Program,
@@ -105,7 +105,7 @@ class Escape:
         """The reason why the logits are not fused."""
         if self.user is None and isinstance(self.value, Class):
             return NotFused(Reason.LOGITS_RETURNED)
-        if self.user is not None and (self.user.writes or self.user.name == CHANGED):
+        if self.user is not None and self.user.is_change:
             return NotFused(Reason.OPERAND_MODIFIED, f"by {self.user}")
         # Without a user, the tensor is one that the program returns, such as a maximum.
         return NotFused(Reason.LOGITS_USED, f"by {self.user or self.tensor.op}")
@@ -116,8 +116,7 @@ class Escape:
         assert self.user is not None
         if self.value.logits.is_similarity:
             return NotFused(Reason.NO_LINEAR)
-        is_written = bool(self.user.writes) or self.user.name == CHANGED
-        reason = Reason.OPERAND_MODIFIED if is_written else Reason.TRANSFORMED_LOGITS
+        reason = Reason.OPERAND_MODIFIED if self.user.is_change else Reason.TRANSFORMED_LOGITS
         return NotFused(reason, f"by {self.user.name}{self.detail}")
 
 
@@ -287,14 +286,14 @@ class Interpreter:
         )
         escape = next(filter(None, escapes), None)
         # Not of a product, as of queries and keys: there may be as many tokens as a query has columns.
-        if escape is not None and op.name not in LINEARS:
+        if escape is not None and op.plain_name not in LINEARS:
             for out in (out for out in op.outs if out not in self.values and out.shape):
                 if any(same(size, escape.columns) for size in out.shape):
                     self._escape_of.setdefault(out, escape)
                 elif op.name in _RESIZES_CLASSES:
                     self._escape_of.setdefault(out, replace(escape, columns=out.shape[-1]))
         # Another softmax may be a gate's, or attention's.
-        is_normalised = op.name in NORMALISERS or (op.name == "softmax" and escape is not None)
+        is_normalised = op.plain_name in NORMALISERS or (op.plain_name == "softmax" and escape is not None)
         if is_normalised and operands and op.outs[0].needs_grad:
             problem = escape.change if escape else self.why_unknown(operands[0], is_loss=False)
             if problem.reason is not Reason.NO_LINEAR and (escape is None or escape.value.logits.is_head):
@@ -306,14 +305,16 @@ class Interpreter:
             return self._escape_of[logits].change
         origin, reader = logits, logits.op
         while (op := origin.op) is not None and op.operands:
-            if not (keeps_elements(op) or op.name in (*PERMUTATIONS, "getitem", "div", "mul")):
+            if not (keeps_elements(op) or op.plain_name in (*PERMUTATIONS, *RESHAPES, "getitem", "div", "mul")):
                 break
             if op.name == "getitem" and isinstance(self.get(op.operands[0]), Class):
                 break  # Selected columns of logits are no longer classes of the vocabulary.
             origin, reader = op.operands[0], op
         if op is None and origin.needs_grad:
             return NotFused(Reason.ARGUMENT)
-        if op is not None and op.name in LINEARS and (is_loss or _may_be_head(op)):
+        if op is not None and op.plain_name in LINEARS and (is_loss or _may_be_head(op)):
+            if op.is_change:
+                return NotFused(Reason.OPERAND_MODIFIED, f"by {op}")
             if self.get(origin) is not None and reader is not None:
                 return NotFused(Reason.TRANSFORMED_LOGITS, f"by {reader.name}")
             return NotFused(Reason.ANOTHER_PRODUCT, str(op))

@@ -17,7 +17,7 @@ CHANGED = "a change in place"
 
 
 # thunder gives torch.mm the name of its sparse variant, spmm.
-NAMES = {
+_NAMES = {
     "truediv": "div", "true_divide": "div", "itruediv": "div", "iadd": "add", "isub": "sub", "imul": "mul",
     "iand": "and_", "ior": "or_", "ixor": "xor", "concatenate": "cat", "concat": "cat", "multiply": "mul",
     "subtract": "sub", "divide": "div", "negative": "neg", "clip": "clamp", "special_entr": "entr",
@@ -28,6 +28,7 @@ NAMES = {
     "_get_data_attr": "detach", "numpy_T": "T",
 }  # fmt: skip
 """Maps other names of an operation to its name here, so that each meaning has one name."""
+_RESHAPED = " of a tensor that is reshaped or detached in place"
 
 
 class Source(NamedTuple):
@@ -62,6 +63,8 @@ class Tensor:
     op: "Op | None" = None
     """The operation that computes it; None for an argument of the program."""
     users: "list[Op]" = field(default_factory=list)
+    is_reshaped: bool = False
+    """Whether a later operation reshapes or detaches it in place: Dynamo describes it as it is then"""
     is_number_read: bool = False
     """Whether the program reads it as a number, by `item`; that number may be a factor anywhere"""
 
@@ -97,6 +100,8 @@ class Op:
     """The operands that it changes in place."""
     is_random: bool = False
     """Whether a second run may give other results: it is random, or not an operation of PyTorch"""
+    is_reshaped: bool = False
+    """Whether it has a tensor that `is_reshaped`; no rule knows its name then, so that none reads that shape"""
     grad_mode: bool = True
     """Whether autograd records this operation"""
     handle: Any = None
@@ -110,7 +115,18 @@ class Op:
     """The tensors among its arguments"""
 
     def __post_init__(self) -> None:
+        self.name = _NAMES.get(self.name, self.name) + _RESHAPED * self.is_reshaped
         self.outs, self.operands = tensors_in(self.output), tensors_in((self.args, self.kwargs))
+
+    @property
+    def plain_name(self) -> str:
+        """Its name if no tensor were reshaped."""
+        return self.name.removesuffix(_RESHAPED)
+
+    @property
+    def is_change(self) -> bool:
+        """Whether it changes a tensor in place, or has one that is reshaped in place."""
+        return bool(self.writes) or self.name == CHANGED or self.is_reshaped
 
     @property
     def leaves_gradient(self) -> bool:
@@ -219,7 +235,7 @@ class Program:
                     self._changed.add(other)
         outs = op.outs
         has_floats = any(out.dtype.is_floating_point for out in outs)
-        if op.is_random or op.writes or (has_floats and op.name not in _DETERMINISTIC):
+        if op.is_random or op.is_change or (has_floats and op.name not in _DETERMINISTIC):
             # Many operations may be random, and not all say so: only known ones are taken to give equal floats again.
             for out in outs:
                 self.value_number(out)

@@ -16,8 +16,6 @@ from thunder_flce.matching.decisions import Decision, NotFused, Reason
 from thunder_flce.matching.interpreter import Interpreter, Result
 from thunder_flce.matching.parts import Part, parts_of
 from thunder_flce.matching.program import (
-    PERMUTATIONS,
-    RESHAPES,
     Op,
     Program,
     Tensor,
@@ -183,11 +181,6 @@ def _problem(part: Part, interpreter: Interpreter) -> NotFused | None:
     tensors = [*logits.operands, *logits.row_operands, *(part.labels.tensors if part.labels else ())]
     if not all(tensor.is_plain for tensor in tensors):
         return NotFused(Reason.DISTRIBUTED)
-    results = [result.tensor for result in part.rows]
-    writers = [user for tensor in (*tensors, *results) for user in tensor.users if user.writes]
-    for name in (user.name for user in writers if user.name in {"detach", *RESHAPES, *PERMUTATIONS}):
-        # Dynamo describes such a tensor as it is after the change: without a gradient, or in another shape.
-        return NotFused(Reason.OPERAND_MODIFIED, f"by {name}_")
     dtypes = {dtype for term in logits.terms for dtype in (term.dtype, term.weight.dtype)}
     dtypes |= set() if logits.bias is None else {logits.bias.dtype}
     if len(dtypes) > 1 or not all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in dtypes):
@@ -249,6 +242,8 @@ def _decisions_on_escapes(interpreter: Interpreter, parts: Sequence[Part]) -> li
         reason, text = Reason.NOT_FOLLOWED, f"by {name} {detail}".strip()
         if form:
             reason = Reason.TRANSFORMED_LOGITS
+        elif escape.user.is_change:
+            reason = Reason.OPERAND_MODIFIED
         elif name in ("mul", "where", "masked_fill", "kl_div", "einsum", "matmul"):
             reason = Reason.CLASS_PROBABILITIES
             if name == "kl_div":

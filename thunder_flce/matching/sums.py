@@ -483,7 +483,7 @@ class _Search:
         """Raises for an in-place change that another reader sees, so that a new tensor cannot stand for it."""
         for written in op.writes:
             holds_terms = written in self._dependent or (self._is_zero(written, op) and len(written.users) == 1)
-            is_replaceable = holds_terms and not op.leaves_gradient and op.name not in PERMUTATIONS
+            is_replaceable = holds_terms and not op.leaves_gradient
             if not is_replaceable or self._is_read_after(written, op):
                 raise NotASum(f"{op} changes a tensor in place")
             self._writes.add(op)

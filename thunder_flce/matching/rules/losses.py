@@ -22,6 +22,8 @@ def _loss(
     classes = interpreter.get(input)
     if not isinstance(classes, Class):
         raise interpreter.why_unknown(input)
+    if any(each.is_reshaped for each in (*op.operands, *op.outs)):
+        raise NotFused(Reason.OPERAND_MODIFIED, "by a reshape or detach")
     if isinstance(label_smoothing, torch.SymFloat):
         # AOTAutograd has Dynamo trace again, with a number in place of the symbol, and this graph is dropped.
         raise Unknown
