@@ -1584,6 +1584,14 @@ def test_two_labels_of_each_row(loss, targets_per_token):
     assert decision.region.call.targets_per_token == targets_per_token
 
 
+def test_results_that_share_memory():
+    """A caller who changes one of them changes the others, as in eager PyTorch."""
+    program = lambda h, w, y: (x := log_probs(h, w, y), (x.detach(), x.view(2, -1)))[1]  # noqa: E731
+    x, view = by_dynamo(program, fullgraph=True)(*operands(4)[:3])
+    x.zero_()
+    assert not view.any()
+
+
 @torch._dynamo.config.patch(capture_scalar_outputs=True)
 def test_number_of_a_loss(monkeypatch):
     """It is read of the region's, as what is asserted is, and nothing keeps the logits."""

@@ -189,7 +189,7 @@ class Interpreter:
         if rule is None or arguments is None:
             return None
         result = rule(*arguments.args, **arguments.kwargs)
-        return None if isinstance(result, Row | Argmax) and self._is_view_of_written(op) else result
+        return None if isinstance(result, Row | Argmax) and self._is_seen_as_view(op) else result
 
     def _arguments(self, rule: Any, op: Op) -> inspect.BoundArguments | None:
         """Returns the arguments for a rule; None if it does not take these."""
@@ -239,9 +239,12 @@ class Interpreter:
             else:
                 self._escape(tensor, op)
 
-    def _is_view_of_written(self, op: Op) -> bool:
-        """Whether the result shares memory with an operand, and may be changed in place."""
-        return any(each.shares_memory(op.output) for each in op.operands) and self.program.may_have_changed(op.output)
+    def _is_seen_as_view(self, op: Op) -> bool:
+        """Whether the result shares memory with an operand, and it shows: that may change, or two are returned."""
+        if not any(each.shares_memory(op.output) for each in op.operands):
+            return False
+        is_shared = sum(each.shares_memory(op.output) for each in {*self.program.results}) > 1
+        return is_shared or self.program.may_have_changed(op.output)
 
     def _drop_written_rows(self, op: Op) -> None:
         """Drops the descriptions of numbers of each row that an in-place change without a description writes to."""
