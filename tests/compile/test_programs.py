@@ -465,6 +465,8 @@ expect(TRANSFORMED)({
         -torch.cat([z, F.linear(h, w[:9])], -1).log_softmax(-1).gather(-1, y[..., None]).sum(),
     "log-probabilities with further classes":
         lambda z, y: -F.pad(z, (0, 3)).log_softmax(-1).gather(-1, y[..., None]).sum(),
+    "log-probabilities of classes by another numbering": lambda h, z, y: -h.new_zeros(*y.shape, 60).scatter_add(
+        -1, torch.arange(V).expand(z.shape), z).log_softmax(-1).gather(-1, y[..., None]).sum(),
     "several vocabularies":
         lambda h, w, y: ce_loss(F.linear(h, w[:52]).unflatten(-1, (4, 13))[..., 0, :], y.clamp(max=12)),
 })  # fmt: skip
@@ -494,6 +496,11 @@ expect(Reason.OPERAND_MODIFIED)({
     "logits reshaped in place": lambda h, w, y: (z := F.linear(h[:1], w), z.squeeze_(0), F.cross_entropy(z, y[0]))[2],
     "log-probabilities reshaped in place": lambda z, y, m: (
         x := z.log_softmax(-1).gather(-1, y[..., None]), x.squeeze_(-1), (x * m).sum(),
+    )[2],
+    "log-probabilities of rows in a buffer": lambda h, w, y: (
+        z := h.new_zeros(B, 3, V + 2),
+        [z.__setitem__((slice(None), at, slice(V)), F.linear(h[:, at], w)) for at in (2, 0, 1)],
+        log_prob(z, y[:, :3]).sum(),
     )[2],
     "predictions reshaped in place": lambda z, y: (best := z.argmax(-1), best.unsqueeze_(0), ce_loss(z, y), best)[2:],
     "changed under other rows":

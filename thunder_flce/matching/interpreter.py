@@ -33,6 +33,7 @@ LOSSES = ("cross_entropy", "nll_loss")
 NORMALISERS = ("log_softmax", "logsumexp")
 _RESIZES_CLASSES = {
     "getitem", "narrow", "select", "index_select", "gather", "take_along_dim", "topk", *SPLITS, "cat", "pad", "repeat",
+    "repeat_interleave", "tile", "setitem", "scatter", "scatter_add", "index_add", "index_copy",
 }  # fmt: skip
 """Operations whose results may have another number of classes than their operands"""
 
@@ -290,7 +291,7 @@ class Interpreter:
         escape = next(filter(None, escapes), None)
         # Not of a product, as of queries and keys: there may be as many tokens as a query has columns.
         if escape is not None and op.plain_name not in LINEARS:
-            for out in (out for out in op.outs if out not in self.values and out.shape):
+            for out in (out for out in (*op.outs, *op.writes) if out not in self.values and out.shape):
                 if any(same(size, escape.columns) for size in out.shape):
                     self._escape_of.setdefault(out, escape)
                 elif op.name in _RESIZES_CLASSES:
