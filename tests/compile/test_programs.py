@@ -1513,6 +1513,14 @@ DEPENDING_ON_VALUES = {
     "by itself": (IN_FORWARD, lambda x, m: (loss := (x.exp() * m).sum()) / loss.item()),
     "a term by another":
         ("reads one of its terms", lambda s, m: (s * m).sum() * (square := s.square().mean()).item() + square),
+    "a term by a number of another":
+        ("reads one of its terms", lambda s: s.sum() * s.detach().mean().item() + s.square().sum()),
+    "another loss by a number of it": (
+        IN_FORWARD, lambda h, s, m: (loss := (s * m).sum()) + h.square().sum() * (loss.detach() * 2).item(),
+    ),
+    "changed in place, by a number": ("changed in place", lambda s, m: (
+        t := s * 2, s.sub_(m), number := s.sum().item(), (t.sum() + t.square().sum()) * number)[3],
+    ),
     "sliced":
         ("depends on the values", lambda x, m: (x[:, : (n := (m[0] > 0).sum().item())].exp() * m[:, :n]).sum()),
     "a list":
@@ -1607,12 +1615,13 @@ def test_number_of_a_loss(monkeypatch):
     monkeypatch.setattr(backend.Inductor, "__call__", inductor)
 
     @with_arguments
-    def program(h, x, a, m):
+    def program(h, z, y, a, m):
+        x, accuracy = log_prob(z, y), (z.argmax(-1) == y).double().mean().item()
         loss = (clipped(x, a) * m).sum()
         torch._assert_async((x < 0).all())
-        return loss + h.square().sum() * loss.item()
+        return loss + h.square().sum() * loss.item(), a * (accuracy + 1) * 2
 
-    check(program, IN_FORWARD, by_dynamo(program), (6,))
+    check(program, IN_FORWARD, by_dynamo(program, fullgraph=True), (6,))
     assert not graphs[0].graph.find_nodes(op="call_function", target=F.linear)
 
 

@@ -77,6 +77,8 @@ class _Reader:
         self.ops: list[Op] = []
         self.results: list[Tensor] = []
         self._values: dict[Node, Any] = {}
+        self._numbers: dict[Node, tuple[Tensor, ...]] = {}
+        """The tensors from which a number is read and computed"""
         self._reshapes: Counter[int] = Counter()
         """For each example value, which Dynamo reshapes with its tensor, the number of in-place reshapes to come"""
         self._grad_mode = torch.is_grad_enabled()
@@ -119,6 +121,7 @@ class _Reader:
     def _add(self, node: Node, inside: Node | None) -> None:
         value = self._example_value(node)
         self._reshapes[id(value)] -= name_of(node) in _RESHAPES_IN_PLACE
+        numbers = tuple(tensor for each in node.all_input_nodes for tensor in self._numbers.get(each, ()))
         written = [each for each in written_by(node) if isinstance(value_of(each), torch.Tensor)]
         outs = [each for each in tree_flatten(value)[0] if isinstance(each, torch.Tensor)]
         reads_tensors = any(isinstance(value_of(each), torch.Tensor) for each in node.all_input_nodes)
@@ -126,7 +129,12 @@ class _Reader:
             # A size, or a switch such as that of autocast: tensors depend on it only by the values that Dynamo has.
             self._values[node] = value
             if name_of(node) == "item":
-                self._values[node.args[0]].is_number_read = True  # type: ignore[index]
+                tensor = self._values[node.args[0]]  # type: ignore[index]
+                tensor.is_number_read, numbers = True, (tensor,)
+            if numbers:
+                self._numbers[node] = numbers
+                item = Op("item", numbers, {}, None, source_of(node), handle=node, inside=inside, grad_mode=False)
+                self.ops.append(item)
             return
         if node.target is operator.getitem and isinstance(value_of(node.args[0]), tuple | list):  # type: ignore[arg-type]
             self._values[node] = self._values[node.args[0]][node.args[1]]  # type: ignore[index]
@@ -159,6 +167,7 @@ class _Reader:
                 inside=inside,
                 is_random=bool(_RANDOM.match(name)) or " of " in name or isinstance(node.target, HigherOrderOperator),
                 is_reshaped=is_reshaped and name not in LOSSES,
+                numbers=numbers,
                 grad_mode=self._grad_mode,
             )  # fmt: skip
         )

@@ -146,7 +146,7 @@ class _Graph:
         """Replaces the program's tensors by new ones in all users, except for sizes, which may be read before."""
         for tensor, new in results.items():
             self._replaced[tensor] = new
-            kept = [each for each in _readers_of_parts(tensor.handle) if name_of(each) != "item"]
+            kept = _readers_of_parts(tensor.handle)
             tensor.handle.replace_all_uses_with(self._node(new), lambda user, kept=kept: user not in kept)
 
     def _read_sizes_elsewhere(self, node: Node) -> None:
@@ -440,7 +440,9 @@ def _readers_of_parts(node: Node) -> list[Node]:
     """Returns the nodes that take one of several results of a node, or read sizes of its result."""
     readers: list[Node] = []
     is_one = isinstance(value_of(node), torch.Tensor)
-    for user in node.users:
+    # A number that is read of a tensor is an operation of its own, and so is what is computed from it.
+    users = [] if isinstance(value_of(node), _SYMBOLIC) else [each for each in node.users if name_of(each) != "item"]
+    for user in users:
         value = value_of(user)
         is_size = not any(isinstance(each, torch.Tensor) for each in tree_flatten(value)[0]) and user.op != "output"
         is_size = is_size and value is not None

@@ -102,6 +102,8 @@ class Op:
     """Whether a second run may give other results: it is random, or not an operation of PyTorch"""
     is_reshaped: bool = False
     """Whether it has a tensor that `is_reshaped`; no rule knows its name then, so that none reads that shape"""
+    numbers: tuple[Tensor, ...] = ()
+    """Tensors of which it takes numbers that were read before, by an operation "item" without a result"""
     grad_mode: bool = True
     """Whether autograd records this operation"""
     handle: Any = None

@@ -100,7 +100,7 @@ class Region:
         if self.total is not None:
             made = {out for op in self.total.ops for out in op.outs} | {each.tensor for each in self.total.summands}
             for op in self.total.ops:
-                add(op.position, *(operand for operand in op.operands if operand not in made))
+                add(op.position, *(operand for operand in op.operands if operand not in made), *op.numbers)
             for input in (input for summand in self.total.summands for input in summand.inputs):
                 add(input.read_at, input.tensor)
         return positions
@@ -382,7 +382,7 @@ def ordered(regions: Sequence[Region], interpreter: Interpreter) -> list[Op | Re
     order: list[Op | Region] = []
     waiting: list[tuple[Op | Region, set[Tensor]]] = []
     for item in items:
-        waiting.append((item, {*(item.read_at if isinstance(item, Region) else item.operands)}))
+        waiting.append((item, {*(item.read_at if isinstance(item, Region) else (*item.operands, *item.numbers))}))
         while (
             at := next((at for at, (_, reads) in enumerate(waiting) if missing.isdisjoint(reads)), None)
         ) is not None:

@@ -224,6 +224,8 @@ class _Search:
     def _follow(self, op: Op) -> None:
         """Records the result of an operation if it is computed token by token; else notes why not."""
         operands, outs = self._operands(op), op.outs
+        if not self._dependent.isdisjoint(op.numbers):
+            self._dependent.update(outs)
         # A described result is computed from logits: if it is needed, it is a source, or another region's result.
         if not operands or (
             outs and all(out in self._interpreter.values and not self._interpreter.starts_logits(out) for out in outs)
@@ -356,7 +358,8 @@ class _Search:
         order = sorted(linear, key=lambda op: op.position)
         if any(tensor in op.operands for op in order if op.name not in ("add", "sub") for tensor in others or ()):
             raise NotASum("another loss is both added to it and multiplied with it")
-        if any(tensor.is_number_read for op in order for tensor in op.operands):
+        is_read = any(tensor.is_number_read for op in order for tensor in op.operands)
+        if is_read or any(not self._dependent.isdisjoint(op.numbers) for op in order):
             raise NotASum("the program reads one of its terms as a number, such as by item()")
         in_order = [tensor for op in order for tensor in op.operands if tensor in starts] or [place]
         summands = [self._summand(tensor) for tensor in dict.fromkeys(in_order)]
