@@ -490,6 +490,9 @@ expect(Reason.OPERAND_MODIFIED)({
         lambda z, y: (u := z.detach(), torch._foreach_mul_([u], 2.0), log_prob(u, y).sum() + ce_loss(z, y))[2],
     "hidden states detached in place":
         lambda h, w, y: (u := h.tanh(), loss := losses(u, w, y).mean(), u.detach_(), loss)[3],
+    "other rows changed in place": lambda z, y: (
+        before := z[:, :-1], after := z[:, 1:], before.div_(0.7), log_prob(after, y[:, 1:]).sum(),
+    )[3],
     "a loss detached in place": lambda z, y: (s := ce_loss(z, y), loss := s * 2, s.detach_(), loss)[3],
     "hidden states reshaped in place":
         lambda h, w, y: (u := h * 2, loss := losses(u, w.detach(), y).mean(), u.unsqueeze_(0), loss)[3],

@@ -207,6 +207,12 @@ class Logits:
         return replace(self, terms=terms, bias_has_grad=False, scale=sign, softcap=None, shift=Fraction(0))
 
     @property
+    def selection(self) -> tuple[RowStep, ...]:
+        """The steps on the rows up to the last that is no reshape or permutation."""
+        numbers = (at for at, step in enumerate(self.rows, 1) if step.kind not in ("reshape", "permute"))
+        return self.rows[: max(numbers, default=0)]
+
+    @property
     def is_similarity(self) -> bool:
         """Whether these are similarities of all pairs in a batch, as in a contrastive loss, and no vocabulary."""
         head = self.terms[0]

@@ -221,7 +221,7 @@ class Interpreter:
         return all(tensor.needs_grad == written.needs_grad for tensor in self.values if tensor.shares_memory(written))
 
     def _update_views(self, op: Op) -> None:
-        """Changes the descriptions of all views that are read afterwards; views of another size escape."""
+        """Changes the descriptions of all views that are read afterwards; views of other elements escape."""
         written = op.operands[0]
         old, new = self.values[written], self.values[op.output]
         self.followed.append(op)
@@ -230,7 +230,8 @@ class Interpreter:
                 continue
             if not self.program.is_read_after(tensor, op):
                 continue
-            if not same(tensor.numel, written.numel) or not isinstance(new, Class):
+            is_same = same(tensor.numel, written.numel) and value.logits.selection == old.logits.selection
+            if not is_same or not isinstance(new, Class):
                 self._escape(tensor, op)
             elif new.logits.rows == old.logits.rows:
                 self.values[tensor] = replace(value, logits=replace(new.logits, rows=value.logits.rows), sum=new.sum)
