@@ -624,6 +624,10 @@ expect(IN_FORWARD, thunder=True)({
         (log_prob(z, y).exp() * m).sum(), (z[1::2, 2:].flatten(0, 1).argmax(-1) == y[1::2, 2:].flatten()).sum(),
         (z[0].argmax(-1) == y[0]).sum(),
     ),
+    "accuracy of tokens in another order": lambda z, y, m: (
+        v := y.clamp(max=2).where(m > 0, -100), ce_loss(z[..., :3], v),
+        (z[..., :3].transpose(0, 1).argmax(-1) == v.view(-1, B)).sum(),
+    )[1:],
     "sum that is logged": lambda x, m: (-0.5 * (loss := (x * m).sum()) / m.sum(), loss.detach()),
     # The mean over tokens and classes at once.
     "of all classes":

@@ -456,7 +456,11 @@ class _Writing:
     def _argmax_output(self, part: Part) -> str:
         """Returns the name of an argmax's output; valid_argmax is -1 in ignored rows, so -1 must not be their label."""
         is_free = not -1 <= part.ignore_index < part.logits.terms[0].columns
-        compared = (is_compared_with_labels(each.tensor, part, self._interpreter.program) for each in part.argmaxes)
+        program = self._interpreter.program
+        compared = (
+            not part.steps_to(each.argmax) and is_compared_with_labels(each.tensor, part, program)
+            for each in part.argmaxes
+        )  # fmt: skip
         return "valid_argmax" if is_free and all(compared) else "argmax"
 
     def _results(self, outputs: dict[str, Tensor]) -> dict[Tensor, Tensor]:
