@@ -1528,6 +1528,11 @@ DEPENDING_ON_VALUES = {
     "changed in place, by a number": ("changed in place", lambda s, m: (
         t := s * 2, s.sub_(m), number := s.sum().item(), (t.sum() + t.square().sum()) * number)[3],
     ),
+    "each term, by a number of all": ("line", lambda s: (s * s.detach().mean().item()).sin().sum()),
+    "in a checkpoint": (IN_FORWARD, lambda h, x: (
+        number := x.detach().mean().item(), checkpoint(lambda h, n: (h * n).sin(), h, number, use_reentrant=False),
+        x.exp().sum(),
+    )[1:]),
     "sliced":
         ("depends on the values", lambda x, m: (x[:, : (n := (m[0] > 0).sum().item())].exp() * m[:, :n]).sum()),
     "a list":

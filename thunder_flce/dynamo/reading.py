@@ -110,7 +110,10 @@ class _Reader:
     def _read_checkpoint(self, gm: GraphModule, node: Node, inside: Node | None) -> None:
         body, (_, *operands) = body_of(gm, node), node.args
         values = map_arg(tuple(operands), self._values.__getitem__)
-        arguments = dict(zip(body.graph.find_nodes(op="placeholder"), values, strict=True))
+        placeholders = body.graph.find_nodes(op="placeholder")
+        arguments = dict(zip(placeholders, values, strict=True))
+        for inner, outer in zip(placeholders, operands, strict=True):
+            self._numbers[inner] = self._numbers.get(outer, ())  # type: ignore[arg-type]
         self._values[node] = self.read(body, arguments, inside or node)
         # The results of the node are tensors of the body; outside of it, they have nodes of their own.
         for user in node.users:

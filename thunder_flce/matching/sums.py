@@ -438,8 +438,9 @@ class _Search:
 
         def argument(value: Any) -> Any:
             dtype = op.output.dtype if op.output.dtype.is_floating_point else first.dtype
-            # Integers and 16 bits would round it.
-            if isinstance(value, torch.SymFloat | torch.SymInt) and dtype in (torch.float32, torch.float64):
+            # Integers and 16 bits would round it, and a number that is read of a tensor may be known too late.
+            is_exact = dtype in (torch.float32, torch.float64) and all(each.op is None for each in op.numbers)
+            if isinstance(value, torch.SymFloat | torch.SymInt) and is_exact:
                 handle, selections = recorder.add_input(dtype), self._selections[op.output]
                 number = value, dtype
                 part.inputs[handle] = TokenInput(
