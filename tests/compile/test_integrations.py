@@ -459,8 +459,11 @@ def test_data_parallel(tmp_path, not_fused):
 def test_wrong_settings(options, settings, message, tmp_path, monkeypatch):
     """They are errors before the first step."""
     monkeypatch.setattr(OurTrainer, "backend_options", options)
+    changed = arguments(tmp_path)
+    # Not as an argument, of which accelerate would tell later trainers of the process.
+    vars(changed).update(settings)
     with pytest.raises((TypeError, RuntimeError, ValueError), match=message):
-        OurTrainer(model=tiny.model(num_hidden_layers=0), args=arguments(tmp_path, **settings))
+        OurTrainer(model=tiny.model(num_hidden_layers=0), args=changed)
 
 
 def test_batches_without_labels(tmp_path):
