@@ -160,7 +160,7 @@ def token_kernel(
 _BLOCK, _THREADS = 512, 128
 # A loss with a number that changes at each step would be compiled at each step. After this many losses that differ only
 # in their numbers, PyTorch's operations compute the next ones.
-_MOST_NUMBERS = 16
+_MOST_NUMBERS, _MOST_TEXTS = 16, 1024
 _counts: Counter[TokenLoss] = Counter()
 """How many losses there were, by their text without its numbers"""
 
@@ -174,6 +174,8 @@ def kernel_for(
     It takes the statistics, z at the targets, the moments, the upstream gradients s, and the token inputs in float32,
     bool or integers, (C,) each; and the number of columns.
     """
+    if len(_counts) >= _MOST_TEXTS:
+        _counts.clear()
     _counts[without_numbers := re.sub(r"\b\d[\d.]*(e[+-]\d+)?", "", token_loss)] += 1
     if _counts[without_numbers] > _MOST_NUMBERS:
         return None
