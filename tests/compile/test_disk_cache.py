@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from functools import partial
+from threading import Lock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from thunder_flce.dynamo import fusion
 PROGRAM = """
 import json
 from functools import partial
+from threading import Lock
 import torch, torch.nn.functional as F
 from torch._dynamo.utils import counters
 from torch._inductor import config
@@ -93,16 +95,21 @@ def test_what_is_written_may_be_on_the_disk(name):
     torch.compile(program, backend=backend, fullgraph=True)(*_arguments(program))
 
 
+_ONE_AT_A_TIME = Lock()
+"""Dynamo of torch 2.15 mixes up the grad modes of threads that compile at once"""
+
+
 def _codes(**arguments):
     """Returns the code of the graphs in which a program calls `linear_cross_entropy`."""
 
     def backend(gm, inputs):
         codes.append(gm.code)
-        return gm
+        return lambda *tensors: tensors[:1]  # What it returns does not matter, and ranks need not run it together.
 
     codes: list[str] = []
     program = partial(thunder_flce.linear_cross_entropy, **arguments)
-    torch.compile(program, backend=backend, fullgraph=True)(*operands(6))
+    with _ONE_AT_A_TIME:
+        torch.compile(program, backend=backend, fullgraph=True)(*operands(6))
     return codes
 
 
