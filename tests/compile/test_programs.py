@@ -1619,6 +1619,13 @@ def test_results_that_share_memory():
     assert not view.any()
 
 
+def test_equal_results_share_no_memory():
+    program = lambda h, w: (z := F.linear(h, w), (z.logsumexp(-1), z.logsumexp(-1)))[1]  # noqa: E731
+    one, other = by_dynamo(program, fullgraph=True)(*operands(4)[:2])
+    one.detach().zero_()
+    assert other.all()
+
+
 @torch._dynamo.config.patch(capture_scalar_outputs=True)
 def test_number_of_a_loss(monkeypatch):
     """It is read of the region's, as what is asserted is, and nothing keeps the logits."""

@@ -22,6 +22,7 @@ from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx import Graph, GraphModule, Node, Proxy
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
@@ -191,7 +192,8 @@ class _Graph:
 
     def _new_tensor(self, node: Node, value: torch.Tensor) -> Tensor:
         node.meta["example_value"] = value
-        return Tensor(node.name, tuple(value.shape), value.dtype, value.device, value.requires_grad, node)
+        storage = StorageWeakRef(value.untyped_storage())
+        return Tensor(node.name, tuple(value.shape), value.dtype, value.device, value.requires_grad, node, storage)
 
     def _argument(self, value: Any) -> Any:
         if isinstance(value, Tensor):

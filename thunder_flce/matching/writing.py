@@ -485,7 +485,14 @@ class _Writing:
             for result in part.rows:
                 if total is None or result.tensor in total.kept:
                     results[result.tensor] = self._like(result.tensor, self._result(result, part_outputs, part))
-        return {tensor: results[tensor] for tensor in region.returned}
+        returned: dict[Tensor, Tensor] = {}
+        for tensor in region.returned:
+            new = results[tensor]
+            # The program's own results have memory of their own: see `Interpreter._is_seen_as_view`.
+            if tensor in self._interpreter.program.results and any(map(new.shares_memory, returned.values())):
+                new = self._call(torch.clone, new)
+            returned[tensor] = new
+        return returned
 
     def _part_outputs(self, outputs: dict[str, Tensor], part: Part, start: Any) -> tuple[dict[str, Tensor], Any]:
         """Returns the outputs of one part's rows, which begin at row `start`, and the first row of the next part."""
