@@ -1537,6 +1537,9 @@ DEPENDING_ON_VALUES = {
         ("depends on the values", lambda x, m: (x[:, : (n := (m[0] > 0).sum().item())].exp() * m[:, :n]).sum()),
     "a list":
         ("depends on the values", lambda x, m: (x[:, : (n := (m > 0).sum(1).tolist()[0])].exp() * m[:, :n]).sum()),
+    "sliced logits": (TRANSFORMED, lambda z, y, m: (
+        n := (m[0] > 0).sum().item(), log_prob(z[:, :n], y[:, :n]).sum() + log_prob(z[:, n:], y[:, n:]).sum(),
+    )[1:]),
     # What reads a size of what a region gives stays where it is.
     "logged before the loss":
         ("whose size depends on the values", lambda x, a, m: (x.detach()[m > 0].mean(), (x * a).sum())),

@@ -389,10 +389,16 @@ _DETERMINISTIC = {
 
 
 def is_plain(key: tuple[Any, ...]) -> bool:
-    """Whether an index has no tensors, only numbers, slices, None and an ellipsis, and so selects nothing twice."""
-    sizes = (int, torch.SymInt, type(None))
+    """Whether an index has only numbers, slices, None and an ellipsis, so that it selects nothing twice.
+
+    Not if a bound of a slice depends on a tensor's values, as after `item`: it cannot be compared with other bounds.
+    """
+
+    def is_size(bound: Any) -> bool:
+        return bound is None or (isinstance(bound, int | torch.SymInt) and not depends_on_values(bound))
+
     return all(
-        all(isinstance(bound, sizes) for bound in (part.start, part.stop, part.step))
+        all(map(is_size, (part.start, part.stop, part.step)))
         if isinstance(part, slice)
         else part is None or part is Ellipsis or type(part) is int
         for part in key

@@ -32,7 +32,7 @@ def _selected(
         if op.name == "getitem" and indices is None:
             return _at_tensors(interpreter, op, input, *args)
         if indices is None:
-            raise Unknown("at indices that are not in order" if op.name in SPLITS else "")
+            raise Unknown("at indices that are not in order, or depend on the values of a tensor")
         return tuple(_at_index(input, index, out.shape) for index, out in zip(indices, op.outs, strict=True))
     if keeps_elements(op):
         return replace(input, shape=op.output.shape)
@@ -70,7 +70,7 @@ def _rows_at_tensors(interpreter: Interpreter, op: Op, input: Class, key: tuple[
     selects_rows = ends if any(each is Ellipsis for each in key) else sum(sizes) < len(input.shape) + ends
     is_known = all(isinstance(each, Tensor) or is_plain((each,)) for each in key) and tensors
     if not selects_rows or not is_known or input.dim != len(input.shape) - 1:
-        raise Unknown("with an index that is neither an integer nor a slice")
+        raise Unknown("with an index that is neither an integer nor a slice, or depends on the values of a tensor")
     if any(interpreter.depends_on(tensor, input.logits) for tensor in tensors):
         raise Unknown("at rows that depend on the logits")
     number_at = interpreter.program.number_at
