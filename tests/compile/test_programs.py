@@ -1597,6 +1597,19 @@ def test_ignored_labels_that_are_filled(regions, label, fill):
         assert len(made) == (1 if fills_all else regions)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.10", reason="take_along_dim does not take labels modulo V")
+def test_ignored_labels_of_take_along_dim():
+    """Its labels are valid, whatever they are, and not those of a gather or a cross-entropy."""
+
+    @with_arguments
+    def program(z, y, m):
+        y = torch.where(m > 0, y, -100)
+        x = torch.take_along_dim(z.log_softmax(-1), y[..., None], -1).squeeze(-1)
+        return (x * m).sum() + ce_loss(z, y) + x.exp().mean()
+
+    check(program, IN_FORWARD, by_dynamo(program), (6,))
+
+
 @pytest.mark.parametrize(("loss", "targets_per_token"), [
     (ce_loss, 2),
     (lambda z, y: -(log_prob(z, y.clamp(min=0)) * (y >= 0)).sum(), 2),

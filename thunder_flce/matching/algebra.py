@@ -346,8 +346,8 @@ class Labels:
     """Position of the operation that reads them first"""
     line: Source = field(compare=False)
     """Line of the user's code that takes the classes at the labels"""
-    wraps: bool = False
-    """Whether labels from -V to -1 count from the end"""
+    wraps: str = ""
+    """"end" if labels from -V to -1 count from the end, "modulo" if all are taken modulo V"""
     ignore_index: int | None = None
     """The label of the rows in which a cross-entropy is 0"""
     fills: tuple[tuple[int, int], int | None] | None = field(default=None, compare=False)

@@ -162,8 +162,11 @@ class _Writing:
             labels = self._call(torch.where, is_valid, labels, 0)
         if part.labels.wraps:
             vocab = part.logits.vocab_size or part.logits.terms[0].columns
-            is_negative = self._call(torch.lt, labels, 0)
-            labels = self._call(torch.where, is_negative, self._call(torch.add, labels, vocab), labels)
+            if part.labels.wraps == "modulo":
+                labels = self._call(torch.remainder, labels, vocab)
+            else:
+                is_negative = self._call(torch.lt, labels, 0)
+                labels = self._call(torch.where, is_negative, self._call(torch.add, labels, vocab), labels)
         if not same_shape(labels.shape, rows):
             labels, inputs = self._flat(labels), [self._flat(each, 2) for each in inputs]
         return inputs, labels

@@ -128,7 +128,10 @@ def _gather(interpreter: Interpreter, op: Op, input: Class, dim: int, index: Ten
 def _take_along_dim(interpreter: Interpreter, op: Op, input: Class, indices: Tensor, dim: int | None = None) -> Row:
     if dim is None:
         raise Unknown
-    return _gather(interpreter, op, input, dim, indices)
+    row = _gather(interpreter, op, input, dim, indices)
+    assert row.labels is not None
+    # From PyTorch 2.10 on; before, such labels are an error.
+    return replace(row, labels=replace(row.labels, wraps="modulo"))
 
 
 def _indexed(interpreter: Interpreter, op: Op, input: Class, key: tuple[Any, ...]) -> Row:
@@ -142,10 +145,10 @@ def _indexed(interpreter: Interpreter, op: Op, input: Class, key: tuple[Any, ...
         raise Unknown("rows selected by an index")
     if not all(map(agree, labels.shape, rows_shape[len(rows_shape) - labels.ndim :])) or labels.ndim < len(rows):
         raise Unknown(f"labels of shape {text_of(labels.shape)} for logits of shape {text_of(input.shape)}")
-    return _at_labels(interpreter, op, input, labels, wraps=True)
+    return _at_labels(interpreter, op, input, labels, wraps="end")
 
 
-def _at_labels(interpreter: Interpreter, op: Op, input: Class, index: Tensor, *, wraps: bool = False) -> Row:
+def _at_labels(interpreter: Interpreter, op: Op, input: Class, index: Tensor, *, wraps: str = "") -> Row:
     """Returns a number of each row: that of each class, taken at the row's label."""
     index = interpreter.labels_of(index)
     if input.form == "p":
