@@ -1642,6 +1642,19 @@ def test_equal_results_share_no_memory():
     assert other.all()
 
 
+def test_argument_that_is_changed_in_place():
+    """Gradients flow back from the caller's tensor, too."""
+
+    def program(h, w, y, a):
+        x = log_probs(h, w, y)
+        a += x
+        return x.sum() * 2
+
+    calls = [lambda h, w, y, a, m, call=call: (call(h, w, y, a := m * 1), a) for call in (by_dynamo(program), program)]
+    got, expected = (run(call, operands(6)) for call in calls)
+    torch.testing.assert_close(got, expected)
+
+
 @torch._dynamo.config.patch(capture_scalar_outputs=True)
 def test_number_of_a_loss(monkeypatch):
     """It is read of the region's, as what is asserted is, and nothing keeps the logits."""

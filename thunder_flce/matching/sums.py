@@ -493,13 +493,18 @@ class _Search:
             self._writes.add(op)
 
     def _is_read_after(self, written: Tensor, op: Op) -> bool:
-        """Whether a tensor from before an in-place change, which shares the changed memory, is read after it."""
+        """Whether a tensor from before an in-place change, which shares the changed memory, is read after it.
+
+        The caller may read an argument, such as a running sum of losses.
+        """
         # Cached, since a loop that adds losses in place asks for each of its scalars.
         if (written, op) not in self._is_read:
-            later_operands = [operand for later in self._program.ops[op.position + 1 :] for operand in later.operands]
+            ops = self._program.ops
+            read = [each for later in ops[op.position + 1 :] for each in later.operands] + self._program.results
+            arguments = [each for earlier in ops[: op.position + 1] for each in earlier.operands if each.op is None]
             self._is_read[written, op] = any(
                 tensor.shares_memory(written) and (tensor.op is None or tensor.op.position < op.position)
-                for tensor in (*later_operands, *self._program.results)
+                for tensor in (*read, *arguments)
             )
         return self._is_read[written, op]
 
