@@ -100,6 +100,12 @@ def poisoned_memory(monkeypatch):
     poison_memory(monkeypatch.setattr)
 
 
+@pytest.fixture
+def without_poison(monkeypatch, poisoned_memory):
+    """For tests in which the memory or the calls that it takes would count."""
+    monkeypatch.undo()
+
+
 @pytest.fixture(autouse=True)
 def unchanged_registry():
     """Fails if a test leaves an executor behind in thunder's list of defaults."""

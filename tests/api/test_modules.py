@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+import front_ends
 import thunder_flce
-from front_ends import COMPILERS, FRONT_ENDS, assert_agrees, decisions
+from front_ends import COMPILERS, FRONT_ENDS, H, V, assert_agrees, decisions, flattened_loss
 from reference import assert_close_to_truth, differentiate, make_case
 from thunder_flce import LinearCrossEntropyLoss, Options, loss_only
 
-H, V = 24, 101
 INPUTS = torch.randn(3, H), torch.tensor([0, 1, 2])
 
 
@@ -78,19 +78,16 @@ class Output:
     logits: torch.Tensor
 
 
-class Model(nn.Module):
+class Model(front_ends.Model):
     """A model like those of transformers; `output_type` makes its output of the loss and the logits."""
 
     def __init__(self, output_type=Output):
-        super().__init__()
-        self.embedding = nn.Embedding(V, H)
-        self.lm_head = nn.Linear(H, V)
+        super().__init__(bias=True)
         self.output_type = output_type
 
     def forward(self, tokens, labels=None):
-        logits = self.lm_head(self.embedding(tokens))
-        loss = None if labels is None else nn.functional.cross_entropy(logits.view(-1, V), labels.view(-1))
-        return self.output_type(loss, logits)
+        logits = self.logits(tokens)
+        return self.output_type(None if labels is None else flattened_loss(logits, labels), logits)
 
 
 class NanoGPT(Model):
@@ -115,7 +112,7 @@ def test_loss_only(name):
     make, settings = MODELS[name]
     model, labels = make(), settings.get("labels", "labels")
     only = loss_only(model, **settings)
-    expected = nn.functional.cross_entropy(model.lm_head(model.embedding(TOKENS)).view(-1, V), TOKENS.view(-1))
+    expected = flattened_loss(model.logits(TOKENS), TOKENS)
     assert torch.equal(only(TOKENS, TOKENS), expected) and torch.equal(only(TOKENS, **{labels: TOKENS}), expected)
     with pytest.raises(TypeError, match=rf" returned no loss; call it with {labels}=….* this is a (Output|dict|tuple)"):
         only(TOKENS)
@@ -234,10 +231,10 @@ WRONG_TYPES = {
 WRONG_VALUES = {
     "in_features must be a positive int, but got 0": lambda: LinearCrossEntropyLoss(0, V),
     "num_classes must be a positive int, but got 9.0": lambda: LinearCrossEntropyLoss(H, 9.0),
-    r"weight must be \(V,\) = \(101,\), class weights, but got \(101, 4\); to": lambda: head(weight=torch.ones(V, 4)),
+    r"weight must be \(V,\) = \(97,\), class weights, but got \(97, 4\); to": lambda: head(weight=torch.ones(V, 4)),
     r"out_features must be \(\), but got \(3,\); give input as": lambda: head(out_features=(3,)),
     "reduction must be one of": lambda: head(reduction="avg"),
-    r"linear.weight must be .* = \(101, 24\), but got \(10, 24\)":
+    r"linear.weight must be .* = \(97, 16\), but got \(10, 16\)":
         lambda: changed(head(), lambda loss: setattr(loss.linear, "weight", nn.Embedding(10, H).weight))(*INPUTS),
     "model is a loss_only model already, with labels='labels', loss='loss'":
         lambda: loss_only(loss_only(Model()), loss=1),

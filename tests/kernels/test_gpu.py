@@ -19,13 +19,7 @@ from thunder_flce.engine.kernels.dispatch import BACKENDS, is_installed
 from thunder_flce.options import STRATEGIES
 
 IGNORED_ROWS = ("skip", "compute")
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def no_poison(monkeypatch, poisoned_memory):
-    """Filling memory with NaN would take memory of its own."""
-    monkeypatch.undo()
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("without_poison")]
 
 
 def _peak_bytes(run):

@@ -8,6 +8,8 @@ import torch
 from thunder_flce import Options, linear_cross_entropy, operators
 from thunder_flce.engine.primitives import Region
 
+pytestmark = pytest.mark.usefixtures("without_poison")
+
 
 def count_calls(run) -> int:
     """Returns how many functions of Python and of C are called."""
@@ -23,12 +25,6 @@ def count_calls(run) -> int:
     finally:
         sys.setprofile(None)
     return count
-
-
-@pytest.fixture(autouse=True)
-def no_poison(monkeypatch, poisoned_memory):
-    """The functions that fill memory with NaN would count."""
-    monkeypatch.undo()
 
 
 def step(tokens=64, *, reduction="mean", options=None):

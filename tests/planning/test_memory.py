@@ -1,12 +1,9 @@
 """The predicted memory of a plan, beside gradients, is what the tensors of a call take."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from reference import run_by, run_inside
@@ -32,20 +29,10 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0
-        self._is_paused = False
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leaves out tensors that are made in the context."""
-        self._is_paused = True
-        yield
-        self._is_paused = False
 
     def __torch_dispatch__(self, function, types, arguments=(), settings=None):
         known = {tensor.untyped_storage()._cdata for tensor in _tensors_in((arguments, settings))}
         result = run_inside(self, function, arguments, settings)
-        if self._is_paused:
-            return result
         for tensor in _tensors_in(result):
             storage = tensor.untyped_storage()
             if storage._cdata not in known:
@@ -75,11 +62,11 @@ CASES = [
 @pytest.fixture
 def live(monkeypatch):
     """Measures without the row kernels, for which PyTorch takes memory for some rows at a time, and others none."""
-    live, divergence_for = LiveBytes(), dispatch.divergence_for
+    divergence_for = dispatch.divergence_for
 
     def uncounted(function):
         def wrapper(*arguments, **settings):
-            with live.paused():
+            with _disable_current_modes():
                 return function(*arguments, **settings)
 
         return wrapper
@@ -87,7 +74,7 @@ def live(monkeypatch):
     monkeypatch.setattr(dispatch, "divergence_for", lambda *args, **kwargs: uncounted(divergence_for(*args, **kwargs)))
     for method in ("statistics", "moments", "gradient_", "one_pass_"):
         monkeypatch.setattr(TorchRowKernels, method, uncounted(getattr(TorchRowKernels, method)))
-    return live
+    return LiveBytes()
 
 
 @pytest.mark.parametrize(("strategy", "needs", "settings"), CASES, ids=str)
