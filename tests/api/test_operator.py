@@ -40,10 +40,17 @@ def call(case: Case, **settings):
     return results_of(case, **settings)
 
 
-def assert_right(loss, case: Case, *, options: Options | None = None, **settings) -> None:
-    """Compares a loss and its gradients with float64."""
-    upstream = torch.randn(case.target.shape) if settings.get("reduction") == "none" else torch.tensor(0.7)
-    assert_close_to_truth(differentiate(loss, case, upstream), case, upstream, factor=1.5, **settings)
+def upstream_of(case: Case, settings):
+    """A random upstream gradient of the loss."""
+    return torch.randn(case.target.shape if settings.get("reduction") == "none" else ())
+
+
+def assert_right(result, case: Case, upstream=None, *, options: Options | None = None, **settings) -> None:
+    """Compares a loss, which is differentiated, or a result for some upstream gradient with float64."""
+    if not isinstance(result, Result):
+        upstream = upstream_of(case, settings)
+        result = differentiate(result, case, upstream)
+    assert_close_to_truth(result, case, upstream, factor=1.5, **settings)
 
 
 class RecordedCalls(TorchDispatchMode):
@@ -268,7 +275,7 @@ def test_traced_by_jit(settings):
 def test_graph_of_a_step(settings):
     """`make_fx` traces it; the graph runs on tensors that require gradients, and its gradients have no derivatives."""
     case = make_case()
-    upstream = torch.randn(case.target.shape if settings.get("reduction") else (), requires_grad=True)
+    upstream = upstream_of(case, settings).requires_grad_()
 
     def step(x, weight, target, upstream):
         loss = linear_cross_entropy(x, weight, target, **settings)
@@ -276,19 +283,9 @@ def test_graph_of_a_step(settings):
 
     arguments = case.x, case.weight, case.target, upstream
     loss, *gradients = make_fx(step)(*arguments)(*arguments)
-    exact = truth(case, upstream.detach(), reduction=settings.get("reduction", "mean"))
-    assert max(errors(Result(loss, gradients), exact)) < 1e-6
+    assert_right(Result(loss, gradients), case, upstream.detach(), **settings)
     with pytest.raises(RuntimeError, match="linear_cross_entropy has no second derivative"):
         gradients[0].sum().backward()
-
-
-def test_second_derivative_of_a_compiled_call():
-    case = make_case()
-    loss = torch.compile(call, backend="aot_eager")(case)
-    for operand in (case.x, case.weight):
-        (gradient,) = torch.autograd.grad(loss, operand, create_graph=True)
-        with pytest.raises(RuntimeError, match="not currently support double backward"):
-            torch.autograd.grad(loss + gradient.square().sum(), operand, retain_graph=True)
 
 
 def test_compiled_without_a_valid_target(settings):
@@ -311,11 +308,10 @@ def test_vjp_and_compiled_grad(settings):
     operands = case.x.detach(), case.weight.detach()
     loss, vjp = torch.func.vjp(function, *operands)
     upstream = torch.randn_like(loss)
-    exact = truth(case, upstream, reduction=settings.get("reduction", "mean"))
     grad = torch.func.grad(lambda *operands: (function(*operands) * upstream).sum(), argnums=(0, 1))
     compiled = torch.compile(grad, backend="aot_eager", fullgraph=True)
     for gradients in (vjp(upstream), compiled(*operands)):
-        assert max(errors(Result(loss, gradients), exact)) < 1e-6
+        assert_right(Result(loss, gradients), case, upstream, **settings)
 
 
 def test_a_gradient_that_only_an_outer_transform_needs():
@@ -442,10 +438,10 @@ def test_compiled_autograd(settings, monkeypatch):
     monkeypatch.setattr(calls, "_settings_cache", {})
     case = make_case()
     loss = call(case, **settings)
-    upstream = torch.randn(loss.shape)
+    upstream = upstream_of(case, settings)
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
         result = differentiate(loss, case, upstream)
-    assert max(errors(result, truth(case, upstream, reduction=settings.get("reduction", "mean")))) < 1e-6
+    assert_right(result, case, upstream, **settings)
 
 
 # Results and settings.
