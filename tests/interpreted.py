@@ -10,13 +10,6 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 
 needs_triton = pytest.mark.skipif(not find_spec("triton"), reason="needs Triton")
-needs_compiler = pytest.mark.skipif(INTERPRETED or not find_spec("triton"), reason="needs Triton")
-
-
-def on_device(test):
-    """Marks a test that runs the kernels."""
-    test = needs_triton(test)
-    return test if INTERPRETED else pytest.mark.gpu(test)
 
 
 def prepare_row_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

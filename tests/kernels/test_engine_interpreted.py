@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+pytest.importorskip("triton", reason="needs Triton")
+
 import random_calls
 from interpreted import INTERPRETED, prepare_row_kernels
 from random_calls import Call
@@ -19,7 +21,8 @@ from test_pointwise import FUNCTIONS
 from thunder_flce import Options, linear_cross_entropy
 from thunder_flce.device import ABSENT_DEVICE
 from thunder_flce.engine import plan
-from thunder_flce.engine.kernels import interface, scaling
+from thunder_flce.engine.kernels import interface, scaling, triton_rows, triton_tokens, triton_vectors
+from thunder_flce.engine.kernels.triton_rows import TritonRowKernels
 from thunder_flce.engine.primitives import Region
 
 CALLS = 24
@@ -30,9 +33,6 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch):
     """For calls on a CPU; PyTorch's matmuls run."""
-    from thunder_flce.engine.kernels import triton_vectors
-    from thunder_flce.engine.kernels.triton_rows import TritonRowKernels
-
     prepare_row_kernels(monkeypatch)
     # Of vectors, several blocks for each program, and for gradients several programs.
     for name, value in (("_BLOCK", 16), ("_SCALE_BLOCK", 512)):
@@ -113,8 +113,6 @@ LOGGED = ("log_prob", "log_sum_exp")
 ], ids=["plain", "logged", "token loss"])  # fmt: skip
 def test_no_operations_beside_the_kernels(settings, row_kernels, monkeypatch):
     """Each takes the host as long as the launch of a kernel. And the tests above are of these kernels."""
-    from thunder_flce.engine.kernels import triton_rows, triton_tokens, triton_vectors
-
     launched = []
 
     def launch(kernel, *arguments, run=triton_rows.launch):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from interpreted import needs_compiler
+from interpreted import needs_triton
 
 FILES = {
     "engine": ["test_engine_interpreted.py"],
@@ -15,7 +15,7 @@ FILES = {
 }
 
 
-@needs_compiler
+@needs_triton
 @pytest.mark.parametrize("files", FILES.values(), ids=FILES)
 def test_in_the_interpreter(files):
     """In a process of its own; each file has tests that run there."""

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from interpreted import needs_compiler
+from interpreted import needs_triton
 from thunder_flce.engine.kernels import launch as launching
 
 
@@ -61,7 +61,7 @@ def test_amd_reads_no_more_than_32_bits_reach(kernel, monkeypatch):
     assert _compilations(kernel, ([small, None], 1), ([large, None], 1), ([large[:8], None], 1)) == 3
 
 
-@needs_compiler
+@needs_triton
 def test_only_three_tensors_may_be_specialised_on_their_alignment():
     """Of others, nothing is looked at."""
     import triton

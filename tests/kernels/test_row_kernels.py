@@ -16,7 +16,6 @@ from typing import NamedTuple
 import pytest
 import torch
 
-import fusion_interpreter
 from interpreted import INTERPRETED, needs_triton, prepare_row_kernels
 from reference import error
 from thunder_flce.device import ABSENT_DEVICE
@@ -64,6 +63,7 @@ def backend(request, monkeypatch):
     if request.param == ("triton", "cpu"):
         prepare_row_kernels(monkeypatch)
     if request.param == ("nvfuser", "cpu"):
+        import fusion_interpreter
         from thunder_flce.engine.kernels import nvfuser_rows
 
         monkeypatch.setattr(nvfuser_rows, "FusionDefinition", fusion_interpreter.FusionDefinition)

@@ -12,20 +12,29 @@ import re
 import subprocess
 import tempfile
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
-from interpreted import needs_compiler
+pytest.importorskip("triton", reason="needs Triton")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import KernelInterface
+
 from thunder_flce.device import ABSENT_DEVICE, Device
-from thunder_flce.engine.kernels import interface
+from thunder_flce.engine.kernels import interface, triton_vectors
 from thunder_flce.engine.kernels.interface import RowStatistics
+from thunder_flce.engine.kernels.triton_divergence import divergence_
+from thunder_flce.engine.kernels.triton_logits import logits_
+from thunder_flce.engine.kernels.triton_rows import TritonRowKernels
+from thunder_flce.engine.kernels.triton_tokens import kernel_for
 from thunder_flce.operation.call import Call
 from thunder_flce.operation.divergence import Divergence
 from thunder_flce.operation.loss import LogitMap, Loss, RowCoefficients
 from thunder_flce.operation.moments import MOMENTS
+from thunder_flce.token_losses import token_loss_of
 
 KIB = 2**10
 MOST_THREADS = 1024
@@ -98,8 +107,6 @@ class Launch:
             keys = ("vgpr_count", "vgpr_spill_count", "private_segment_fixed_size")
             vgprs, spilled, private = (int(re.search(rf"\.{key}:\s+(\d+)", self.text)[1]) for key in keys)
             return vgprs, 4 * spilled + private
-        import triton
-
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(self.compiled.asm["cubin"])
             file.flush()
@@ -148,10 +155,6 @@ class Launches(list):
 
 @pytest.fixture
 def launches(monkeypatch):
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime.jit import KernelInterface
-
     launches = Launches()
 
     class Driver:
@@ -189,12 +192,6 @@ def vector(dtype=torch.float32) -> torch.Tensor:
     return torch.zeros(ROWS, dtype=dtype)
 
 
-def row_kernels(logit_map=LogitMap()):  # noqa: B008
-    from thunder_flce.engine.kernels.triton_rows import TritonRowKernels
-
-    return TritonRowKernels(logit_map)
-
-
 def row_statistics() -> RowStatistics:
     return RowStatistics(vector(), vector())
 
@@ -204,8 +201,8 @@ def row_statistics() -> RowStatistics:
 
 def statistics(dtype):
     for vocab in (8192, 128257):
-        row_kernels().statistics(logits(vocab, dtype))
-    row_kernels(LogitMap(softcap=30.0)).statistics(logits(128256, dtype))
+        TritonRowKernels().statistics(logits(vocab, dtype))
+    TritonRowKernels(LogitMap(softcap=30.0)).statistics(logits(128256, dtype))
 
 
 def one_pass(dtype):
@@ -213,13 +210,13 @@ def one_pass(dtype):
     vocabs = (8192, 32000, 65536, 128257) if IS_SHORT else (8192, 32000, 65536, 81920, 128256, 151936, 262144)
     plain, target = RowCoefficients(vector(), vector()), vector(torch.int64)
     for vocab in vocabs:
-        row_kernels().one_pass_(logits(vocab, dtype), target, plain)
-    row_kernels(LogitMap(softcap=30.0)).one_pass_(logits(128256, dtype), target, plain)
+        TritonRowKernels().one_pass_(logits(vocab, dtype), target, plain)
+    TritonRowKernels(LogitMap(softcap=30.0)).one_pass_(logits(128256, dtype), target, plain)
 
 
 def moments(dtype):
     for names in (tuple(MOMENTS),) if IS_SHORT else (tuple(MOMENTS), *((name,) for name in MOMENTS)):
-        row_kernels().moments(logits(128257, dtype), row_statistics(), torch.ones(128257), names)
+        TritonRowKernels().moments(logits(128257, dtype), row_statistics(), torch.ones(128257), names)
 
 
 def gradient(dtype):
@@ -227,12 +224,10 @@ def gradient(dtype):
     for out, terms, sums in itertools.product({dtype, torch.bfloat16}, (4,) if IS_SHORT else (4, 2), (False, True)):
         coefficients = RowCoefficients(*(vector() for _ in range(terms)))
         settings |= {"out": logits(128257, out), "column_sums": sums}
-        row_kernels().gradient_(logits(128257, dtype), row_statistics(), coefficients, **settings)
+        TritonRowKernels().gradient_(logits(128257, dtype), row_statistics(), coefficients, **settings)
 
 
 def divergences(dtype):
-    from thunder_flce.engine.kernels.triton_divergence import divergence_
-
     for kind in ("forward", "reverse", "jensen_shannon"):
         for vocab in (128256,) if IS_SHORT else (8192, 128256):
             z, teacher = logits(vocab, dtype), logits(vocab, torch.bfloat16)
@@ -241,8 +236,6 @@ def divergences(dtype):
 
 def vectors(dtype):
     """What comes before the rows' work, after it, and last of all."""
-    from thunder_flce.engine.kernels import triton_vectors
-
     tensors = {"linear_weight": torch.empty(128256, 0), "target": vector(torch.int64)}
     tensors |= {"token_weights": vector(), "weight": torch.ones(99)}
     for reduction, num_items in (("mean", {}), ("sum", {"num_items": torch.ones(())})):
@@ -257,8 +250,6 @@ def vectors(dtype):
 
 def tokens(dtype):
     """A token loss of everything that a kernel knows of a row."""
-    from thunder_flce.engine.kernels.triton_tokens import kernel_for
-    from thunder_flce.token_losses import token_loss_of
 
     def ratio(log_prob, entropy, old, advantage, *, log_sum_exp, mean_logit):
         ratio = torch.exp(log_prob - old)
@@ -274,8 +265,6 @@ def tokens(dtype):
 
 def invariant_logits(dtype):
     """Of operands in 16 bits."""
-    from thunder_flce.engine.kernels.triton_logits import logits_
-
     for hidden in () if dtype.itemsize > 2 else (1000,) if IS_SHORT else (4096, 1000):
         x, weight = torch.zeros(ROWS, hidden, dtype=dtype), torch.zeros(128257, hidden, dtype=dtype)
         logits_(logits(128257, dtype), x, weight, bias=torch.zeros(128257, dtype=dtype))
@@ -295,7 +284,6 @@ KERNELS = {
 DTYPES = (torch.bfloat16,) if IS_SHORT else (torch.bfloat16, torch.float16, torch.float32)
 
 
-@needs_compiler
 @pytest.mark.parametrize("launched", KERNELS, ids=lambda launched: launched.__name__)
 @pytest.mark.parametrize("name", SHORT if IS_SHORT else CHIPS)
 def test_kernels_fit_their_target(name, launched, launches):
@@ -310,7 +298,6 @@ def test_kernels_fit_their_target(name, launched, launches):
         assert any(".exch." in launch.text for launch in launches)
 
 
-@needs_compiler
 @pytest.mark.parametrize(("vocab", "dtype", "softcap"), [
     (8193, torch.bfloat16, None), (17001, torch.float32, 5.0), (40960, torch.float32, 5.0),
     (65536, torch.bfloat16, None), (128257, torch.bfloat16, None), (300032, torch.float32, 5.0),
@@ -319,7 +306,7 @@ def test_order_of_what_one_pass_reads_and_writes(vocab, dtype, softcap, launches
     """Of rows that a program has to itself, and that are divided."""
     launches.chip = CHIPS["sm90"]
     coefficients, logit_map = RowCoefficients(vector(), vector()), LogitMap(scale=2.0, softcap=softcap)
-    row_kernels(logit_map).one_pass_(logits(vocab, dtype), vector(torch.int64), coefficients)
+    TritonRowKernels(logit_map).one_pass_(logits(vocab, dtype), vector(torch.int64), coefficients)
     (launch,) = launches
     ptx, is_divided = launch.text, vocab * dtype.itemsize > 160 * KIB
     # Rows are loaded 16 bytes at a time, the first time to stay in the cache; so they are stored.
@@ -339,9 +326,7 @@ def test_order_of_what_one_pass_reads_and_writes(vocab, dtype, softcap, launches
     assert stores[-2] < ptx.rindex("bar.sync") < stores[-1]
 
 
-@needs_compiler
 def test_no_kernel_is_left_out():
     """Every kernel of the package is among those that are compiled here."""
-    package = Path(find_spec("thunder_flce.engine.kernels").submodule_search_locations[0])
-    text = "".join(file.read_text() for file in package.glob("triton_*.py"))
+    text = "".join(file.read_text() for file in Path(interface.__file__).parent.glob("triton_*.py"))
     assert set(re.findall(r"^def (\w*_kernel)\(", text, re.M)) == set().union(*KERNELS.values())

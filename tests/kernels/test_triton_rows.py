@@ -10,19 +10,25 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from interpreted import DEVICE, INTERPRETED, on_device, prepare_row_kernels
+pytest.importorskip("triton", reason="needs Triton")
+
+from interpreted import DEVICE, INTERPRETED, prepare_row_kernels
 from reference import error
 from test_pointwise import FUNCTIONS
 from test_row_kernels import BF16, FP16, FP32, Backend, Exact, Rows, check_gradient, check_one_pass, logits
 from thunder_flce.device import Device
 from thunder_flce.engine import row_loss
-from thunder_flce.engine.kernels import torch_divergence
+from thunder_flce.engine.kernels import torch_divergence, triton_rows
 from thunder_flce.engine.kernels.interface import RowStatistics
+from thunder_flce.engine.kernels.triton_divergence import divergence_
+from thunder_flce.engine.kernels.triton_logits import logits_
+from thunder_flce.engine.kernels.triton_tokens import kernel_for
 from thunder_flce.engine.row_loss import RowResults
 from thunder_flce.operation.divergence import KINDS, Divergence
 from thunder_flce.operation.loss import LogitMap, Loss
 from thunder_flce.token_losses import token_loss_of
 
+pytestmark = [] if INTERPRETED else pytest.mark.gpu
 MAPS = [LogitMap(), LogitMap(scale=0.5), LogitMap(scale=-2.0, softcap=5.0)]
 
 
@@ -39,13 +45,11 @@ SIZES += [(57344, MAPS[1], FP16), (81921, MAPS[0], BF16)]
 SIZES += [] if INTERPRETED else [(v, MAPS[0], BF16) for v in (81_920, 300_007)]
 
 
-@on_device
 @pytest.mark.parametrize(("vocab", "logit_map", "dtype"), SIZES, ids=str)
 def test_one_pass(vocab, logit_map, dtype):
     check_one_pass(TRITON, Rows(TRITON, 3, vocab, dtype, logit_map, masked=False, terms=()))
 
 
-@on_device
 @pytest.mark.parametrize(
     ("vocab", "logit_map", "dtype"), [(1280, MAPS[2], BF16), (1281, MAPS[0], FP16), (1999, MAPS[2], FP32)], ids=str
 )
@@ -55,8 +59,6 @@ def test_rows_divided_among_programs(vocab, logit_map, dtype, monkeypatch):
     In one row all logits are below those of absent parts, which are 0, in one all of a part are -inf, and in one
     a part's maximum and the sum of its others are both 0.
     """
-    from thunder_flce.engine.kernels import triton_rows
-
     case = Rows(TRITON, 5, vocab, dtype, logit_map, masked=False, terms=())
     z = case.z
     z[0] -= 60
@@ -101,7 +103,6 @@ class _Exchange:
         torch.testing.assert_close(statistics, self._expected, rtol=1e-5, atol=1e-5)
 
 
-@on_device
 @pytest.mark.parametrize(("rows", "vocab", "strides", "programs", "dtype", "logit_map"), [
     (7, 1000, (1000,), 1, BF16, MAPS[0]),
     (66, 1030, (1088,), 2, FP16, MAPS[1]),
@@ -113,8 +114,6 @@ class _Exchange:
 ], ids=str)  # fmt: skip
 def test_gradient(rows, vocab, strides, programs, logit_map, dtype, monkeypatch):
     """Whatever divides rows and columns among programs; what lies behind the last row is left alone."""
-    from thunder_flce.engine.kernels import triton_rows
-
     monkeypatch.setattr(triton_rows, "_SUMS_PROGRAMS", programs)
     case = Rows(TRITON, rows, vocab, dtype, logit_map)
     z, target = case.z, case.target.clone()
@@ -128,14 +127,12 @@ def test_gradient(rows, vocab, strides, programs, logit_map, dtype, monkeypatch)
         assert (memory[-1][rows:] == 7).all()
 
 
-@on_device
 def test_rows_that_are_not_aligned_are_refused():
     z = torch.zeros(2, 33, device=DEVICE)
     with pytest.raises(ValueError, match="the stride of rows must be a multiple of 8, but is 33"):
         TRITON.kernels(LogitMap()).statistics(z)
 
 
-@on_device
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("vocab", "dtypes", "in_place"),
@@ -144,8 +141,6 @@ def test_rows_that_are_not_aligned_are_refused():
 )
 def test_divergences(kind, vocab, dtypes, in_place):
     """With and without gradients; one of the student's logits is -inf, and one of the teacher's where it may be."""
-    from thunder_flce.engine.kernels.triton_divergence import divergence_
-
     student, teacher = (Rows(TRITON, 3, vocab, dtype, LogitMap(), masked=False).z for dtype in dtypes)
     divergence = Divergence(kind=kind, beta=0.3, temperature=1.7)
     if kind != "forward":
@@ -162,14 +157,11 @@ def test_divergences(kind, vocab, dtypes, in_place):
     assert error(out, exact) < max(torch.finfo(out.dtype).eps, 1e-5)
 
 
-@on_device
 @pytest.mark.parametrize("out_dtype", [None, FP32], ids=str)
 @pytest.mark.parametrize("dtype", (FP16,) if INTERPRETED else (FP16, BF16), ids=str)
 @pytest.mark.parametrize(("vocab", "hidden"), [(256, 64), (300, 33)])
 def test_logits_of_rows_alone_and_among_others(vocab, hidden, dtype, out_dtype):
     """With a bias, and added to what is there; also of a weight and a bias that lie in memory in another way."""
-    from thunder_flce.engine.kernels.triton_logits import logits_
-
     rows = 140
     shapes = (rows, hidden), (vocab, hidden), (vocab,)
     x, weight, bias = (torch.randn(*shape, device=DEVICE).to(dtype) for shape in shapes)
@@ -212,12 +204,9 @@ IN_KERNELS = {
 
 def kernel_of(function, inputs):
     """The kernel of a token loss; None if it is left to PyTorch."""
-    from thunder_flce.engine.kernels.triton_tokens import kernel_for
-
     return kernel_for(token_loss_of(function, inputs), tuple(tensor.dtype for tensor in inputs), LogitMap())
 
 
-@on_device
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
 def test_integers_are_compared_as_they_are(dtype):
     """float32 has no odd numbers from 2²⁴ on."""
@@ -229,7 +218,6 @@ def test_integers_are_compared_as_they_are(dtype):
         assert value.tolist() == [0, -2, 0]
 
 
-@on_device
 def test_what_pytorch_makes_of_integers_and_masks_is_left_to_it():
     """Integers of a dtype remain that; a mask stays one, whatever fills it; and 300 is 44 beside numbers of 8 bits."""
     integers = [torch.tensor([44, -3], device=DEVICE)] * 2
@@ -252,7 +240,6 @@ def test_what_pytorch_makes_of_integers_and_masks_is_left_to_it():
         assert kernel_of(function, narrow) is not None
 
 
-@on_device
 def test_numbers_that_change_at_each_step_are_left_to_pytorch():
     """Each would be compiled; a loss with another operation is."""
     kernels = [kernel_of(lambda p, e, i, n=n: p * i - 10.0**n * e, [torch.ones(3)]) for n in range(1, 21)]
@@ -260,7 +247,6 @@ def test_numbers_that_change_at_each_step_are_left_to_pytorch():
     assert kernel_of(lambda p, e, i: p * i + 0.1 * e, [torch.ones(3)]) is not None
 
 
-@on_device
 @pytest.mark.parametrize("name", [*FUNCTIONS, *IN_KERNELS])
 def test_functions(name):
     generator = torch.Generator().manual_seed(3)
