@@ -39,15 +39,9 @@ def parts(sizes) -> list[slice]:
 def rank_result(rank: int, case: Case, sizes, grad=None, *, counts=None, how=None, **settings) -> Result:
     """Returns one rank's result; a loss per token is that of the rank's tokens.
 
-    Args:
-        rank: the rank.
-        case: the whole case.
-        sizes: number of vocabulary rows of each rank.
-        grad: upstream gradient of the whole loss.
-        counts: number of tokens of each rank; None if all ranks have all tokens.
-        how: fields of `VocabParallel`. With "data_parallel", the layers before average the gradients of `x` over ranks:
-            the result's gradients of `x` are divided by the number of ranks, upstream gradients of tokens multiplied.
-        **settings: arguments of `linear_cross_entropy`.
+    Each rank has `sizes` rows of the vocabulary and `counts` tokens, or all tokens. `how` has fields of
+    `VocabParallel`. With "data_parallel", the layers before average the gradients of `x` over ranks: the result's
+    gradients of `x` are divided by the number of ranks, upstream gradients of tokens multiplied.
     """
     tokens, names = ALL if counts is None else parts(counts)[rank], settings.get("outputs", ())
     factor = len(sizes) if (how or {}).get("data_parallel") else 1

@@ -20,9 +20,8 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent
 FILES = ("thunder_flce/operation/*.py", "thunder_flce/engine/**/*.py")
@@ -35,33 +34,24 @@ _PAIRS: list[tuple[Any, Any]] = [
 _OTHER = {one: other for pair in _PAIRS for one, other in (pair, pair[::-1])}
 
 
-@dataclass(frozen=True)
-class Mutant:
-    """A change of the source at one place."""
+class Mutant(NamedTuple):
+    """A file with a change at one place."""
 
     path: Path
-    line: int
-    start: int  # In bytes from the beginning of the file
-    before: str
-    after: str
-
-    def __str__(self) -> str:
-        before, after = (" ".join(text.split()) for text in (self.before, self.after))
-        return f"{self.path}:{self.line}: {before}  →  {after}"
-
-    def applied(self, text: str) -> str:
-        """Returns the file's text with the change."""
-        encoded, stop = text.encode(), self.start + len(self.before.encode())
-        return (encoded[: self.start] + self.after.encode() + encoded[stop:]).decode()
+    text: str
+    change: str
 
 
 def mutants_of(text: str, path: Path) -> Iterator[Mutant]:
     """Yields all mutants of a file."""
-    starts = [0, *itertools.accumulate(map(len, text.encode().splitlines(keepends=True)))]
+    encoded = text.encode()
+    starts = [0, *itertools.accumulate(map(len, encoded.splitlines(keepends=True)))]
     for node in _code(ast.parse(text)):
-        before = ast.get_source_segment(text, node)
-        start = starts[node.lineno - 1] + node.col_offset
-        yield from (Mutant(path, node.lineno, start, before, after) for after in _changed(node))
+        start, stop = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
+        for after in _changed(node):
+            changed = encoded[:start] + after.encode() + encoded[stop:]
+            before, after = (" ".join(part.split()) for part in (encoded[start:stop].decode(), after))
+            yield Mutant(path, changed.decode(), f"{path}:{node.lineno}: {before}  →  {after}")
 
 
 def _code(node: ast.AST) -> Iterator[Any]:
@@ -106,8 +96,7 @@ def outcome(mutant: Mutant | None, tests: list[str], *, seconds: float | None = 
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(ROOT, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".*", "__pycache__"))
         if mutant:
-            path = Path(folder, mutant.path)
-            path.write_text(mutant.applied(path.read_text(encoding="utf-8")), encoding="utf-8")
+            Path(folder, mutant.path).write_text(mutant.text, encoding="utf-8")
         search_path = [folder, str(Path(folder, "tests")), os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(search_path)}
         command = [sys.executable, "-m", "pytest", "-xq", "-p", "no:cacheprovider", *tests]
@@ -141,7 +130,7 @@ def main(arguments: list[str] | None = None) -> int:
     with ThreadPoolExecutor(chosen.jobs) as pool:
         outcomes = pool.map(lambda mutant: outcome(mutant, chosen.tests, seconds=seconds), sample)
         for mutant, result in zip(sample, outcomes, strict=True):
-            print(f"{result:8}  {mutant}", flush=True)
+            print(f"{result:8}  {mutant.change}", flush=True)
             caught += result == "caught"
     print(f"{caught} of {len(sample)} caught, drawn from {len(mutants)}")
     return 0 if caught == len(sample) else 1

@@ -107,15 +107,10 @@ def errors_of(count: int, run: Callable[[int], Any]) -> list[BaseException]:
 
 
 def as_processes(count: int, run: Callable[[int], Any], *, device: str = "cpu", timeout_s: int = 300) -> list[Any]:
-    """Runs each rank in a process; returns the results of `run`, None for a process that died.
+    """Runs each rank in a process; returns the results of `run`, a module's function.
 
-    The processes wait for the next function, unless one has failed. A function must leave their state unchanged.
-
-    Args:
-        count: number of processes.
-        run: a module's function of the rank. If it raises an exception, the result is the traceback as text.
-        device: "cpu", or "cuda" for a GPU per rank.
-        timeout_s: time limit of all ranks together.
+    The result is a traceback as text where it raised an exception, and None for a process that died. The processes wait
+    for the next function, unless one has failed. A function must leave their state unchanged.
     """
     processes, pipes = _started(count, device)
     has_failed, answers, deadline = True, [], time.monotonic() + timeout_s
