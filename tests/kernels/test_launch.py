@@ -1,6 +1,6 @@
 """What compiled kernels are found by, without Triton's own look at each argument."""
 
-from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -9,27 +9,12 @@ from interpreted import needs_triton
 from thunder_flce.engine.kernels import launch as launching
 
 
-class Kernel:
-    """Stands for one of Triton's; counts how often it is compiled, and keeps the arguments that it runs with."""
-
-    arg_names = ("z", "vector", "count", "BLOCK")
-
-    def __init__(self):
-        self.compilations, self.runs = 0, []
-
-    def __getitem__(self, grid):
-        return self._compile
-
-    def _compile(self, *arguments, **constants):
-        self.compilations += 1
-        return SimpleNamespace(run=lambda *values: self.runs.append(values[9:]), function=0, packed_metadata=())
-
-
 @pytest.fixture
 def kernel(monkeypatch):
+    """Stands for one of Triton's: `kernel[grid]` compiles it, and returns a function of its arguments."""
     monkeypatch.setattr(launching, "_compiled", {})
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-    return Kernel()
+    return MagicMock(arg_names=("z", "vector", "count", "BLOCK"))
 
 
 SETTINGS = {"BLOCK": 8, "threads": 32}
@@ -39,13 +24,14 @@ def _compilations(kernel, *launches):
     """How often the kernel is compiled, after launches with tensors and an integer each."""
     for tensors, integer in launches:
         launching.launch(kernel, 1, tensors, SETTINGS, integer)
-    return kernel.compilations
+    return kernel.__getitem__.call_count
 
 
 def test_what_triton_compiles_anew_for(kernel):
     z, vector = torch.zeros(64), torch.zeros(64)
     assert _compilations(kernel, ([z, vector], 5), ([z[4:], vector[4:]], 2**31 - 1), ([z, vector], -(2**31))) == 1
-    assert kernel.runs == [
+    compiled = kernel.__getitem__.return_value.return_value
+    assert [run.args[9:] for run in compiled.run.call_args_list] == [
         (z[4:].data_ptr(), vector[4:].data_ptr(), 2**31 - 1, 8), (z.data_ptr(), vector.data_ptr(), -(2**31), 8)
     ]  # fmt: skip
     other_tensors = ([z.half(), vector], 5), ([z[1:], vector], 5), ([z, None], 5)
