@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -156,17 +157,12 @@ class Launches(list):
 @pytest.fixture
 def launches(monkeypatch):
     launches = Launches()
-
-    class Driver:
-        def get_current_device(self):
-            # A device for each chip, or Triton would take what it has compiled for another.
-            return [chip.target for chip in CHIPS.values()].index(launches.chip.target)
-
-        def get_current_stream(self, device):
-            return 0
-
-        def get_current_target(self):
-            return GPUTarget(*launches.chip.target)
+    driver = SimpleNamespace(
+        # A device for each chip, or Triton would take what it has compiled for another.
+        get_current_device=lambda: [*CHIPS.values()].index(launches.chip),
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: GPUTarget(*launches.chip.target),
+    )
 
     def compile_only(kernel, grid):
         def launch(*arguments, **settings):
@@ -175,13 +171,10 @@ def launches(monkeypatch):
 
         return launch
 
-    driver = triton.runtime.driver
-    active = driver._active
-    driver.set_active(Driver())
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
     monkeypatch.setattr(KernelInterface, "__getitem__", compile_only)
     monkeypatch.setattr(Device, "of", lambda device: launches.chip.device)
-    yield launches
-    driver._active = active
+    return launches
 
 
 def logits(vocab: int, dtype: torch.dtype) -> torch.Tensor:
