@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from nvfuser_direct import DataType
 from torch import Tensor
+from torch.fx import Graph, Interpreter, Node
 
 _TORCH_DTYPES = {
     DataType.Float: torch.float32,
@@ -60,27 +61,14 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
 """The used operations of `nvfuser_direct.FusionDefinition.ops`, by name"""
 
 
-class Value:
-    """A node of the definition; an input computes nothing."""
-
-    def __init__(self, compute: Callable[..., Any] | None, *arguments: Any, **settings: Any):
-        self._compute, self._arguments, self._settings = compute, arguments, settings
-
-    def get(self, known: dict["Value", Any]) -> Any:
-        """Computes the value, and adds it to `known`, which has the inputs."""
-        if self not in known:
-            arguments = (a.get(known) if isinstance(a, Value) else a for a in self._arguments)
-            known[self] = self._compute(*arguments, **self._settings)
-        return known[self]
-
-
 class FusionDefinition:
-    """Stand-in for `nvfuser_direct.FusionDefinition`."""
+    """Stand-in for `nvfuser_direct.FusionDefinition`: a graph of these operations."""
 
     def __init__(self) -> None:
-        self.ops = SimpleNamespace(**{name: partial(Value, compute) for name, compute in OPERATIONS.items()})
-        self._inputs: list[tuple[Value, list[int], list[bool | None], torch.dtype]] = []
-        self._outputs: list[tuple[Value, Value | None]] = []
+        self._graph = Graph()
+        self.ops = SimpleNamespace(**{name: partial(self._add, name) for name in OPERATIONS})
+        self._inputs: list[tuple[list[int], list[bool | None], torch.dtype]] = []
+        self._outputs: list[tuple[Node, Node | None]] = []
 
     def __enter__(self) -> "FusionDefinition":
         return self
@@ -88,32 +76,38 @@ class FusionDefinition:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def define_tensor(self, *, shape: list[int], contiguity: list[bool | None], dtype: DataType) -> Value:
+    def _add(self, name: str, *arguments: Any, **settings: Any) -> Node:
+        return self._graph.call_function(_run, (name, *arguments), settings)
+
+    def define_tensor(self, *, shape: list[int], contiguity: list[bool | None], dtype: DataType) -> Node:
         """Adds an input; -1 in `shape` stands for any size except 1, and a dimension of size 1 has no contiguity."""
         assert [size == 1 for size in shape] == [flag is None for flag in contiguity]
-        value = Value(None)
-        self._inputs.append((value, shape, contiguity, _TORCH_DTYPES[dtype]))
-        return value
+        self._inputs.append((shape, contiguity, _TORCH_DTYPES[dtype]))
+        return self._graph.placeholder(f"input_{len(self._inputs)}")
 
-    def define_scalar(self, value: float, dtype: DataType) -> Value:
+    def define_scalar(self, value: float, dtype: DataType) -> Node:
         """Adds a constant."""
-        return Value(torch.tensor, value, dtype=_TORCH_DTYPES[dtype])
+        return self._graph.call_function(torch.tensor, (value,), {"dtype": _TORCH_DTYPES[dtype]})
 
-    def add_output(self, value: Value, alias_input: Value | None = None) -> None:
+    def add_output(self, value: Node, alias_input: Node | None = None) -> None:
         """Makes `execute` return `value`, or write it into an input."""
         self._outputs.append((value, alias_input))
 
     def execute(self, inputs: Sequence[Tensor], **options: Any) -> list[Tensor]:
         """Runs the definition; returns the outputs that are not written into inputs."""
-        known: dict[Value, Any] = {}
-        for tensor, (value, shape, contiguity, dtype) in zip(inputs, self._inputs, strict=True):
+        for tensor, (shape, contiguity, dtype) in zip(inputs, self._inputs, strict=True):
             assert tensor.dtype == dtype
             sizes = zip(shape, tensor.shape, strict=True)
             assert all(defined == size or (defined == -1 and size != 1) for defined, size in sizes)
             assert tensor.is_contiguous() or not all(contiguity)
-            known[value] = tensor
-        values = [(value.get(known), alias) for value, alias in self._outputs]
+        interpreter = Interpreter(torch.nn.Module(), garbage_collect_values=False, graph=self._graph)
+        interpreter.run(*inputs)
+        values = [(interpreter.env[value], alias) for value, alias in self._outputs]
         for value, alias in values:
             if alias is not None:
-                known[alias].copy_(value)
+                interpreter.env[alias].copy_(value)
         return [value for value, alias in values if alias is None]
+
+
+def _run(name: str, *arguments: Any, **settings: Any) -> Tensor:
+    return OPERATIONS[name](*arguments, **settings)
