@@ -148,32 +148,27 @@ class Launch:
         return [text for text, is_fault in faults.items() if is_fault]
 
 
-class Launches(list):
-    """What launchers have compiled for a chip."""
-
-    chip: Chip
-
-
 @pytest.fixture
-def launches(monkeypatch):
-    launches = Launches()
+def launches(name, monkeypatch):
+    """What launchers have compiled for the chip of that name."""
+    launches, chip = [], CHIPS[name]
     driver = SimpleNamespace(
         # A device for each chip, or Triton would take what it has compiled for another.
-        get_current_device=lambda: [*CHIPS.values()].index(launches.chip),
+        get_current_device=lambda: [*CHIPS].index(name),
         get_current_stream=lambda device: 0,
-        get_current_target=lambda: GPUTarget(*launches.chip.target),
+        get_current_target=lambda: GPUTarget(*chip.target),
     )
 
     def compile_only(kernel, grid):
         def launch(*arguments, **settings):
             compiled = kernel.run(*arguments, grid=grid, warmup=True, **settings)
-            launches.append(Launch(kernel.fn.__name__, launches.chip, compiled))
+            launches.append(Launch(kernel.fn.__name__, chip, compiled))
 
         return launch
 
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
     monkeypatch.setattr(KernelInterface, "__getitem__", compile_only)
-    monkeypatch.setattr(Device, "of", lambda device: launches.chip.device)
+    monkeypatch.setattr(Device, "of", lambda device: chip.device)
     return launches
 
 
@@ -280,7 +275,6 @@ DTYPES = (torch.bfloat16,) if IS_SHORT else (torch.bfloat16, torch.float16, torc
 @pytest.mark.parametrize("launched", KERNELS, ids=lambda launched: launched.__name__)
 @pytest.mark.parametrize("name", SHORT if IS_SHORT else CHIPS)
 def test_kernels_fit_their_target(name, launched, launches):
-    launches.chip = CHIPS[name]
     if (name, launched) == ("sm75", invariant_logits):
         pytest.skip("refused before compute capability 8.0")
     for dtype in DTYPES:
@@ -295,9 +289,9 @@ def test_kernels_fit_their_target(name, launched, launches):
     (8193, torch.bfloat16, None), (17001, torch.float32, 5.0), (40960, torch.float32, 5.0),
     (65536, torch.bfloat16, None), (128257, torch.bfloat16, None), (300032, torch.float32, 5.0),
 ], ids=str)  # fmt: skip
+@pytest.mark.parametrize("name", ["sm90"])
 def test_order_of_what_one_pass_reads_and_writes(vocab, dtype, softcap, launches):
     """Of rows that a program has to itself, and that are divided."""
-    launches.chip = CHIPS["sm90"]
     coefficients, logit_map = RowCoefficients(vector(), vector()), LogitMap(scale=2.0, softcap=softcap)
     TritonRowKernels(logit_map).one_pass_(logits(vocab, dtype), vector(torch.int64), coefficients)
     (launch,) = launches
