@@ -303,6 +303,22 @@ def run_inside(mode: TorchDispatchMode, function, arguments, settings):
         return operators.run_forward(*arguments, **settings)
 
 
+class Recorder(TorchDispatchMode):
+    """Records the operations within it, and their arguments; also those of `linear_cross_entropy`."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), settings=None):
+        self.calls.append((function, arguments))
+        return run_inside(self, function, arguments, settings)
+
+    def of(self, function) -> list[Any]:
+        """Returns the arguments of each call of one operation."""
+        return [arguments for called, arguments in self.calls if called is function]
+
+
 def errors(result: Result, exact: Result) -> list[float]:
     """Returns the errors of the loss and of all gradients."""
     pairs = zip((result.loss, *result.gradients), (exact.loss, *exact.gradients), strict=True)

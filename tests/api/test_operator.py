@@ -13,10 +13,9 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.logging_tensor import LoggingTensor, capture_logs
 from torch.utils import checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from reference import Case, Result, assert_close_to_truth, differentiate, errors, make_case, results_of, truth
+from reference import Case, Recorder, Result, assert_close_to_truth, differentiate, errors, make_case, results_of, truth
 from thunder_flce import LinearCrossEntropyLoss, Options, calls, inductor, linear_cross_entropy, linear_kl_divergence
 from thunder_flce.engine.plan import LOSS_ONLY, Plan
 from thunder_flce.operation.loss import Loss
@@ -51,19 +50,6 @@ def assert_right(result, case: Case, upstream=None, *, options: Options | None =
         upstream = upstream_of(case, settings)
         result = differentiate(result, case, upstream)
     assert_close_to_truth(result, case, upstream, factor=1.5, **settings)
-
-
-class RecordedCalls(TorchDispatchMode):
-    """Records the arguments of each call of an operator."""
-
-    def __init__(self, operator):
-        super().__init__()
-        self.operator, self.calls = operator, []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is self.operator:
-            self.calls.append(args)
-        return function(*args, **(kwargs or {}))
 
 
 # The operators by themselves.
@@ -102,9 +88,9 @@ def test_opcheck(name, needs_grad, is_compiled):
     for tensor in case.operands():
         tensor.requires_grad_(needs_grad and (not case.terms or tensor is not case.terms[0][0]))
     function = torch.compile(call, backend="eager", dynamic=True) if is_compiled else call
-    with RecordedCalls(OPERATOR) as recorded:
+    with Recorder() as recorder:
         function(case, **settings)
-    ((tensors, literal),) = recorded.calls
+    ((tensors, literal),) = recorder.of(OPERATOR)
     tensors = [tensor.detach() for tensor in tensors]
     torch.library.opcheck(OPERATOR, (tensors, literal))
     parsed = Settings.parse(literal)
@@ -377,10 +363,10 @@ def test_checkpoint(is_selective, settings):
     """A selective one keeps what the operator has returned, and does not run it again."""
     case, contexts = make_case(), partial(checkpoint.create_selective_checkpoint_contexts, [OPERATOR])
     function, how = partial(linear_cross_entropy, **settings), {"context_fn": contexts} if is_selective else {}
-    with RecordedCalls(OPERATOR) as recorded:
+    with Recorder() as recorder:
         loss = checkpoint.checkpoint(function, case.x, case.weight, case.target, use_reentrant=False, **how)
         assert_right(loss, case, **settings)
-    assert len(recorded.calls) == (1 if is_selective else 2)
+    assert len(recorder.of(OPERATOR)) == (1 if is_selective else 2)
 
 
 def test_saved_tensors_hooks(settings):
@@ -411,8 +397,9 @@ def test_cached_calls_in_modes_and_of_other_tensors():
         with capture_logs() as logs:
             assert torch.equal(linear_cross_entropy(LoggingTensor(x), weight, target).elem, expected)
         assert len(logs) == 1 and "thunder_flce.linear_cross_entropy.default" in logs[0]
-        with RecordedCalls(OPERATOR) as recorded:
-            assert torch.equal(linear_cross_entropy(x, weight, target), expected) and len(recorded.calls) == 1
+        with Recorder() as recorder:
+            assert torch.equal(linear_cross_entropy(x, weight, target), expected)
+        assert len(recorder.of(OPERATOR)) == 1
         with torch.profiler.profile() as profile:
             linear_cross_entropy(x, weight, target)
         assert any("thunder_flce" in event.name for event in profile.events())
