@@ -5,8 +5,12 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from interpreted import needs_triton
+pytest.importorskip("triton", reason="needs Triton")
+
+from triton import JITFunction
+
 from thunder_flce.engine.kernels import launch as launching
+from thunder_flce.engine.kernels import triton_divergence, triton_logits, triton_rows, triton_vectors
 
 
 @pytest.fixture
@@ -47,16 +51,11 @@ def test_amd_reads_no_more_than_32_bits_reach(kernel, monkeypatch):
     assert _compilations(kernel, ([small, None], 1), ([large, None], 1), ([large[:8], None], 1)) == 3
 
 
-@needs_triton
 def test_only_three_tensors_may_be_specialised_on_their_alignment():
     """Of others, nothing is looked at."""
-    import triton
-
-    from thunder_flce.engine.kernels import triton_divergence, triton_logits, triton_rows, triton_vectors
-
     modules = (triton_divergence, triton_logits, triton_rows, triton_vectors)
     kernels = [value for module in modules for name, value in vars(module).items() if name.endswith("_kernel")]
-    assert len(kernels) == 9 and all(isinstance(kernel, triton.JITFunction) for kernel in kernels)
+    assert len(kernels) == 9 and all(isinstance(kernel, JITFunction) for kernel in kernels)
     for kernel in kernels:
         for parameter in kernel.params[3:]:
             is_free = parameter.do_not_specialize or parameter.do_not_specialize_on_alignment
