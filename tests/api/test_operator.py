@@ -274,6 +274,16 @@ def test_graph_of_a_step(settings):
         gradients[0].sum().backward()
 
 
+def test_second_derivative_of_a_compiled_call():
+    """AOTAutograd raises an error if the backward reads an operand, which it need not with finished gradients."""
+    case = make_case()
+    loss = torch.compile(call, backend="aot_eager")(case)
+    for operand in (case.x, case.weight):
+        (gradient,) = torch.autograd.grad(loss, operand, create_graph=True)
+        with pytest.raises(RuntimeError, match="not currently support double backward"):
+            torch.autograd.grad(loss + gradient.square().sum(), operand, retain_graph=True)
+
+
 def test_compiled_without_a_valid_target(settings):
     """Gradients are zeros, even for an upstream gradient of NaN."""
     case = make_case(ignored=1.0)
