@@ -216,6 +216,13 @@ expect(IN_FORWARD)({
     "logged in a buffer": lambda s: (s.mean(), _without_gradients(s.new_zeros(B).lerp_, s.sum(1), 0.1)),
     "logged in a part of a buffer": lambda s: (s.mean(), _logged(s.sum(1)[0])),
     "logged less their mean": lambda x: (t := x.detach() * 2, t.sub_(t.mean()), (-x.mean(), t))[-1],
+    # As fairseq and open-instruct have it.
+    "changed in place, and logged afterwards":
+        lambda s, a, m: (t := s * a, t.mul_(m), ((t * m).sum() / m.sum(), t.detach().mean()))[-1],
+    # As DPPO has it.
+    "weights that tokens set in place": lambda x, a, m: (
+        k := torch.ones_like(m), k.__setitem__((a > 0) & (x.detach() > -3), 0.0), (x.exp() * a * k).sum(),
+    )[-1],
     # Lengths are symbols, and what is made of them is a number.
     "over a root": lambda h, s, m: (s * m).sum() * (1 / h.shape[1]) + s.mean() / h.shape[1] ** 0.5,
     "a sum times itself": lambda s, m: (total := (s * m).sum()) * total,
@@ -437,6 +444,11 @@ expect(FUSED)({
 expect(ANY)({
     "logged in place where it is a weight":
         lambda s, m: (w := m * 1, u := s * 2, v := w[1:], v.add_(u.detach()[1:]), (u * w).sum())[4],
+    "weights that tokens set under a view": lambda x, a, m: (
+        k := torch.ones_like(m), v := k.view(-1), k.__setitem__(x.detach() > -3, 0.0), (x * a * v.view_as(x)).sum(),
+    )[-1],
+    "weights that tokens set and that are returned":
+        lambda x, m: (k := torch.ones_like(m), k.__setitem__(x.detach() > -3, 0.0), (x * k).sum(), k)[2:],
     "logged in place in its own memory":
         lambda s, m: (u := s * 2, v := u.detach(), v.add_(s.detach()), (u * m).sum(), v)[3:],
     # What is added to it afterwards is of the same rows.

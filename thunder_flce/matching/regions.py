@@ -433,6 +433,8 @@ def _moved_across_a_write(order: Sequence[Op | Region], interpreter: Interpreter
             is_before, region = places[item] < places[writer], item if isinstance(item, Region) else None
             if isinstance(item, Op) and is_before and not gives_gradient and _is_view(item):
                 continue
+            if region is not None and region.total is not None and writer in region.total.writes:
+                continue  # What it changes is one of the region's own terms, which something else reads, too.
             again = region.read_at if region is not None and region.reads_again else ()
             for tensor, position in reads[item].items():
                 was_before = position < writer.position

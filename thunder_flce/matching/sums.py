@@ -486,8 +486,10 @@ class _Search:
     def _check_writes(self, op: Op) -> None:
         """Raises for an in-place change that another reader sees, so that a new tensor cannot stand for it."""
         for written in op.writes:
-            holds_terms = written in self._dependent or (self._is_zero(written, op) and len(written.users) == 1)
-            is_replaceable = holds_terms and not op.leaves_gradient
+            made_by = written.op
+            is_new = made_by is not None and not any(map(written.shares_memory, made_by.operands))
+            is_new = (is_new or self._is_zero(written, op)) and len(written.users) == 1
+            is_replaceable = (written in self._dependent or is_new) and not op.leaves_gradient
             if not is_replaceable or self._is_read_after(written, op):
                 raise NotASum(f"{op} changes a tensor in place")
             self._writes.add(op)
