@@ -894,6 +894,15 @@ class InForward:
             e[at] = entropy(z[at])
         return -(x * m).sum() / m.sum() - e.mul(m).mean() / 9
 
+    def filled_by_chunks_of_tokens(z, y, a):
+        """Of all sequences, as SkyRL has it, and one after another."""
+        filled, weights = torch.zeros_like(a), a.new_empty(B, 2)
+        for at in range(0, z.shape[1], 7):
+            filled[:, at : at + 7] = log_prob(z[:, at : at + 7], y[:, at : at + 7])
+        for at in range(2):
+            weights[:, at] = a[:, at] * 2
+        return (clipped(filled, a)).mean() + (filled[:, :2] * weights).sum()
+
     def filled_in_the_memory_of_others(z, y, m):
         weights = m * 1
         filled = torch.zeros(m.shape, dtype=m.dtype, out=weights)

@@ -342,23 +342,25 @@ def _write_joined(filled: Node) -> None:
     changes_part |= not {*map(id, values)}.isdisjoint(_reshaped_in_place(graph))
     if changes_part or not set(between).isdisjoint(switches):
         return
-    is_stack, end = type(writes[0].args[1]) is int, 0
-    for write, value in zip(writes, values, strict=True):
-        key: Any = write.args[1]
+    keys: list[Any] = [key if isinstance(key := write.args[1], tuple) and key else (key,) for write in writes]
+    dim, is_stack, end = len(keys[0]) - 1, type(keys[0][-1]) is int, 0
+    for (*others, key), value in zip(keys, values, strict=True):
         start = key.start or 0 if isinstance(key, slice) and key.step in (None, 1) and not is_stack else key
-        sizes: list[Any] = [1, *value.shape] if is_stack else [*value.shape]
+        sizes: list[Any] = [*value.shape[:dim], *[1] * is_stack, *value.shape[dim:]]
         is_next = type(start) is int and agree(start, end) and len(sizes) == whole.ndim
-        if not is_next or not all(map(agree, sizes[1:], whole.shape[1:])):
+        if not is_next or others != [slice(None)] * dim:
             return
-        end += sizes[0]
-    if not agree(end, whole.shape[0]):
+        if not all(at == dim or agree(size, whole.shape[at]) for at, size in enumerate(sizes)):
+            return
+        end += sizes[dim]
+    if not agree(end, whole.shape[dim]):
         return
     join = torch.stack if is_stack else torch.cat
     has_grad = next((bool(each.args[0]) for each in switches[::-1] if each < writes[-1]), torch.is_grad_enabled())
     # Without Python's dispatcher, torch 2.8 has no views of symbolic sizes.
     with whole.fake_mode, enable_python_dispatcher(), torch.set_grad_enabled(has_grad):
         values = [each.to(whole.dtype) for each in values]
-        like = join(values)
+        like = join(values, dim)
     if not all(map(same, like.stride(), whole.stride())) or like.requires_grad != whole.requires_grad:
         return  # It may have another memory format, for example.
     meta = writes[-1].meta
@@ -367,7 +369,7 @@ def _write_joined(filled: Node) -> None:
             if value is not value_of(parts[position]):
                 parts[position] = graph.call_method("to", (parts[position], whole.dtype))
                 parts[position].meta = {**meta, "example_value": value}
-        joined = graph.call_function(join, (parts,))
+        joined = graph.call_function(join, (parts, dim))
     # With the example value of the whole: its views share that storage.
     joined.meta = {**meta, "example_value": whole}
     filled.replace_all_uses_with(joined, delete_user_cb=lambda user: user in readers)
