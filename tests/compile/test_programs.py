@@ -196,6 +196,22 @@ def cross_entropy(z, y):
     return F.cross_entropy(z, y) * 3 + z.logsumexp(-1).mean()
 
 
+class OwnFunction(torch.autograd.Function):
+    """A cross-entropy as Megatron-LM has it, or an activation."""
+
+    @staticmethod
+    def forward(ctx, z, y):
+        ctx.save_for_backward(z, y)
+        return z.sigmoid() if y is None else z.logsumexp(-1) - z.gather(-1, y[..., None])[..., 0]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        z, y = ctx.saved_tensors
+        if y is None:
+            return gradient * z.sigmoid() * (1 - z.sigmoid()), None
+        return (z.softmax(-1) - F.one_hot(y, V)) * gradient[..., None], None
+
+
 torch.library.define("flce_tests::log", "(Tensor x, Tensor(a!) double) -> ()")
 torch.library.impl("flce_tests::log", "CompositeExplicitAutograd")(lambda x, double: (double.mul_(2), None)[1])
 torch.library.define("flce_tests::halve", "(Tensor(a!) x) -> Tensor")
@@ -551,6 +567,9 @@ expect_each({
         lambda z, w, y: ce_loss(_constant_less_log_sum_exp(z), y, weight=class_weights(w)) + w.sum(),
     ),
     "of another's cross_entropy": (NONE, lambda z, y: cross_entropy(z.flatten(0, 1), y.flatten())),
+    "by a function with a backward of its own": (Reason.CUSTOM_FUNCTION, lambda z, y: OwnFunction.apply(z, y).mean()),
+    "an activation with a backward of its own":
+        ([AT_ONCE], lambda h, w, z, y: ce_loss(F.linear(OwnFunction.apply(z, None)[..., :H] + h, w), y)),
     "after a graph break": (Reason.ARGUMENT, lambda z, y: (torch._dynamo.graph_break(), -log_prob(z, y).mean())[1]),
     "sequences twice": (
         "is neither linear nor an operation on single tokens", lambda z, y, a: (

@@ -45,6 +45,9 @@ class Reason(Enum):
     NOT_FOLLOWED = "the program computes something from its log-probabilities that is not a supported loss"
     CLASS_DIMENSION = "the vocabulary is not the class dimension of the loss"
     CLASS_PROBABILITIES = "the targets are class probabilities; only class indices can be fused"
+    CUSTOM_FUNCTION = (
+        "a torch.autograd.Function with a backward of its own computes it; write the loss with PyTorch's operations"
+    )
     CLASS_WEIGHTS = "it has class weights that are not supported"
     DTYPE = "the linear's operands have different dtypes, or a dtype that is not supported"
     DISTRIBUTED = "an operand is a distributed tensor, or belongs to a torch.func transform such as grad or vmap"

@@ -6,6 +6,7 @@ classes, become an `Escape`, which prevents fusion.
 """
 
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -297,6 +298,12 @@ class Interpreter:
                     self._escape_of.setdefault(out, escape)
                 elif op.name in _RESIZES_CLASSES:
                     self._escape_of.setdefault(out, replace(escape, columns=out.shape[-1]))
+        value = None if escape is None else escape.value
+        if op.name == "autograd_function_apply" and isinstance(value, Class) and value.logits.is_head:
+            # Activations, and layers such as Mamba's, have more than one number for each row.
+            sizes = 1, math.prod(value.rows_shape)
+            if any(out.needs_grad and any(same(out.numel, size) for size in sizes) for out in op.outs):
+                self.refusals.append(NotFused(Reason.CUSTOM_FUNCTION).at(op.source, "cross-entropy"))
         # Another softmax may be a gate's, or attention's.
         is_normalised = op.plain_name in NORMALISERS or (op.plain_name == "softmax" and escape is not None)
         if is_normalised and operands and op.outs[0].needs_grad:
