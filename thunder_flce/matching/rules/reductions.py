@@ -132,6 +132,15 @@ def _max(interpreter: Interpreter, op: Op, input: Class, dim: Any = None, keepdi
     return replace(results[1], shape=values.shape), replace(results[0], shape=indices.shape)
 
 
+@rule("topk")
+def _topk(
+    interpreter: Interpreter, op: Op, input: Class, k: Any, dim: Any = -1, largest: bool = True, sorted: bool = True
+) -> tuple[Value, ...]:
+    if k != 1 or largest is not True:
+        raise Unknown
+    return _max(interpreter, op, input, dim)
+
+
 @rule("argmax")
 def _argmax(interpreter: Interpreter, op: Op, input: Class, dim: Any = None, keepdim: bool = False) -> Argmax:
     check_over_classes(input, dim)
