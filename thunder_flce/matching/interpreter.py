@@ -302,7 +302,8 @@ class Interpreter:
         if op.name == "autograd_function_apply" and isinstance(value, Class) and value.logits.is_head:
             # Activations, and layers such as Mamba's, have more than one number for each row.
             sizes = 1, math.prod(value.rows_shape)
-            if any(out.needs_grad and any(same(out.numel, size) for size in sizes) for out in op.outs):
+            is_loss = any(out.needs_grad and any(same(out.numel, size) for size in sizes) for out in op.outs)
+            if is_loss and self.results.keys().isdisjoint(operands):  # Else it changes a loss's gradient.
                 self.refusals.append(NotFused(Reason.CUSTOM_FUNCTION).at(op.source, "cross-entropy"))
         # Another softmax may be a gate's, or attention's.
         is_normalised = op.plain_name in NORMALISERS or (op.plain_name == "softmax" and escape is not None)
