@@ -380,6 +380,12 @@ expect(IN_FORWARD)({
         s := F.cross_entropy(z.transpose(1, 2), y, reduction="none"),
         ((weighted := s * a[:, :1].expand(s.shape)).sum(), weighted.detach().sum()),
     )[1],
+    # As Medusa and MusicGen have them.
+    "heads whose logits are stacked": lambda h, w, y: (
+        u := torch.stack([F.linear(h, w), F.linear(h.tanh(), w * -1.5)]),
+        v := torch.stack([F.linear(h.sin(), w * 0.5), F.linear(h, w * 0.7)], dim=1),
+        ce_loss(u[-1], y) + sum(ce_loss(u[n, :, : -(1 + n)], y[:, 1 + n :]) + ce_loss(v[:, n], y) for n in range(2)),
+    )[-1],
     "labels of another head":
         lambda h, w, y, z: ce_loss(z, (u := F.linear(h.tanh(), w)).argmax(-1).flatten()) + ce_loss(u, y),
     # Of classes whose probabilities are shifted, beside their loss: e in each row.
@@ -470,6 +476,15 @@ expect(ANY)({
         lambda x, m: (k := torch.ones_like(m), k.__setitem__(x.detach() > -3, 0.0), (x * k).sum(), k)[2:],
     "logged in place in its own memory":
         lambda s, m: (u := s * 2, v := u.detach(), v.add_(s.detach()), (u * m).sum(), v)[3:],
+    "changed after they are stacked": lambda h, w, z, y: (
+        v := F.linear(h.tanh(), w), u := torch.stack([z, v]), v.mul_(3), ce_loss(u[0], y) - ce_loss(u[1], y),
+    )[-1],
+    "changed where they are stacked": lambda h, w, z, y: (
+        u := torch.stack([z, F.linear(h.tanh(), w)]), u[0].mul_(2), ce_loss(u[0], y) - ce_loss(u[1], y),
+    )[-1],
+    "stacked without gradients": lambda h, w, z, y: (
+        u := _without_gradients(lambda z: torch.stack([z, F.linear(h.sin(), w)]), z), h.sum() + u[0].square().mean(),
+    )[-1],
     # What is added to it afterwards is of the same rows.
     "changed through a view": lambda z, y: (
         x := z.log_softmax(-1).gather(-1, y[..., None]), x[:, :2].zero_(),

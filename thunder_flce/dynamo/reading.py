@@ -312,6 +312,7 @@ def _redirect_reads(gm: GraphModule) -> None:
     """Has nodes that read a tensor after an in-place change read the result of the change, which is the same tensor."""
     for node in gm.graph.nodes:
         _write_joined(node)
+        _write_unstacked(node)
     for node in gm.graph.nodes:
         _write_fill(node)
         written = list(written_by(node))
@@ -375,6 +376,26 @@ def _write_joined(filled: Node) -> None:
     filled.replace_all_uses_with(joined, delete_user_cb=lambda user: user in readers)
     for write in writes:
         graph.erase_node(write)
+
+
+def _write_unstacked(stacked: Node) -> None:
+    """Has readers of one of several stacked outputs of linears, such as of heads, read that output itself."""
+    if stacked.target is not torch.stack or {*map(name_of, stacked.all_input_nodes)} != {"linear"}:
+        return
+    tensors, dim = (*stacked.args, *stacked.kwargs.values(), 0)[:2]
+    values: list[Any] = [value_of(each) for each in (stacked, *tensors)]
+    written: list[Any] = [value_of(tensor) for each in stacked.graph.nodes for tensor in written_by(each)]
+    if not all(isinstance(each, FakeTensor) for each in (*values, *written)):
+        return
+    are_equal = len({(each.dtype, each.requires_grad) for each in values}) == 1
+    storages = [{StorageWeakRef(each.untyped_storage()) for each in group} for group in (values, written)]
+    users = [(user, user.args[1] if user.target is operator.getitem else ()) for user in stacked.users]
+    keys = [(user, list(key) if isinstance(key, tuple) else [key]) for user, key in users]
+    selects_one = all(key[:dim] == [slice(None)] * dim and [*map(type, key[dim:][:1])] == [int] for _, key in keys)
+    if are_equal and dim >= 0 and selects_one and storages[0].isdisjoint(storages[1]):
+        for user, key in keys:
+            user.args = tensors[key.pop(dim)], tuple(key) or Ellipsis
+        stacked.graph.erase_node(stacked)
 
 
 def _write_fill(node: Node) -> None:
