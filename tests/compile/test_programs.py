@@ -380,6 +380,9 @@ expect(IN_FORWARD)({
         s := F.cross_entropy(z.transpose(1, 2), y, reduction="none"),
         ((weighted := s * a[:, :1].expand(s.shape)).sum(), weighted.detach().sum()),
     )[1],
+    "a bias that is made after the linear": lambda h, w, y: (
+        z := F.linear(h, w), b := z.new_zeros(V), b.__setitem__(3, -1e4), ce_loss(z + b, y.where(y != 3, 4)),
+    )[-1],
     # As Medusa and MusicGen have them.
     "heads whose logits are stacked": lambda h, w, y: (
         u := torch.stack([F.linear(h, w), F.linear(h.tanh(), w * -1.5)]),

@@ -163,6 +163,8 @@ class Logits:
     bias: Tensor | None = None
     bias_has_grad: bool = True
     """Whether gradients flow to the bias, which may be added after the terms were detached"""
+    bias_read_at: int = field(default=0, compare=False)
+    """Position of the operation that adds the bias"""
     scale: Fraction = Fraction(1)
     softcap: Fraction | None = None
     shift: Fraction = Fraction(0)

@@ -92,7 +92,7 @@ class Region:
             logits, labels = part.logits, part.labels
             for term in logits.terms:
                 add(term.outputs[0].op.position, term.input, term.weight)  # type: ignore[union-attr]
-            add(logits.terms[0].outputs[0].op.position, logits.bias)  # type: ignore[union-attr]
+            add(logits.bias_read_at, logits.bias)
             for tensor, position in logits.row_operands.items():
                 add(position, tensor)
             if labels is not None:

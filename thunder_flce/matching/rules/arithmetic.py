@@ -167,7 +167,7 @@ def _add(interpreter: Interpreter, op: Op, input: Any, other: Any, *, alpha: Any
         return replace(classes, sum=added((1, classes.sum), (sign * Fraction(bias), ONE)))
     if not isinstance(classes, Class) or not isinstance(bias, Tensor) or sign != 1:
         raise Unknown
-    return _with_bias(classes, bias, interpreter.program.changes_before(op, bias))
+    return _with_bias(interpreter, op, classes, bias)
 
 
 def _sum_of_rows(a: Row, b: Row, sign: int) -> Row:
@@ -192,8 +192,8 @@ def _in_terms_of(row: Row, logits: Logits) -> Row | None:
     return replace(row, logits=logits, sum=added((ratio, row.sum)))
 
 
-def _with_bias(input: Class, bias: Tensor, changes: int) -> Class:
-    logits = input.logits
+def _with_bias(interpreter: Interpreter, op: Op, input: Class, bias: Tensor) -> Class:
+    logits, changes = input.logits, interpreter.program.changes_before(op, bias)
     is_plain = input.is_logits and input.dim == len(input.shape) - 1 and logits.is_linear and len(input.shape) > 1
     row_shape = [input.columns if dim == input.dim else 1 for dim in range(len(input.shape))]
     is_row = same_shape((*[1] * (len(input.shape) - bias.ndim), *bias.shape), row_shape)
@@ -209,7 +209,7 @@ def _with_bias(input: Class, bias: Tensor, changes: int) -> Class:
         replace(term, has_grad=term.has_grad and has_grad(input.sum), changes=term.changes + changes)
         for term in logits.terms
     )
-    logits = replace(logits, terms=terms, bias=bias, bias_has_grad=bias.needs_grad)
+    logits = replace(logits, terms=terms, bias=bias, bias_has_grad=bias.needs_grad, bias_read_at=op.position)
     return replace(input, logits=logits, sum=poly(u=1))
 
 
@@ -241,6 +241,7 @@ def _sum_of_linears(interpreter: Interpreter, a: Class, b: Class, op: Op) -> Cla
         scale=scale,
         bias=with_bias.logits.bias,
         bias_has_grad=with_bias.logits.bias_has_grad and has_grad(with_bias.sum),
+        bias_read_at=with_bias.logits.bias_read_at,
     )
     return replace(a, logits=logits, sum=poly(u=1))
 

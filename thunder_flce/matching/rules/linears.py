@@ -52,7 +52,7 @@ def _product(
     )  # fmt: skip
     steps = () if rows == out_rows else (RowStep("permute", tuple(map(rows.index, out_rows)), out_shape),)
     bias = None if bias is None else interpreter.first_of(bias, op)
-    logits = Logits((term,), bias, bias_has_grad=out.needs_grad, rows=steps)
+    logits = Logits((term,), bias, bias_has_grad=out.needs_grad, bias_read_at=op.position, rows=steps)
     return Class(logits, dim, (*out.shape[:dim], term.columns, *out.shape[dim + 1 :]), poly(u=1))
 
 
