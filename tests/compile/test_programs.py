@@ -1589,7 +1589,7 @@ DEPENDING_ON_VALUES = {
     "another loss by a number of it": (
         IN_FORWARD, lambda h, s, m: (loss := (s * m).sum()) + h.square().sum() * (loss.detach() * 2).item(),
     ),
-    "changed in place, by a number": ("changed in place", lambda s, m: (
+    "changed in place, by a number": (IN_FORWARD, lambda s, m: (
         t := s * 2, s.sub_(m), number := s.sum().item(), (t.sum() + t.square().sum()) * number)[3],
     ),
     "each term, by a number of all": ("line", lambda s: (s * s.detach().mean().item()).sin().sum()),

@@ -382,17 +382,20 @@ def _write_unstacked(stacked: Node) -> None:
     """Has readers of one of several stacked outputs of linears, such as of heads, read that output itself."""
     if stacked.target is not torch.stack or {*map(name_of, stacked.all_input_nodes)} != {"linear"}:
         return
-    tensors, dim = (*stacked.args, *stacked.kwargs.values(), 0)[:2]
+    arguments: Any = *stacked.args, *stacked.kwargs.values(), 0
+    tensors, dim = arguments[:2]
     values: list[Any] = [value_of(each) for each in (stacked, *tensors)]
     written: list[Any] = [value_of(tensor) for each in stacked.graph.nodes for tensor in written_by(each)]
     if not all(isinstance(each, FakeTensor) for each in (*values, *written)):
         return
+    # The stacked tensor is a copy, and has a gradient of its own.
+    memory, *changed = (StorageWeakRef(each.untyped_storage()) for each in (values[0], *written))
+    is_only_read = memory not in changed and sum(len(each.users) for each in {*tensors}) == len(tensors)
     are_equal = len({(each.dtype, each.requires_grad) for each in values}) == 1
-    storages = [{StorageWeakRef(each.untyped_storage()) for each in group} for group in (values, written)]
-    users = [(user, user.args[1] if user.target is operator.getitem else ()) for user in stacked.users]
+    users: list[Any] = [(user, user.args[1] if user.target is operator.getitem else ()) for user in stacked.users]
     keys = [(user, list(key) if isinstance(key, tuple) else [key]) for user, key in users]
     selects_one = all(key[:dim] == [slice(None)] * dim and [*map(type, key[dim:][:1])] == [int] for _, key in keys)
-    if are_equal and dim >= 0 and selects_one and storages[0].isdisjoint(storages[1]):
+    if is_only_read and are_equal and dim >= 0 and selects_one:
         for user, key in keys:
             user.args = tensors[key.pop(dim)], tuple(key) or Ellipsis
         stacked.graph.erase_node(stacked)
