@@ -858,6 +858,12 @@ def divergence_from_a_teacher(hidden, weight, second_weight):
     return F.kl_div(F.linear(hidden, weight).log_softmax(-1), teacher, reduction="batchmean")
 
 
+def divergence_from_a_teacher_written_out(hidden, weight, second_weight):
+    with torch.no_grad():
+        teacher = F.linear(hidden, second_weight).log_softmax(-1)
+    return (teacher.exp() * (teacher - F.linear(hidden, weight).log_softmax(-1))).sum(-1).mean()
+
+
 def log_probability_after_an_activation(hidden, weight, tokens):
     logits = torch.relu(F.linear(hidden, weight))
     return F.log_softmax(logits, -1).gather(-1, tokens.unsqueeze(-1)).sum()
@@ -928,6 +934,7 @@ NOT_FUSED: dict[Callable, Reason] = {
     entropy_beside_an_epsilon: Reason.TRANSFORMED_LOGITS,
     smoothed_one_hot_targets: Reason.CLASS_PROBABILITIES,
     divergence_from_a_teacher: Reason.CLASS_PROBABILITIES,
+    divergence_from_a_teacher_written_out: Reason.NOT_FOLLOWED,
     tanh_after_the_maximum_was_subtracted: Reason.TRANSFORMED_LOGITS,
     nll_loss_of_logits: Reason.NOT_LOG_PROBABILITIES,
     activation: Reason.TRANSFORMED_LOGITS,

@@ -246,10 +246,11 @@ def _decisions_on_escapes(interpreter: Interpreter, parts: Sequence[Part]) -> li
             reason = Reason.OPERAND_MODIFIED
         elif name in ("mul", "where", "masked_fill", "kl_div", "einsum", "matmul"):
             reason = Reason.CLASS_PROBABILITIES
-            if name == "kl_div":
-                text += "; `linear_kl_divergence` takes a teacher's hidden states and head"
         elif name in ("gather", "take_along_dim", "index_select", "take", "getitem", "view", "reshape", "flatten"):
             reason, text = Reason.NOT_A_LOG_PROBABILITY, detail or text
+        operands = map(interpreter.get, escape.user.operands)
+        if name == "kl_div" or any(isinstance(each, Class) and each.logits != value.logits for each in operands):
+            text += "; `linear_kl_divergence` takes a teacher's hidden states and head"
         kind = {"": "log-probability", "exp": "probability", "p": "entropy"}[form]
         decisions.append(Decision(escape.user.source, reason=reason, detail=text, kind=kind))
     return decisions
