@@ -41,14 +41,15 @@ def test_tables_have_the_numbers_of_the_rows(page, monkeypatch):
     assert (ROOT / page).read_text(encoding="utf-8") == pages.written(page)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "noxfile.py"], ids=lambda page: str(page.relative_to(ROOT)))
 def test_what_a_page_names_is_there(page):
+    """Also the suite for other versions."""
     text = page.read_text(encoding="utf-8")
     links = [target for target in re.findall(r"\]\(([^)#]+)", text) if "://" not in target]
     assert [target for target in links if not (page.parent / target).exists()] == []
-    named = re.findall(r"`((?:thunder_flce|tests|traces|examples|docs|lab)/[\w./-]+)(?:::(\w+))?`", text)
-    assert [path for path, _ in named if not (ROOT / path).exists()] == []
-    tests = [(path, test) for path, test in named if test]
+    named = re.findall(r"[`\"]((?:thunder_flce|tests|traces|examples|docs|lab)/[\w./-]+)(?:::\w+)?[`\"]", text)
+    assert [path for path in named if not (ROOT / path).exists()] == []
+    tests = re.findall(r"(tests/\w+/\w+\.py)::(\w+)", text)
     assert [test for path, test in tests if f"def {test}(" not in (ROOT / path).read_text(encoding="utf-8")] == []
     tests_text = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
     assert [test for test in re.findall(r"`(test_\w+)`", text) if f"def {test}(" not in tests_text] == []
@@ -87,11 +88,3 @@ def test_the_table_of_folders_is_in_the_order_of_imports():
     cells = "".join(re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE))
     names = re.findall(r"`(\w+)(?:/|\.py)`", cells)
     assert {*names} == levels.keys() - {"__main__"} and names == sorted(names, key=levels.__getitem__)
-
-
-def test_cited_tests_exist():
-    """Those that pages, and the suite for other versions, name with their files."""
-    texts = [page.read_text(encoding="utf-8") for page in (ROOT / "noxfile.py", *PAGES)]
-    cited = {name for text in texts for name in re.findall(r"tests/\w+/\w+\.py::\w+", text)}
-    files = {name: (ROOT / name.partition("::")[0]).read_text(encoding="utf-8") for name in cited}
-    assert cited and not [name for name, text in files.items() if f"def {name.partition('::')[2]}(" not in text]
