@@ -8,6 +8,7 @@ from torch import nn
 
 import thunder_flce
 from thunder_flce.backend import compile_graph
+from thunder_flce.dynamo import fusion
 
 FRONT_ENDS = {"thunder.jit": thunder_flce.jit, "thunderfx": thunder_flce.thunderfx}
 COMPILERS = {
@@ -67,6 +68,20 @@ def run(program, tensors):
     trained = [tensor for tensor in tensors if tensor.requires_grad]
     gradients = torch.autograd.grad(differentiable, trained, upstream, allow_unused=True, materialize_grads=True)
     return tuple(output.detach() for output in outputs), gradients
+
+
+def fused_graph(program, *tensors):
+    """Returns Dynamo's graph of a program after fusion, which does not run."""
+    graphs = []
+
+    def backend(gm, inputs):
+        assert all(decision.fused for decision in fusion.fuse(gm, thunder_flce.Options(), strict=True))
+        graphs.append(gm)
+        return lambda *_: [None] * 9
+
+    torch.compile(program, backend=backend, fullgraph=True)(*tensors)
+    (graph_module,) = graphs
+    return graph_module
 
 
 def decisions(compiled) -> list[thunder_flce.matching.decisions.Decision]:

@@ -31,6 +31,7 @@ from front_ends import (
     batch,
     decisions,
     flattened_loss,
+    fused_graph,
     operands,
     run,
 )
@@ -306,13 +307,8 @@ def test_kernels_of_the_user(monkeypatch):
         kernel[1,](hidden, before)
         return before + _log_probs(hidden, weight, labels)
 
-    def backend(gm, inputs):
-        fusion.fuse(gm, thunder_flce.Options(), strict=True)
-        order.extend(node.name.partition("_")[0] for node in gm.graph.nodes if node.op == "call_function")
-        return lambda *_: (torch.zeros(()),)
-
-    order = []
-    torch.compile(program, backend=backend, fullgraph=True)(*operands(6))
+    called = [node for node in fused_graph(program, *operands(6)).graph.nodes if node.op == "call_function"]
+    order = [node.name.partition("_")[0] for node in called]
     assert [name for name in order if name in ("linear", "log", "triton")] == ["linear", "triton", "linear"]
 
 
@@ -387,35 +383,14 @@ def test_programs_on_the_disk(monkeypatch):
 def test_what_is_computed_again_is_in_the_code():
     """By which PyTorch finds programs on the disk: these differ in nothing else."""
 
-    def backend(gm, inputs):
-        fusion.fuse(gm, thunder_flce.Options(), strict=True)
-        codes.append(gm.code)
-        return gm
-
     def small(h, w, y):
         return F.cross_entropy(checkpoint(lambda h: F.linear(h.sin(), w), h.cos(), use_reentrant=False), y)
 
     def large(h, w, y):
         return F.cross_entropy(checkpoint(lambda h: F.linear(h.cos().sin(), w), h, use_reentrant=False), y)
 
-    codes: list[str] = []
-    for program in (small, large):
-        torch.compile(program, backend=backend, fullgraph=True)(*operands(6))
+    codes = [fused_graph(program, *operands(6)).code for program in (small, large)]
     assert "checkpoint" not in codes[0] and codes[0] != codes[1]
-
-
-def _fused_graph(program, *tensors):
-    """Returns the graph of a program after fusion."""
-    graphs = []
-
-    def backend(gm, inputs):
-        assert all(decision.fused for decision in fusion.fuse(gm, thunder_flce.Options(), strict=True))
-        graphs.append(gm.graph)
-        return gm
-
-    torch.compile(program, backend=backend, fullgraph=True)(*tensors)
-    (graph,) = graphs
-    return graph
 
 
 def _in_checkpoints(h, y, weights):
@@ -441,7 +416,7 @@ def test_order_of_what_is_added():
     hidden, weight, labels = operands(9)
     weights = [weight.detach().clone().requires_grad_() for _ in range(8)]
     opened, added, cast = (
-        _fused_graph(program, hidden, labels, weights)
+        fused_graph(program, hidden, labels, weights).graph
         for program in (_in_checkpoints, _added_in_place, _under_autocast)
     )
     numbers = [node.meta["ac_graph_id"] for node in opened.nodes if "ac_graph_id" in node.meta]
@@ -462,7 +437,7 @@ def test_moved_where_autocast_does_not_cache():
             product = losses.detach()[None] @ h.detach()
         return losses.sum(), product
 
-    switches = _fused_graph(program, *operands(5)).find_nodes(op="call_function", target=_enter_autocast)
+    switches = fused_graph(program, *operands(5)).graph.find_nodes(op="call_function", target=_enter_autocast)
     assert len(switches) > 1 and {node.args for node in switches} == {("cpu", torch.bfloat16, True, False)}
 
 

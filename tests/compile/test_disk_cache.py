@@ -13,10 +13,9 @@ from torch._functorch._aot_autograd.autograd_cache import check_node_safe
 from torch.distributed.device_mesh import init_device_mesh
 
 import thunder_flce
-from front_ends import operands
+from front_ends import fused_graph, operands
 from ranks import as_threads
 from test_patterns import _arguments, patterns
-from thunder_flce.dynamo import fusion
 
 # Prints how often each program was found, was not, or could not be. None has a kernel that Inductor would compile.
 PROGRAM = """
@@ -84,33 +83,19 @@ def test_two_processes(tmp_path):
 ])  # fmt: skip
 def test_what_is_written_may_be_on_the_disk(name):
     """PyTorch looks up no program with a node that it does not know to be safe."""
-
-    def backend(gm, inputs):
-        fusion.fuse(gm, thunder_flce.Options(), strict=True)
-        for node in gm.graph.nodes:
-            check_node_safe(node)
-        return gm
-
     program = getattr(patterns, name)
-    torch.compile(program, backend=backend, fullgraph=True)(*_arguments(program))
+    for node in fused_graph(program, *_arguments(program)).graph.nodes:
+        check_node_safe(node)
 
 
 _ONE_AT_A_TIME = Lock()
 """Dynamo of torch 2.15 mixes up the grad modes of threads that compile at once"""
 
 
-def _codes(**arguments):
-    """Returns the code of the graphs in which a program calls `linear_cross_entropy`."""
-
-    def backend(gm, inputs):
-        codes.append(gm.code)
-        return lambda *tensors: tensors[:1]  # What it returns does not matter, and ranks need not run it together.
-
-    codes: list[str] = []
-    program = partial(thunder_flce.linear_cross_entropy, **arguments)
+def _code(**arguments):
+    """Returns the code of a graph that calls `linear_cross_entropy`."""
     with _ONE_AT_A_TIME:
-        torch.compile(program, backend=backend, fullgraph=True)(*operands(6))
-    return codes
+        return fused_graph(partial(thunder_flce.linear_cross_entropy, **arguments), *operands(6)).code
 
 
 def test_what_is_in_the_code():
@@ -118,12 +103,12 @@ def test_what_is_in_the_code():
     codes = []
     for dtype in (torch.bfloat16, torch.float16):
         with torch.autocast("cpu", dtype):
-            codes += _codes()
+            codes.append(_code())
     torch.set_autocast_enabled("cuda", True)
     try:
-        codes += _codes()
+        codes.append(_code())
     finally:
         torch.set_autocast_enabled("cuda", False)
     for ranks in (1, 2):
-        codes += as_threads(ranks, lambda _, n=ranks: _codes(vocab_parallel=init_device_mesh("cpu", (n,))))[0]
+        codes.append(as_threads(ranks, lambda _, n=ranks: _code(vocab_parallel=init_device_mesh("cpu", (n,))))[0])
     assert len(set(codes)) == len(codes) == 5
