@@ -147,44 +147,30 @@ def test_a_graph_break_in_the_layers(nested):
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize(("name", "values", "times"), [
-    ("ignore_index", (-100, 3), 2), ("label_smoothing", (0.25, 0.5), None),
-])  # fmt: skip
-def test_a_setting_that_changes(name, values, times, monkeypatch):
-    """Dynamo has it as a symbol at first, and AOTAutograd has it trace the program once more with the number."""
-    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", lambda graph, inputs, **_: aot_eager(graph, inputs))
+@pytest.mark.parametrize(("loss", "numbers", "dynamic", "times"), [
+    (lambda z, y, n: F.cross_entropy(z, y.where(y > 9, n), ignore_index=n), (-100, 3), True, 2),
+    (lambda z, y, n: F.cross_entropy(z, y, label_smoothing=n), (0.25, 0.5), True, None),
+    # They divide the logits, and those who do so multiply the loss by them.
+    (lambda z, y, t: F.cross_entropy(z.div_(t), y) * t**2, (0.7, 1.3, 0.0625), None, None),
+    (lambda z, y, t: F.cross_entropy(t * z, y) + F.cross_entropy(z * (t + 2), y), (2, 3, 5), None, None),
+], ids=["ignored label", "label smoothing", "temperature", "integer"])  # fmt: skip
+def test_a_number_that_changes(loss, numbers, dynamic, times, monkeypatch):
+    """Dynamo has a symbol for it, at first or later, and AOTAutograd has it trace the program once more with a number.
 
-    def step(tokens, labels, value):
-        return F.cross_entropy(model.logits(tokens).view(-1, V), labels.view(-1), **{name: value})
+    Inductor itself runs for temperatures: floats that are symbols are inputs of its programs.
+    """
+    if 0.7 not in numbers:
+        compile_fx = lambda graph, inputs, **_: aot_eager(graph, inputs)  # noqa: E731
+        monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", compile_fx)
 
-    model, (tokens, labels) = Model(), batch()
-    compiled = compiled_with(step, dynamic=True, options={"strict": True})
-    for value in values:
-        arguments = tokens, labels.masked_fill(labels == -100, value) if name == "ignore_index" else labels, value
-        torch.testing.assert_close(compiled(*arguments), step(*arguments))
-    assert_fused(compiled, times)
+    def step(hidden, weight, labels, number):
+        return loss(F.linear(hidden, weight), labels, number)
 
-
-@pytest.mark.inductor
-@pytest.mark.parametrize(("loss", "values"), [
-    (lambda z, y, t: F.cross_entropy(z.div_(t), y) * t**2, (0.7, 1.3, 0.0625)),
-    (lambda z, y, t: F.cross_entropy(t * z, y) + F.cross_entropy(z * (t + 2), y), (2, 3, 5)),
-], ids=["float", "integer"])  # fmt: skip
-def test_a_temperature_that_changes(loss, values, monkeypatch):
-    """Dynamo has a number for it at first, then a symbol; so have those who multiply the loss by it."""
-    if isinstance(values[0], int):  # For floats, which are inputs of Inductor's programs, Inductor itself runs.
-        monkeypatch.setattr(
-            torch._inductor.compile_fx, "compile_fx", lambda graph, inputs, **_: aot_eager(graph, inputs)
-        )
-
-    def step(hidden, weight, labels, t):
-        return loss(F.linear(hidden, weight), labels, t)
-
-    compiled, tensors = compiled_with(step, options={"strict": True}), operands(24)
-    for t in values:
-        result, right = (run(partial(function, t=t), tensors) for function in (compiled, step))
+    compiled, tensors = compiled_with(step, dynamic=dynamic, options={"strict": True}), operands(24)
+    for number in numbers:
+        result, right = (run(partial(function, number=number), tensors) for function in (compiled, step))
         torch.testing.assert_close(result, right, **CLOSE)
-    assert_fused(compiled)
+    assert_fused(compiled, times)
 
 
 @pytest.mark.gpu
