@@ -25,6 +25,15 @@ def flattened_loss(logits, labels):
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
 
 
+def log_prob(logits, labels):
+    """The log-probability of each label."""
+    return logits.log_softmax(-1).gather(-1, labels[..., None]).squeeze(-1)
+
+
+def log_probs(hidden, weight, labels):
+    return log_prob(F.linear(hidden, weight), labels)
+
+
 class Model(nn.Module):
     """An embedding, a hidden layer and a head with its loss."""
 

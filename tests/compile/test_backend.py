@@ -32,6 +32,7 @@ from front_ends import (
     decisions,
     flattened_loss,
     fused_graph,
+    log_probs,
     operands,
     run,
 )
@@ -71,10 +72,6 @@ def test_any_number_of_tokens(name):
     assert compilations[:2] == [1, 1]
 
 
-def _log_probs(h, w, y):
-    return F.log_softmax(F.linear(h, w), -1).gather(-1, y.unsqueeze(-1)).squeeze(-1)
-
-
 def test_batches_and_lengths_that_change(device):
     """Labels and weights have sizes of their own, which guards alone relate, and hidden states say how many rows."""
 
@@ -99,10 +96,10 @@ def test_batches_and_lengths_that_change(device):
 
 def test_labels_of_fewer_tokens():
     """PyTorch gathers for those that there are; what was compiled for as many labels as tokens does not."""
-    compiled, weight = compiled_with(_log_probs), torch.randn(53, 16)
+    compiled, weight = compiled_with(log_probs), torch.randn(53, 16)
     for tokens, label_count in ((9, 9), (5, 5), (7, 7), (8, 6), (6, 4), (10, 10)):
         hidden, labels = torch.randn(4, tokens, 16), torch.randint(53, (4, label_count))
-        result, right = (program(hidden, weight, labels).sum() for program in (compiled, _log_probs))
+        result, right = (program(hidden, weight, labels).sum() for program in (compiled, log_probs))
         torch.testing.assert_close(result, right, rtol=1e-4, atol=1e-4)
 
 
@@ -112,7 +109,7 @@ def test_labels_of_fewer_tokens():
 ])  # fmt: skip
 def test_the_mean_of_tokens_of_which_there_may_be_none(loss):
     def program(h, w, y, at):
-        x = _log_probs(h, w, y)
+        x = log_probs(h, w, y)
         return x.exp().sum() + loss(x, at)
 
     compiled, weight = compiled_with(program), torch.randn(53, 16)
@@ -125,7 +122,7 @@ def test_the_mean_of_tokens_of_which_there_may_be_none(loss):
 
 def test_graphs_of_two_functions():
     """Each has its own, though both have the same options."""
-    functions = [compiled_with(lambda h, w, y, factor=factor: factor * _log_probs(h, w, y).sum()) for factor in (2, 3)]
+    functions = [compiled_with(lambda h, w, y, factor=factor: factor * log_probs(h, w, y).sum()) for factor in (2, 3)]
     for compiled in functions:
         compiled(*operands(6))
     assert [len(thunder_flce.explain(compiled)) for compiled in functions] == [1, 1]
@@ -252,7 +249,7 @@ def test_pairs_of_many_lengths(is_declared):
 
     def preference(hidden, weight, labels):
         assert labels.shape[1] <= 64
-        chosen, rejected = _log_probs(hidden, weight, labels).sum(1).chunk(2)
+        chosen, rejected = log_probs(hidden, weight, labels).sum(1).chunk(2)
         return F.softplus(rejected - chosen).mean()
 
     compiled = compiled_with(preference, fullgraph=True)
@@ -269,7 +266,7 @@ def test_pairs_of_many_lengths(is_declared):
 @pytest.mark.parametrize(("program", "strategy"), [
     (lambda h, w, y, m: F.cross_entropy(F.linear(h, w), y, reduction="sum"), "gradients_in_forward"),
     # A quotient of sums of none is NaN.
-    (lambda h, w, y, m: (_log_probs(h, w, y) * m).sum() / m.sum(), "recompute_logits"),
+    (lambda h, w, y, m: (log_probs(h, w, y) * m).sum() / m.sum(), "recompute_logits"),
 ])  # fmt: skip
 def test_no_tokens(program, strategy):
     """Their logits take no memory, which is no reason to save them."""
@@ -289,9 +286,9 @@ def test_kernels_of_the_user(monkeypatch):
 
     @torch.no_grad()
     def program(hidden, weight, labels):
-        before = _log_probs(hidden, weight, labels)
+        before = log_probs(hidden, weight, labels)
         kernel[1,](hidden, before)
-        return before + _log_probs(hidden, weight, labels)
+        return before + log_probs(hidden, weight, labels)
 
     called = [node for node in fused_graph(program, *operands(6)).graph.nodes if node.op == "call_function"]
     order = [node.name.partition("_")[0] for node in called]
@@ -357,7 +354,7 @@ def test_programs_on_the_disk(monkeypatch):
         PyCodeCache.cache_clear()
 
         def program(hidden, weight, labels, tokens=tokens):
-            return _log_probs(hidden, weight, labels)[tokens].sum()
+            return log_probs(hidden, weight, labels)[tokens].sum()
 
         compiled, tensors = compiled_with(program), operands(6)
         torch.testing.assert_close(run(compiled, tensors), run(program, tensors), **CLOSE)
@@ -527,8 +524,8 @@ def test_entry_point():
 
 
 def test_a_backend_around_ours():
-    compiled, tensors = torch.compile(_log_probs, backend=lambda *arguments: compile_graph(*arguments)), operands(5)
-    torch.testing.assert_close(run(compiled, tensors), run(_log_probs, tensors), **CLOSE)
+    compiled, tensors = torch.compile(log_probs, backend=lambda *arguments: compile_graph(*arguments)), operands(5)
+    torch.testing.assert_close(run(compiled, tensors), run(log_probs, tensors), **CLOSE)
     assert_fused(compiled, times=1)
 
 
