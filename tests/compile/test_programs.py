@@ -3,8 +3,9 @@
 Ways to write a language model's loss are in traces/patterns.py, see test_patterns. Here are losses of libraries for
 fine-tuning and reinforcement learning, and what only looks like a loss. `h` (B, T, H) and `w` (V, H) are trained, `y`
 (B, T) are labels, `a` (B, T) advantages or old log-probabilities, `m` (B, T) a mask; of them, `z` (B, T, V) are logits,
-and `x`, `s`, `e` (B, T) log-probabilities of the labels, losses and entropies: a program takes what it names. Each goes
-through the backend of torch.compile, and through thunder where thunder's traces have something in another way.
+and `x`, `s`, `e` (B, T) log-probabilities of the labels, losses and entropies; `f` and `g` are log-probabilities of the
+first and the other sequences, each of a linear of its own. A program takes what it names. Each goes through the backend
+of torch.compile, and through thunder where thunder's traces have something in another way.
 """
 
 import inspect
@@ -134,6 +135,8 @@ ARGUMENTS = {
     "x": lambda h, w, y, a, m: log_probs(h, w, y),
     "s": lambda h, w, y, a, m: losses(h, w, y),
     "e": lambda h, w, y, a, m: entropies(h, w),
+    "f": lambda h, w, y, a, m: log_probs(h[:2], w, y[:2]),
+    "g": lambda h, w, y, a, m: log_probs(h[2:], w, y[2:]),
 }
 
 
@@ -328,6 +331,13 @@ expect(IN_FORWARD)({
     "sequences in one line": lambda z, y, a, m: (
         clipped(torch.cat([*map(log_prob, z, y)]), a.flatten()) * m.flatten()
     ).sum() / m.sum(),
+    # Of the same operations, in turn; and sums, each with weights of its own.
+    "chunks in other orders": lambda f, g, a, m: (
+        first := [(f * a[:2]).exp(), (f * m[:2]).sin()], second := [(g * m[2:]).sin(), (g * a[2:]).exp()],
+        sum(terms.sum() for terms in (*first, *second[::-1])),
+    )[2],
+    "sums of chunks in other orders": lambda f, g, a, m: (f.exp() * a[:2]).sum() + (f.sin() * m[:2]).sum()
+        + (g.sin() * m[2:]).sum() + (g.exp() * a[2:]).sum(),
     # As TRL has it: a response's logits are a view of all, which nothing reads afterwards.
     "a response, warmer in place": lambda z, y, a: (
         response := z[:, :-1][:, -5:], response.div_(0.7), clipped(log_prob(response, y[:, -5:]), a[:, -5:]).mean(),
@@ -395,6 +405,8 @@ expect(Reason.LOGITS_USED)({
     "read for their strides": lambda z, y: ce_loss(z, y) + torch.zeros_like(z.transpose(1, 2)).mean(),
 })  # fmt: skip
 expect(FUSED)({
+    # No gradient comes back from it, and no term of the loss is the chunk's.
+    "histogram of a chunk beside a loss": lambda f, g, a: ((f * a[:2]).exp().sum(), torch.histc(g, bins=5)),
     "picked twice": lambda x, a: (x[[0, 0, 1]].exp() * a[:3]).sum(),
     "weights that losses are added to in place":
         lambda s, m: (weights := m * 1, weights.add_(s.detach()), (s * weights).sum() / m.sum())[2],
@@ -810,20 +822,6 @@ class InForward:
         shuffled = sum((x[at] + a[-at]).sigmoid().sum() + (x[at] - a[0]).tanh().sum() for at in range(len(x)))
         return overlapping + in_order + shuffled + sum((x[at] + a[at]).sigmoid().sum() for at in range(len(x))[::-1])
 
-    def chunks_in_other_orders(h, w, y, a, m):
-        """Of the same operations, in turn."""
-        first, second = (log_prob(F.linear(h[at], w), y[at]) for at in (slice(2), slice(2, None)))
-        exponentials, sines = [(first * a[:2]).exp()], [(first * m[:2]).sin()]
-        sines.append((second * m[2:]).sin())
-        exponentials.append((second * a[2:]).exp())
-        return sum(terms.sum() for pair in zip(exponentials, sines, strict=True) for terms in pair)
-
-    def sums_of_chunks_in_other_orders(h, w, y, a, m):
-        """Each has weights of its own."""
-        first, second = (log_prob(F.linear(h[at], w), y[at]) for at in (slice(2), slice(2, None)))
-        total = (first.exp() * a[:2]).sum() + (first.sin() * m[:2]).sum()
-        return total + (second.sin() * m[2:]).sum() + (second.exp() * a[2:]).sum()
-
     def slices_without_infinite_tokens(h, w, y, a, m):
         """Some of the first tokens are certain, and 0 is no place where the square root could be asked for."""
         x = log_probs(torch.cat([h[:, :1] * 1e4, h[:, 1:]], 1), w, y)
@@ -986,13 +984,6 @@ def numbers_that_a_mask_makes_infinite(x, a, m):
     a = a.half()
     a[m == 0] = 1e9
     return (x - a).exp().sum()
-
-
-@expect(FUSED)
-def histogram_of_a_chunk_beside_a_loss(h, w, y, a):
-    """No gradient comes back from it, and no term of the loss is the chunk's."""
-    first, second = (log_prob(F.linear(h[at], w), y[at]) for at in (slice(2), slice(2, None)))
-    return (first * a[:2]).exp().sum(), torch.histc(second, bins=5)
 
 
 @expect("operations on tokens, more than the limit of 250")
