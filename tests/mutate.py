@@ -4,8 +4,9 @@
     python tests/mutate.py thunder_flce/labels.py --tests tests/distributed/test_labels.py
 
 A mutant swaps + and -, * and /, & and |, `and` and `or`, < and <= (and so on), 0 and 1, or minimum and maximum, drops a
-`not`, or deletes a statement that is executed for its effect. For each mutant, the tests run on a changed copy of the
-package, in a separate process. A surviving mutant means a missing test, or that the change has no effect.
+`not` or an element of a tuple or a set, such as a key, or deletes a statement that is executed for its effect. For each
+mutant, the tests run on a changed copy of the package, in a separate process. A surviving mutant means a missing test,
+or that the change has no effect.
 """
 
 import argparse
@@ -82,6 +83,10 @@ def _changed(node: Any) -> Iterator[str]:
         yield _OTHER[node.id]
     elif isinstance(node, ast.Attribute) and node.attr in _OTHER:
         yield _with(node, attr=_OTHER[node.attr])
+    elif isinstance(node, (ast.Tuple, ast.Set)) and isinstance(getattr(node, "ctx", ast.Load()), ast.Load):
+        is_index = any(isinstance(each, ast.Slice) for each in node.elts)
+        for at in range(0 if is_index or len(node.elts) == 1 else len(node.elts)):
+            yield _with(node, elts=[*node.elts[:at], *node.elts[at + 1 :]])
     if isinstance(node, ast.AugAssign) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
         yield "pass"
 
