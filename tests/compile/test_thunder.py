@@ -154,6 +154,14 @@ def test_second_backward_over_a_retained_graph():
         torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
 
 
+def test_a_grad_mode_of_the_program_itself():
+    """At the end, of which thunder knows the mode, there is none."""
+    program = torch.enable_grad()(lambda h, w, y: F.cross_entropy(F.linear(h, w), y))
+    with torch.no_grad():
+        tensors = operands(7)
+        torch.testing.assert_close(run(thunder_flce.jit(program, strict=True), tensors), run(program, tensors))
+
+
 @by_each_jit
 def test_functional_form_under_autocast(jit):
     """The linear is cast, as PyTorch's; its operands' gradients keep their dtype."""

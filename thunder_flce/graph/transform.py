@@ -1,11 +1,13 @@
 """The transform: replaces each linear and the losses of its logits by a region, and gives every region its plan."""
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import thunder.torch as ltorch
 from thunder.core.compile_data import _compile_data as compile_data_and_stats
-from thunder.core.compile_data import using_symbolic_values
+from thunder.core.compile_data import get_compile_data, using_symbolic_values
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import ProxyTag, TensorProxy, variableify
 from thunder.core.symbol import BoundSymbol
@@ -33,6 +35,17 @@ class Compilation(NamedTuple):
     decisions: list[Decision]
 
 
+@contextmanager
+def _grad_enabled() -> Iterator[None]:
+    """Has thunder differentiate what is added to a trace, also where the program has ended without gradients."""
+    data = get_compile_data()
+    ended_with, data.is_grad_enabled = data.is_grad_enabled, True
+    try:
+        yield
+    finally:
+        data.is_grad_enabled = ended_with
+
+
 class FuseLinearCrossEntropy(Transform):
     """Replaces linear → … → cross_entropy by `linear_cross_entropy`, before autograd.
 
@@ -56,6 +69,7 @@ class FuseLinearCrossEntropy(Transform):
         self.original: TraceCtx | None = None
         """The program as the user wrote it, if this fusion runs after a transform that rewrites linears"""
 
+    @_grad_enabled()
     def transform_traces_pre_prologue(
         self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs: Any
     ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
