@@ -1311,6 +1311,14 @@ def accuracy_of_each_part(h, w, y, a):
     return clipped(x, a).mean(), sum((z.argmax(-1) == y[at]).sum() for at, z in enumerate(parts))
 
 
+@expect(Reason.OPERAND_MODIFIED, thunder=True, dynamo=False)
+def losses_that_a_mask_multiplies(s, m):
+    """thunder's own operation for that is on a list of tensors."""
+    s = s * 2
+    s *= m
+    return s.sum() / m.sum()
+
+
 @expect("changes a tensor in place")
 class FilledAndChanged:
     def filled_with_what_changes(x, m):

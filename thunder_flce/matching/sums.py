@@ -250,7 +250,7 @@ class _Search:
                 self._selections[out] = (*selections, out)
                 self._tokens[out] = part, self._record_selection(out, part)
             return
-        if len(outs) != 1 or op.name in ("sum", "mean"):
+        if not isinstance(op.output, Tensor) or op.name in ("sum", "mean"):
             return
         # PyTorch may not know that a reshape keeps the product of symbolic sizes.
         if not (keeps_elements(op) or same(outs[0].numel, operands[0].numel)):
