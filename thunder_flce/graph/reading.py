@@ -61,12 +61,12 @@ def read(trace: TraceCtx) -> Program:
     return Program(ops, results)
 
 
-def tensor_of(proxy: TensorProxy, *, needs_grad: bool) -> Tensor:
+def tensor_of(proxy: TensorProxy, *, needs_grad: bool, storage: str | None = None) -> Tensor:
     """Returns a proxy as a tensor of the program; a tensor of integers never needs a gradient."""
     needs_grad = needs_grad and dtypes.is_inexact_dtype(proxy.dtype)
     device, dtype = devices.to_torch_device(proxy.device), dtypes.to_torch_dtype(proxy.dtype)
     return Tensor(
-        proxy.name, tuple(proxy._shape), dtype, device, needs_grad, proxy, is_plain=type(proxy) is TensorProxy
+        proxy.name, tuple(proxy._shape), dtype, device, needs_grad, proxy, storage, type(proxy) is TensorProxy
     )
 
 

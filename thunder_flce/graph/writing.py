@@ -28,6 +28,9 @@ from thunder_flce.operation.call import Call, operand_names
 from thunder_flce.options import Options
 from thunder_flce.vocab_parallel import as_literal
 
+_VIEWS = {torch.reshape, torch.flatten, torch.detach, torch.Tensor.to}
+"""Functions whose result may share memory with their first argument, among those that make results of a program"""
+
 
 def write_regions(
     trace: TraceCtx, regions: Sequence[Region], interpreter: Interpreter, *, options: Options
@@ -98,9 +101,11 @@ class _Writer:
     def call(self, function: Callable, *args: Any, **kwargs: Any) -> Tensor:
         """Adds a call of a PyTorch function; returns its result."""
         needs_grad = function is not torch.detach and any(tensor.needs_grad for tensor in tensors_in((args, kwargs)))
+        storage = args[0].storage if function in _VIEWS else None
         args, kwargs = tree_map(self._to_thunder, (args, kwargs))
         function = ltorch.getitem if function is operator.getitem else torch_to_thunder_functions[function]
-        return tensor_of(function(*args, **kwargs), needs_grad=needs_grad)
+        proxy = function(*args, **kwargs)
+        return tensor_of(proxy, needs_grad=needs_grad, storage=storage or proxy.name)
 
     def _to_thunder(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -163,7 +168,8 @@ class _Writer:
         with_grad = ("loss", *call.loss.differentiable_outputs) if call.needs_grad else ()
         names = ("loss", *call.loss.outputs)
         return [
-            tensor_of(proxy, needs_grad=name in with_grad) for name, proxy in zip(names, results, strict=True)
+            tensor_of(proxy, needs_grad=name in with_grad, storage=proxy.name)
+            for name, proxy in zip(names, results, strict=True)
         ], planned
 
 
