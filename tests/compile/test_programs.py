@@ -235,6 +235,10 @@ expect(IN_FORWARD)({
     "weights that tokens set in place": lambda x, a, m: (
         k := torch.ones_like(m), k.__setitem__((a > 0) & (x.detach() > -3), 0.0), (x.exp() * a * k).sum(),
     )[-1],
+    "weights that keep their dtype where tokens change them": lambda x, m: (
+        k := torch.ones_like(m, dtype=torch.int8), k.add_((x.detach() * 100).long()),
+        v := x.detach() * 2, v.gt_(-7), (x * k).sum() * 0.01 + (x * (v + v)).sum(),
+    )[-1],
     # Lengths are symbols, and what is made of them is a number.
     "over a root": lambda h, s, m: (s * m).sum() * (1 / h.shape[1]) + s.mean() / h.shape[1] ** 0.5,
     "a sum times itself": lambda s, m: (total := (s * m).sum()) * total,
@@ -484,6 +488,15 @@ expect(ANY)({
         lambda s, m: (u := s * 2, v := u.detach(), v.add_(s.detach()), (u * m).sum(), v)[3:],
     "changed after they are stacked": lambda h, w, z, y: (
         v := F.linear(h.tanh(), w), u := torch.stack([z, v]), v.mul_(3), ce_loss(u[0], y) - ce_loss(u[1], y),
+    )[-1],
+    "changed after a checkpoint has stacked them": lambda h, w, y: (
+        u := checkpoint(
+            lambda h, w: (v := torch.stack([F.linear(h, w), F.linear(h.tanh(), w)]), v[0], v[1])[1:],
+            h, w, use_reentrant=False,
+        ), u[0].mul_(2), ce_loss(u[0], y) - ce_loss(u[1], y),
+    )[-1],
+    "stacked along a dimension that is named first": lambda h, w, z, y: (
+        u := torch.stack(dim=1, tensors=[z, F.linear(h.tanh(), w)]), ce_loss(u[:, 0], y) - ce_loss(u[:, 1], y),
     )[-1],
     "changed where they are stacked": lambda h, w, z, y: (
         u := torch.stack([z, F.linear(h.tanh(), w)]), u[0].mul_(2), ce_loss(u[0], y) - ce_loss(u[1], y),

@@ -88,6 +88,10 @@ class _Reader:
         """Reads all nodes of a graph; returns the graph's output."""
         self._values.update(arguments)
         _erase_checks(gm)
+        for node in gm.graph.nodes:
+            _write_joined(node)
+            if inside is None:  # What a checkpointed function returns may be changed outside of it.
+                _write_unstacked(node)
         _redirect_reads(gm)
         self._reshapes.update(_reshaped_in_place(gm.graph))
         for node in gm.graph.nodes:
@@ -311,9 +315,6 @@ def _reshaped_in_place(graph: Graph) -> list[int]:
 def _redirect_reads(gm: GraphModule) -> None:
     """Has nodes that read a tensor after an in-place change read the result of the change, which is the same tensor."""
     for node in gm.graph.nodes:
-        _write_joined(node)
-        _write_unstacked(node)
-    for node in gm.graph.nodes:
         _write_fill(node)
         written = list(written_by(node))
         # Another library's operator may return another tensor than it changes.
@@ -380,7 +381,8 @@ def _write_joined(filled: Node) -> None:
 
 def _write_unstacked(stacked: Node) -> None:
     """Has readers of one of several stacked outputs of linears, such as of heads, read that output itself."""
-    if stacked.target is not torch.stack or {*map(name_of, stacked.all_input_nodes)} != {"linear"}:
+    is_of_linears = {*map(name_of, stacked.all_input_nodes)} == {"linear"}
+    if stacked.target is not torch.stack or not is_of_linears or not stacked.args:
         return
     arguments: Any = *stacked.args, *stacked.kwargs.values(), 0
     tensors, dim = arguments[:2]

@@ -463,6 +463,9 @@ class _Search:
                 op.name, [argument(value) for value in op.args],
                 {name: argument(value) for name, value in op.kwargs.items() if name != "inplace"},
             )  # fmt: skip
+            if op.writes:  # An in-place change keeps the dtype; all floats are float64 to the recorder.
+                dtype = torch.float64 if op.output.dtype.is_floating_point else op.output.dtype
+                handle = recorder.write("to", (handle, dtype), {})
         return handle if has_grad else recorder.detached(handle)
 
     def _input(self, tensor: Tensor, op: Op, part: Part, has_grad: bool) -> Handle:
