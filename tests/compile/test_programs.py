@@ -235,6 +235,9 @@ expect(IN_FORWARD)({
     "weights that tokens set in place": lambda x, a, m: (
         k := torch.ones_like(m), k.__setitem__((a > 0) & (x.detach() > -3), 0.0), (x.exp() * a * k).sum(),
     )[-1],
+    "labels that are changed after their copy is read": lambda h, w, y, m: (
+        t := y.clone(), x := losses(h[:, 1:], w, t[:, 1:]), t.zero_(), (x * m[:, 1:]).sum(),
+    )[-1],
     "weights that keep their dtype where tokens change them": lambda x, m: (
         k := torch.ones_like(m, dtype=torch.int8), k.add_((x.detach() * 100).long()),
         v := x.detach() * 2, v.gt_(-7), (x * k).sum() * 0.01 + (x * (v + v)).sum(),

@@ -581,7 +581,9 @@ def _before_reshapes(labels: Tensor, rows: Sequence[Any], interpreter: Interpret
         is_reshape = is_reshape and base.dtype == labels.dtype
         is_reshape = is_reshape and base not in interpreter.results and not interpreter.program.may_have_changed(base)
         base = base.op.operands[0] if is_reshape else None  # type: ignore[union-attr]
-    return labels if base is None or base.dtype != labels.dtype else base
+    # A reshape may be a copy, which a later change of the base does not reach.
+    is_other = base is None or base.dtype != labels.dtype or interpreter.program.may_have_changed(base)
+    return labels if is_other else base  # type: ignore[return-value]
 
 
 def factors_after(loss: Tensor) -> list[tuple[Tensor | float, bool]]:
