@@ -21,7 +21,6 @@ from test_patterns import _arguments, patterns
 PROGRAM = """
 import json
 from functools import partial
-from threading import Lock
 import torch, torch.nn.functional as F
 from torch._dynamo.utils import counters
 from torch._inductor import config

@@ -249,7 +249,8 @@ def _decisions_on_escapes(interpreter: Interpreter, parts: Sequence[Part]) -> li
         elif name in ("gather", "take_along_dim", "index_select", "take", "getitem", "view", "reshape", "flatten"):
             reason, text = Reason.NOT_A_LOG_PROBABILITY, detail or text
         operands = map(interpreter.get, escape.user.operands)
-        if name == "kl_div" or any(isinstance(each, Class) and each.logits != value.logits for each in operands):
+        has_two_heads = any(isinstance(each, Class) and each.logits != value.logits for each in operands)
+        if name == "kl_div" or (name in ("mul", "sub") and has_two_heads):
             text += "; `linear_kl_divergence` takes a teacher's hidden states and head"
         kind = {"": "log-probability", "exp": "probability", "p": "entropy"}[form]
         decisions.append(Decision(escape.user.source, reason=reason, detail=text, kind=kind))
