@@ -163,7 +163,8 @@ def composed(
     if target_weights is not None:
         is_label, weights = y != ignore_index, target_weights.reshape(target.shape)[valid]
         weights = weights.where(is_label, 0).to(z.dtype)
-        losses = -(log_probs.gather(1, y.where(is_label, 0)) * weights).sum(1)
+        label_log_probs = log_probs.gather(1, y.where(is_label, 0))
+        losses = -(label_log_probs.masked_fill(weights == 0, 0) * weights).sum(1)
     elif token_loss is not None:
         keywords = {"log_sum_exp": log_sum_exp, "mean_logit": z.mean(1)}
         keywords = {name: keywords[name] for name in keywords if name in inspect.signature(token_loss).parameters}

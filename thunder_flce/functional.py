@@ -122,10 +122,10 @@ def linear_cross_entropy(
             ignored. They get no gradient.
         target_weights: (..., K) floating point: weights of the K targets of each token, such as a teacher's K largest
             probabilities, whose columns target then holds. A token's loss is -Σ_k q_k log p_k. The weights q need not
-            sum to 1, and a column that occurs twice counts twice. A target of ignore_index contributes nothing; a token
-            is ignored if all its targets are. The weights get no gradient, and do not combine with class weights, label
-            smoothing, "log_prob" or "accuracy". The loss minus the teacher's entropy, -Σ_k q_k log q_k, is the
-            Kullback-Leibler divergence KL(q‖p), which has the same gradients.
+            sum to 1, and a column that occurs twice counts twice. A target of ignore_index, or of weight 0, contributes
+            nothing; a token is ignored if all its targets are ignore_index. The weights get no gradient, and do not
+            combine with class weights, label smoothing, "log_prob" or "accuracy". The loss minus the teacher's entropy,
+            -Σ_k q_k log q_k, is the Kullback-Leibler divergence KL(q‖p), which has the same gradients.
         token_loss: function whose value replaces a token's cross-entropy (its negative log-probability), such as GRPO's
             clipped ratio. Its arguments are the token's log-probability, its entropy and token_inputs. Parameters named
             log_sum_exp, as for a z-loss, or mean_logit, as for label smoothing, are passed by name. The function is

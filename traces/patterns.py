@@ -491,6 +491,14 @@ def log_probability_at_listed_rows(hidden, weight, tokens):
     return -log_probs[list(range(tokens.shape[1])), tokens[0]].mean()
 
 
+def distillation_from_likeliest_tokens(hidden, weight, tokens):
+    """A cross-entropy from a teacher's probabilities of its most likely tokens."""
+    columns = torch.stack([tokens, tokens.flip(-1)], dim=-1)
+    probabilities = torch.tensor([0.6, 0.3], device=hidden.device)
+    log_prob = F.linear(hidden, weight).log_softmax(-1).gather(-1, columns)
+    return -(probabilities * log_prob).sum(-1).mean()
+
+
 def log_probability_indexed_in_three_dimensions(hidden, weight, tokens):
     log_probs = F.log_softmax(F.linear(hidden, weight), -1)
     sequences, positions = (torch.arange(size, device=hidden.device) for size in log_probs.shape[:2])
@@ -735,6 +743,7 @@ FUSED: tuple[Callable, ...] = (
     probability_gathered,
     log_probability_indexed,
     log_probability_at_listed_rows,
+    distillation_from_likeliest_tokens,
     log_probability_indexed_in_three_dimensions,
     one_hot_targets,
     preference_loss,
@@ -798,12 +807,6 @@ def log_probabilities_used(hidden, weight, labels):
     log_probs = F.log_softmax(F.linear(hidden, weight), dim=-1)
     loss = F.nll_loss(log_probs.view(-1, weight.shape[0]), labels.view(-1), ignore_index=-100)
     return loss - 0.01 * log_probs.square().sum(-1).mean()
-
-
-def several_log_probabilities_a_token(hidden, weight, tokens):
-    """Such as those of a teacher's most likely tokens."""
-    columns = torch.stack([tokens, tokens.flip(-1)], dim=-1)
-    return F.linear(hidden, weight).log_softmax(-1).gather(-1, columns).sum()
 
 
 def labels_of_one_sequence_for_all(hidden, weight, tokens):
@@ -922,7 +925,6 @@ NOT_FUSED: dict[Callable, Reason] = {
     logits_used_by_another_loss: Reason.LOGITS_USED,
     another_loss_on_the_same_logits_is_not_fused: Reason.LOGITS_USED,
     log_probabilities_used: Reason.LOGITS_USED,
-    several_log_probabilities_a_token: Reason.NOT_A_LOG_PROBABILITY,
     labels_of_one_sequence_for_all: Reason.NOT_A_LOG_PROBABILITY,
     log_probabilities_of_other_rows: Reason.NOT_A_LOG_PROBABILITY,
     log_probabilities_of_flattened_rows: Reason.NOT_A_LOG_PROBABILITY,

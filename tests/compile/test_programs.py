@@ -120,6 +120,15 @@ def losses(h, w, y):
     return ce_loss(F.linear(h, w), y, reduction="none").view(len(h), -1)
 
 
+def several_labels(y):
+    return torch.stack([y, (y + 3) % V, y * 5 % V], -1)
+
+
+def cross_entropy_of(t, a, m):
+    """From the distribution of a teacher over several labels, of log-probabilities `t`."""
+    return -((torch.stack([a, 2 * a, a - 1], -1).softmax(-1) * t).sum(-1) * m).sum() / m.sum()
+
+
 def clipped(x, a):
     ratio = (x - a).exp()
     return torch.max(-ratio * a, -ratio.clamp(0.8, 1.2) * a)
@@ -673,6 +682,11 @@ expect_each({
         "added in turns", lambda h, w, y, z, x, m: losses(h, v := w * -1.5, y).mean() - (x * m).sum()
         + F.linear(h, v).logsumexp(-1).square().mean() - z.logsumexp(-1).square().mean() / 3,
     ),
+    "divergence at several labels": (
+        IN_FORWARD, lambda z, y, a: F.kl_div(
+            z.log_softmax(-1).gather(-1, several_labels(y)), a[..., None].expand(-1, -1, 3).exp(), reduction="batchmean"
+        ),
+    ),
     "trained weights": ("needs a gradient, too", lambda h, x, a: (torch.exp(x - a) * h.mean(-1).exp().square()).sum()),
 })  # fmt: skip
 expect(IN_FORWARD, thunder=True)({
@@ -702,6 +716,26 @@ expect(IN_FORWARD, thunder=True)({
         v := y.clamp(max=2).where(m > 0, -100), ce_loss(z[..., :3], v),
         (z[..., :3].transpose(0, 1).argmax(-1) == v.view(-1, B)).sum(),
     )[1:],
+    "several labels": lambda z, y, a, m: cross_entropy_of(z.log_softmax(-1).gather(-1, several_labels(y)), a, m),
+    "several labels, from logits": lambda z, y, a, m: cross_entropy_of(
+        (u := z.flatten(0, 1) / 2).gather(1, several_labels(y).flatten(0, 1)) - u.logsumexp(1, keepdim=True),
+        a.flatten(), m.flatten(),
+    ),
+    "several labels of chunks, beside their own": lambda h, w, y, a, m: sum(
+        cross_entropy_of(z.log_softmax(-1).gather(-1, several_labels(y[at : at + 2])), a[at : at + 2], m[at : at + 2])
+        + ce_loss(z, y[at : at + 2].where(m[at : at + 2] > 0, -100), reduction="sum")
+        for at in (0, 2) for z in [F.linear(h[at : at + 2], w)]
+    ),
+    # The padding of the rows that have only one is no label.
+    "several labels of some rows": lambda h, w, z, y, a, m: cross_entropy_of(
+        z.log_softmax(-1).gather(-1, several_labels(y)), a, m
+    ) + ce_loss(F.linear(h * 2, w), y.where(m > 0, -100)),
+    "several labels, without an impossible one": lambda h, w, y, a, m: cross_entropy_of(
+        F.linear(h, w, torch.zeros_like(w[:, 0]).index_fill(0, y[0, :1], -torch.inf)).log_softmax(-1).gather(
+            -1, several_labels(y)
+        ).masked_fill(several_labels(y) == y[0, 0], 0.0), a, m,
+    ),
+    "number of each sequence": lambda x, a, m: (((x * m).sum(-1) - a.exp().sum(-1)) * a[:, 0]).mean() + 3 * m.sum(),
     "sum that is logged": lambda x, m: (-0.5 * (loss := (x * m).sum()) / m.sum(), loss.detach()),
     # The mean over tokens and classes at once.
     "of all classes":
@@ -728,6 +762,12 @@ expect_each(thunder=True, programs={
     "mean of no tokens": (ANY, lambda h, w, s: s.sum() + F.linear(h[:, :0], w).log_softmax(-1).mean().isnan().double()),
     "greedy choice":
         (Reason.NOT_A_LOG_PROBABILITY, lambda z: (u := z.log_softmax(-1)).gather(-1, u.argmax(-1, keepdim=True)).sum()),
+    "exponentials of several labels": (
+        Reason.SEVERAL_LABELS, lambda z, y: z.log_softmax(-1).gather(-1, several_labels(y)).exp().sum(-1).log().mean(),
+    ),
+    "several labels, returned": (Reason.SEVERAL_LABELS, lambda z, y: z.log_softmax(-1).gather(-1, several_labels(y))),
+    "normalised over several labels":
+        (Reason.NOT_A_LOG_PROBABILITY, lambda z, y: z.gather(-1, several_labels(y)).log_softmax(-1).sum()),
     # The gradient is 0, and there is one.
     "normalised twice": (Reason.NOT_FOLLOWED, lambda z: z.log_softmax(-1).logsumexp(-1).square().sum()),
     "several codebooks": (

@@ -350,6 +350,8 @@ class Labels:
     """Line of the user's code that takes the classes at the labels"""
     wraps: str = ""
     """"end" if labels from -V to -1 count from the end, "modulo" if all are taken modulo V"""
+    per_row: Any = field(default=1, compare=False)
+    """Number of labels of each row. If there are several, tensors of labels, and of numbers at these, end with them"""
     ignore_index: int | None = None
     """The label of the rows in which a cross-entropy is 0"""
     fills: tuple[tuple[int, int], int | None] | None = field(default=None, compare=False)

@@ -1,6 +1,7 @@
 """Groups the results that a program needs by their rows of logits and their labels, as `Part`s."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from thunder_flce.matching.algebra import Argmax, Labels, Logits, Row, RowStep, value
 from thunder_flce.matching.decisions import PLURALS, NotFused
 from thunder_flce.matching.interpreter import Interpreter, Result
-from thunder_flce.matching.program import Op, Source, Tensor
+from thunder_flce.matching.program import Op, Source, Tensor, same
 from thunder_flce.operation.loss import NOTHING_IGNORED
 from thunder_flce.operation.pointwise import Handle, Recorder
 
@@ -65,6 +66,20 @@ class Part:
         return math.prod(self.logits.rows_shape)
 
     @property
+    def labels_per_row(self) -> Any:
+        """Number of labels of each row."""
+        return 1 if self.labels is None else self.labels.per_row
+
+    @property
+    def has_several_labels(self) -> bool:
+        """Whether each row has several labels."""
+        return not same(self.labels_per_row, 1)
+
+    def labels_shape(self, rows: Sequence[Any]) -> tuple[Any, ...]:
+        """Returns the shape of its labels, for rows of a shape."""
+        return (*rows, self.labels_per_row) if self.has_several_labels else (*rows,)
+
+    @property
     def results(self) -> list[Result]:
         """All results, each a tensor of the program."""
         return [*self.rows, *self.argmaxes]
@@ -102,7 +117,7 @@ class Part:
         rows, count = argmax.logits.rows, len(self.logits.rows)
         has_rows = rows[:count] == self.logits.rows and replace(self.logits.argmax_key, rows=rows) == argmax.logits
         is_plain = all(step.kind in ("index", "reshape", "permute") for step in rows[count:])
-        return rows[count:] if has_rows and is_plain else None
+        return rows[count:] if has_rows and is_plain and not self.has_several_labels else None
 
 
 def parts_of(interpreter: Interpreter) -> list[Part]:
@@ -136,4 +151,5 @@ def _can_return(part: Part, row: Row) -> bool:
     """Whether a part can return this number, too: it has the same rows, labels that fit, and no class weights."""
     has_weights = part.class_weight is not None or row.class_weight is not None
     has_labels = row.labels in (None, part.labels) or (row.labels is not None and row.labels.are_filled(part.labels))
+    has_labels = has_labels and not (part.has_several_labels and row.labels is None)
     return part.logits == row.logits and has_labels and not has_weights

@@ -6,6 +6,8 @@ then gets one gradient. The rows of the parts are concatenated, or are the same 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from thunder_flce.matching.program import (
     same_shape,
 )
 from thunder_flce.matching.sums import NotASum, TokenSum, find_sum
+from thunder_flce.operation.loss import NOTHING_IGNORED
 from thunder_flce.options import GRADIENTS_IN_FORWARD, Options
 
 
@@ -52,6 +55,48 @@ class Region:
     def needs_grad(self) -> bool:
         """See `Part.needs_grad`."""
         return any(part.needs_grad for part in self.parts)
+
+    @property
+    def ignore_index(self) -> int:
+        """`Part.ignore_index`; parts that ignore nothing, the least, may share rows with one that ignores a label."""
+        return max(part.ignore_index for part in self.parts)
+
+    @cached_property
+    def keeps_ignored(self) -> bool:
+        """Whether rows whose label is ignored are computed, too."""
+
+        def is_needed(part: Part) -> bool:
+            if self.total is None:
+                return self.loss is None
+            return any(each.row.ignore_index is None for each in part.rows) or self.total.counts_ignored(part)
+
+        return any(is_needed(part) for part in self.parts if part.ignore_index != NOTHING_IGNORED)
+
+    @property
+    def has_only_sum(self) -> bool:
+        """Whether the sum is its only result."""
+        return self.total is not None and not self.total.kept and not any(part.argmaxes for part in self.parts)
+
+    @cached_property
+    def plain_losses(self) -> tuple[list[Fraction], Fraction] | None:
+        """Factors of the parts' losses and their label smoothing, if the sum is of plain losses alone; else None."""
+        is_plain = self.total is not None and self.has_only_sum and not self.keeps_ignored
+        return self.total.as_losses if is_plain and self.total is not None else None
+
+    @property
+    def row_groups(self) -> list[list[Part]]:
+        """The parts; those in one list have the same rows, which are computed once, with the labels of all."""
+        losses = self.plain_losses
+        if losses is None or losses[1] != 0 or self.parts[0].class_weight is not None:
+            return [[part] for part in self.parts]
+        groups: list[list[Part]] = []
+        for part in self.parts:
+            group = next((group for group in groups if group[0].logits == part.logits), None)
+            if group is None:
+                groups.append([part])
+            else:
+                group.append(part)
+        return groups
 
     @property
     def reads_again(self) -> bool:
@@ -269,7 +314,10 @@ def _join_parts(parts: Sequence[Part], interpreter: Interpreter, options: Option
     """Returns one region for all parts of a head if they become one sum, and otherwise one for each part."""
     by_head: dict[Any, list[Part]] = {}
     for part in parts:
-        by_head.setdefault(_head_key(part), []).append(part)
+        # Labels at which numbers are gathered are never negative, so a negative label may be ignored among them, too.
+        others = [each for each in parts if part.has_several_labels and each.logits == part.logits]
+        ignored = max((each.ignore_index for each in others if each.ignore_index < 0), default=part.ignore_index)
+        by_head.setdefault((ignored, _head_key(part)), []).append(part)
     regions: list[Region] = []
     for head_parts in by_head.values():
         joined = _with_sum(head_parts, interpreter, options)
@@ -325,7 +373,7 @@ def _head_key(part: Part) -> Any:
     )
     bias = (logits.bias, logits.bias_has_grad, logits.shift)
     logits_key = (logits.scale, logits.softcap, logits.vocab_size, str(logits.group))
-    return terms, bias, logits_key, part.class_weight, part.ignore_index, part.needs_grad, logits.dtype
+    return terms, bias, logits_key, part.class_weight, part.needs_grad, logits.dtype
 
 
 def _with_sum(parts: list[Part], interpreter: Interpreter, options: Options) -> Region:
@@ -358,6 +406,10 @@ def _check_sum(parts: Sequence[Part], total: TokenSum, options: Options) -> None
         is_mean = any(result.row.reduction == "mean" for part in parts for result in part.rows)
         if not is_plain or is_mean:
             raise NotASum("the losses have class weights")
+    if any(part.has_several_labels for part in parts):
+        losses = Region([*parts], total).plain_losses
+        if losses is None or losses[1] != 0:
+            raise NotASum("the program needs more of them than one weighted sum")
     if len(parts) > 1 and not is_plain:
         first_loss, *other_losses = map(total.loss_of, parts)
         if any(loss != first_loss for loss in other_losses):
@@ -406,6 +458,9 @@ def dropped_writes(regions: Sequence[Region], interpreter: Interpreter) -> set[O
 
 def _find_stuck(regions: Sequence[Region], interpreter: Interpreter) -> tuple[Region, NotFused] | None:
     """Returns a region that cannot run, and why: it reads its own results, or would move across an in-place change."""
+    for each in regions:
+        if each.total is None and any(part.has_several_labels for part in each.parts):
+            return each, NotFused(Reason.SEVERAL_LABELS, each.note.removeprefix(f"{_WAITS} "))
     order = ordered(regions, interpreter)
     if stuck := [region for region in regions if region not in order]:
         sums = [region for region in stuck if region.total is not None]

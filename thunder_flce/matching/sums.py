@@ -103,6 +103,8 @@ class TokenSum:
     """The in-place changes that it replaces"""
     other_losses: list[Tensor]
     """Other losses that are added between its terms"""
+    has_constant: bool
+    """Whether a number that does not depend on the summands may be added to it, too"""
 
     @property
     def as_losses(self) -> tuple[list[Fraction], Fraction] | None:
@@ -212,7 +214,7 @@ class _Search:
             for result in part.rows:
                 if result.tensor not in part.handles:
                     part.handles[result.tensor] = _record_source(result, part)
-                if result.row.reduction == "none":
+                if result.row.reduction == "none" and not part.has_several_labels:
                     self._tokens[result.tensor] = part, part.handles[result.tensor]
         for op in self._program.ops:
             self._follow(op)
@@ -220,6 +222,9 @@ class _Search:
 
     def _operands(self, op: Op) -> list[Tensor]:
         return [operand for operand in dict.fromkeys(op.operands) if operand in self._dependent]
+
+    def _is_linear(self, op: Op) -> bool:
+        return _is_linear(op, self._operands(op), self._is_zero)
 
     def _follow(self, op: Op) -> None:
         """Records the result of an operation if it is computed token by token; else notes why not."""
@@ -270,7 +275,7 @@ class _Search:
             op, problem = operand.op, self._problems.get(operand)
             if problem is not None and op is not None:
                 is_unconditional = isinstance(problem, FactorNeedsGradient)
-                if is_unconditional or not _is_linear(op, self._operands(op), self._is_zero):
+                if is_unconditional or not self._is_linear(op):
                     self._problems[out] = problem
 
     def _record_selection(self, out: Tensor, part: Part) -> Handle:
@@ -366,7 +371,8 @@ class _Search:
         results, computed = self._program.results, {place, *self._sources}
         rest = live(self._program.ops, results, computed=computed, dropped=self._writes)
         kept = {*results, *(each for op in rest for each in op.operands)}.intersection(self._sources) - {place}
-        total = TokenSum(place, summands, order, self._parts, kept, self._writes, list(others or ()))
+        has_constant = any(_is_affine(op, self._operands(op)) and not self._is_linear(op) for op in order)
+        total = TokenSum(place, summands, order, self._parts, kept, self._writes, list(others or ()), has_constant)
         # A region runs the same token loss for all its parts: the operations of one part count.
         operations = max(sum(each.text.count(" = ") for each, *_ in total.groups_of(part)) for part in self._parts)
         if operations > MOST_OPERATIONS and total.as_losses is None:
@@ -391,7 +397,7 @@ class _Search:
         weight 0 are left out.
         """
         operands = self._operands(op)
-        is_linear = _is_linear(op, operands, self._is_zero)
+        is_linear = self._is_linear(op) or (tensor not in self._tokens and _is_affine(op, operands))
         if tensor in self._tokens:
             is_product = is_linear and len(operands) == 1 and operands[0] in self._with_grad and not op.writes
             return is_product and tensor in self._with_grad and tensor.dtype == operands[0].dtype
@@ -618,6 +624,17 @@ def _is_linear(op: Op, operands: Sequence[Tensor], is_zero: Callable[[Any, Op], 
         filled, _, value = (*args, *op.kwargs.values())
         return len(operands) == 1 and filled is operands[0] and is_zero(value, op)
     return False
+
+
+def _is_affine(op: Op, operands: Sequence[Tensor]) -> bool:
+    """Whether an operation adds numbers without a gradient to a linear function of its only operand of tokens."""
+    if len(operands) != 1 or any(each.needs_grad for each in op.operands if each is not operands[0]):
+        return False
+    if op.name == "kl_div":
+        return op.args[0] is operands[0]
+    # The program adds a number to a scalar itself.
+    is_sum = op.name in ("add", "sub") and op.output.ndim > 0 and not op.writes
+    return is_sum and len(op.args) == 2 and op.args[0] is not op.args[1] and is_number(op.kwargs.get("alpha", 1))
 
 
 def _check_factor(factor: Tensor, op: Op) -> None:

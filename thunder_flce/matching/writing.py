@@ -6,7 +6,6 @@ All of it is written in PyTorch's functions, which a `Writer` adds to its graph.
 import math
 import operator
 from collections.abc import Callable, Sequence
-from fractions import Fraction
 from functools import partial, reduce
 from typing import Any, Protocol
 
@@ -71,15 +70,10 @@ class _Writing:
         self._rows_dtype = torch.float64 if self._logits.dtype is torch.float64 else torch.float32
         self._loss = region.loss if region.total is None else None
         """The program's result that is the region's loss; None if that is a sum, or if results are computed from it"""
-        self._keeps_ignored = any(map(self._needs_ignored, region.parts))
-        """Whether rows whose label is ignored are computed, too"""
-        self._losses = self._plain_losses()
-        """Factors of the parts' losses and their label smoothing, if the sum is of plain losses alone; else None"""
-        first, *others = region.parts
-        is_plain = self._losses is not None and self._losses[1] == 0 and first.class_weight is None
-        self._has_several = is_plain and bool(others) and all(part.logits == first.logits for part in others)
-        """Whether the parts have the same rows, so that each row has several labels"""
-        self._is_joined = bool(others) and not self._has_several
+        self._keeps_ignored, self._losses, self._groups = region.keeps_ignored, region.plain_losses, region.row_groups
+        self._is_joined = len(region.parts) > 1
+        self._most_labels = max(sum(part.labels_per_row for part in group) for group in self._groups)
+        """Number of labels of a row, of those that have most"""
         self._constants: list[Tensor] = []
         """Numbers to add to the sum: 0, or NaN if no token counts and the sum is divided by their number"""
         self._other_losses: list[tuple[Tensor, Tensor]] = []
@@ -136,16 +130,33 @@ class _Writing:
     # Operands.
 
     def _inputs_and_labels(self) -> tuple[list[Tensor], Tensor]:
-        """Returns each term's input, (..., H), and the labels: (...) of all parts, or (T, K) if they share rows."""
-        part_operands = [self._operands_of(part) for part in self._region.parts]
-        if len(part_operands) == 1:
-            return part_operands[0]
-        if self._has_several:
-            inputs = [self._flat(input, 2) for input in part_operands[0][0]]
-            return inputs, self._call(torch.stack, [self._flat(each) for _, each in part_operands], -1)
-        columns = zip(*(inputs for inputs, _ in part_operands), strict=True)
-        inputs = [self._call(torch.cat, [self._flat(each, 2) for each in column]) for column in columns]
-        return inputs, self._call(torch.cat, [self._flat(each) for _, each in part_operands])
+        """Returns each term's input, (..., H), and the labels of all parts, (...), or (..., K) if rows have several."""
+        part_operands = {part: self._operands_of(part) for part in self._region.parts}
+        labels = self._of_labels([each for _, each in part_operands.values()])
+        inputs = [part_operands[group[0]][0] for group in self._groups]
+        if not self._is_joined:
+            return inputs[0], labels
+        return [self._joined([self._flat(each, 2) for each in column]) for column in zip(*inputs, strict=True)], labels
+
+    def _of_labels(self, tensors: Sequence[Tensor], *, are_weights: bool = False) -> Tensor:
+        """Returns numbers of each part's labels as those of the region: (T,), or (T, K) if rows have several.
+
+        A row with fewer labels than others has its last one again, with the weight 0.
+        """
+        if not self._is_joined:
+            return tensors[0]
+        if same(self._most_labels, 1):
+            return self._joined([self._flat(each) for each in tensors])
+        of_part, rows = dict(zip(self._region.parts, tensors, strict=True)), []
+        for group in self._groups:
+            columns = [self._call(torch.reshape, of_part[part], (part.count, part.labels_per_row)) for part in group]
+            last, missing = columns[-1], self._most_labels - sum(part.labels_per_row for part in group)
+            if not same(missing, 0):
+                more = self._call(operator.getitem, last, (slice(None), slice(-1, None)))
+                more = self._call(torch.zeros_like, more) if are_weights else more
+                columns.append(self._call(torch.Tensor.expand, more, (last.shape[0], missing)))
+            rows.append(self._call(torch.cat, columns, -1) if len(columns) > 1 else last)
+        return self._joined(rows)
 
     def _operands_of(self, part: Part) -> tuple[list[Tensor], Tensor]:
         inputs = [self._input(term, part) for term in part.logits.terms]
@@ -153,7 +164,8 @@ class _Writing:
         if part.labels is None:
             zeros = self._call(torch.zeros, rows, dtype=torch.int64, device=inputs[0].device)
             return inputs, zeros
-        labels = _before_reshapes(part.labels.tensors[0], rows, self._interpreter)
+        shape = part.labels_shape(rows)
+        labels = _before_reshapes(part.labels.tensors[0], shape, self._interpreter)
         if shapes := part.labels.shapes:
             pairs = zip(part.labels.tensors, shapes, strict=True)
             labels = self._call(torch.cat, [self._call(torch.reshape, *each) for each in pairs], part.labels.dim)
@@ -167,18 +179,10 @@ class _Writing:
             else:
                 is_negative = self._call(torch.lt, labels, 0)
                 labels = self._call(torch.where, is_negative, self._call(torch.add, labels, vocab), labels)
-        if not same_shape(labels.shape, rows):
-            labels, inputs = self._flat(labels), [self._flat(each, 2) for each in inputs]
+        if not same_shape(labels.shape, shape):
+            labels = self._flat(labels, 1 + part.has_several_labels)
+            inputs = [self._flat(each, 2) for each in inputs]
         return inputs, labels
-
-    def _needs_ignored(self, part: Part) -> bool:
-        """Whether the program needs results of rows whose label a part ignores."""
-        total = self._region.total
-        if part.ignore_index == NOTHING_IGNORED:
-            return False
-        if total is None:
-            return self._loss is None
-        return any(result.row.ignore_index is None for result in part.rows) or total.counts_ignored(part)
 
     def _flat(self, tensor: Tensor, ndim: int = 1) -> Tensor:
         """Returns a tensor in `ndim` dimensions, 1 or 2: its first dimensions are flattened."""
@@ -253,7 +257,8 @@ class _Writing:
         starts = [*(summand.tensor for summand in total.summands), *total.other_losses]
         ignored: list[Tensor | None] = [*map(self._mean_of_ignored, total.summands), *[None] * len(total.other_losses)]
         is_divided = self._leaves_out_tokens and any(op.name in ("div", *PRODUCTS) for op in total.ops)
-        is_followed = total.ops and (is_divided or any(each is not None for each in ignored))
+        has_constant = total.has_constant or any(each is not None for each in ignored)
+        is_followed = total.ops and (is_divided or has_constant)
         gradients = [self._number(1.0)]
         if total.ops:
             gradients = self._writer.weights(total.ops, starts, total.place, values=ignored if is_followed else None)
@@ -267,7 +272,7 @@ class _Writing:
             ]
             for part in region.parts
         ]
-        ignore_index = NOTHING_IGNORED if self._keeps_ignored else region.parts[0].ignore_index
+        ignore_index = NOTHING_IGNORED if self._keeps_ignored else region.ignore_index
         settings: dict[str, Any] = {"reduction": "sum", "ignore_index": ignore_index}
         if self._losses is not None:
             factors, smoothing = self._losses
@@ -275,13 +280,11 @@ class _Writing:
             part_weights = []
             for part, factor, group_weights in zip(region.parts, factors, weights, strict=True):
                 # Each weight has the shape that the program gave its tokens.
-                in_rows = (self._in_rows(weight) if weight.ndim else weight for _, weight in group_weights)
+                in_rows = (self._in_rows(weight, part) if weight.ndim else weight for _, weight in group_weights)
                 weight = reduce(partial(self._call, torch.add), in_rows)
                 part_weights.append(self._per_token(scaled(weight, factor, self._call), part))
-            if self._has_several:
-                arguments["target_weights"] = self._call(torch.stack, part_weights, -1)
-            else:
-                arguments["token_weights"] = self._joined(part_weights)
+            name = "token_weights" if same(self._most_labels, 1) else "target_weights"
+            arguments[name] = self._of_labels(part_weights, are_weights=True)
             return settings
         token_losses = map(self._token_loss, region.parts, weights)
         texts, inputs, token_weights = zip(*token_losses, strict=True)
@@ -294,7 +297,7 @@ class _Writing:
     @property
     def _leaves_out_tokens(self) -> bool:
         """Whether a weight that is infinite or NaN, as after a division by 0, may be that of no token that counts."""
-        total, ignore_index = self._region.total, self._region.parts[0].ignore_index
+        total, ignore_index = self._region.total, self._region.ignore_index
         is_selected = total is not None and any(op.name in ("where", "masked_fill") for op in total.ops)
         is_reduced = any(each.row.reduction != "none" for part in self._region.parts for each in part.rows)
         return is_selected or ((is_reduced or not self._keeps_ignored) and ignore_index != NOTHING_IGNORED)
@@ -311,19 +314,9 @@ class _Writing:
         count = self._call(torch.Tensor.to, self._call(torch.sum, self._is_valid(part)), self._rows_dtype)
         return self._call(torch.reciprocal, count)
 
-    def _plain_losses(self) -> tuple[list[Fraction], Fraction] | None:
-        total = self._region.total
-        return None if total is None or self._keeps_ignored or not self._has_only_sum else total.as_losses
-
-    @property
-    def _has_only_sum(self) -> bool:
-        """Whether the sum is the region's only result."""
-        total = self._region.total
-        return total is not None and not total.kept and not any(part.argmaxes for part in self._region.parts)
-
     def _joined(self, tensors: Sequence[Tensor]) -> Tensor:
         """Concatenates tensors that have a number for each token of one part."""
-        return self._call(torch.cat, tensors) if self._is_joined else tensors[0]
+        return self._call(torch.cat, tensors) if len(tensors) > 1 else tensors[0]
 
     def _token_loss(
         self, part: Part, weights: Sequence[tuple[list[Summand], Tensor]]
@@ -334,7 +327,7 @@ class _Writing:
         numbers = {input: number for number, input in enumerate(part.inputs.values())}
         factors = [(group, self._per_token(weight, part)) for group, weight in weights]
         token_weights: Tensor | None = None
-        if self._has_only_sum:
+        if self._region.has_only_sum:
             token_weights, *others = (factor for _, factor in factors)
             if others:
                 counts = (self._call(torch.ne, factor, 0.0) for _, factor in factors)
@@ -355,14 +348,15 @@ class _Writing:
                 handle = recorder.write("mul", (handle, factor_handle), {})
             result = handle if result is None else recorder.write("add", (result, handle), {})
         text, read = renumber_inputs(recorder.finish(result))
-        read_inputs = tuple(self._token_input(inputs[each]) for each in read)
+        read_inputs = tuple(self._token_input(inputs[each], part) for each in read)
         return text, read_inputs, token_weights
 
-    def _token_input(self, inputs: "Tensor | tuple[TokenInput, ...]") -> Tensor:
+    def _token_input(self, inputs: "Tensor | tuple[TokenInput, ...]", part: Part) -> Tensor:
         """Returns a tensor that a token loss reads: a weight, or an input, which may differ for selected tokens."""
         if isinstance(inputs, Tensor):
             return inputs
-        return self._in_rows(self._scattered([*map(self._expanded, inputs)], [each.selections for each in inputs]))
+        expanded, selections = [*map(self._expanded, inputs)], [each.selections for each in inputs]
+        return self._in_rows(self._scattered(expanded, selections), part)
 
     def _expanded(self, input: TokenInput) -> Tensor:
         if input.tensor is None:
@@ -433,12 +427,13 @@ class _Writing:
     def _per_token(self, weight: Tensor, part: Part) -> Tensor:
         """Returns a weight for each token, from one that may be a number for all."""
         if weight.ndim == 0:
-            weight = self._call(torch.Tensor.expand, weight, part.logits.rows_shape)
-        return self._in_rows(self._call(torch.Tensor.to, weight, self._rows_dtype))
+            weight = self._call(torch.Tensor.expand, weight, part.labels_shape(part.logits.rows_shape))
+        return self._in_rows(self._call(torch.Tensor.to, weight, self._rows_dtype), part)
 
-    def _in_rows(self, tensor: Tensor) -> Tensor:
-        """Returns numbers of tokens in the shape of the input's rows, or in one dimension if parts are concatenated."""
-        return self._flat(tensor) if self._is_joined else self._call(torch.reshape, tensor, self._rows_shape)
+    def _in_rows(self, tensor: Tensor, part: Part) -> Tensor:
+        """Returns numbers of a part's labels in the shape of the input's rows, which are flat if parts are joined."""
+        rows = (part.count,) if self._is_joined else self._rows_shape
+        return self._call(torch.reshape, tensor, part.labels_shape(rows))
 
     # Results.
 

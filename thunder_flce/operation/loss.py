@@ -216,7 +216,9 @@ class Loss(PlainValues):
         """
         if target_weights is not None:
             target_row = Row(row.max.unsqueeze(-1), row.log_sum.unsqueeze(-1), row.target_logit, {})
-            return (target_weights * self.cross_entropy(target_row, columns)).sum(-1)
+            # The loss of a target of weight 0 may be infinite.
+            losses = torch.where(target_weights == 0, 0.0, self.cross_entropy(target_row, columns))
+            return (target_weights * losses).sum(-1)
         # In this order, the loss keeps its digits when all logits share a large offset. It is clamped because a
         # kernel's softcap may differ from PyTorch's in the last digit, which must not make a loss negative.
         value = row.log_sum - (row.target_logit - row.max).clamp(max=0)

@@ -175,10 +175,14 @@ def _sum_of_rows(a: Row, b: Row, sign: int) -> Row:
     a = a if a.logits == b.logits else _in_terms_of(a, b.logits) or a
     labels = [row.labels for row in (a, b) if row.labels is not None]
     has_one_set = len(set(labels)) <= 1
-    if a.logits != b.logits or a.form or b.form or not has_one_set or not same_shape(a.shape, b.shape):
-        raise Unknown
     first_labels = min(labels, key=lambda each: each.read_at, default=None)
-    return replace(a, sum=added((1, a.sum), (sign, b.sum)), labels=first_labels)
+    shape = next((row.shape for row in (a, b) if row.labels is not None), a.shape)
+    # A number of each row is broadcast to those of its several labels.
+    row_shape = shape if first_labels is None or same(first_labels.per_row, 1) else (*shape[:-1], 1)
+    have_shape = all(same_shape(row.shape, row_shape if row.labels is None else shape) for row in (a, b))
+    if a.logits != b.logits or a.form or b.form or not has_one_set or not have_shape:
+        raise Unknown
+    return replace(a, shape=shape, sum=added((1, a.sum), (sign, b.sum)), labels=first_labels)
 
 
 def _in_terms_of(row: Row, logits: Logits) -> Row | None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from thunder_flce.matching.algebra import Class, Labels, Row, RowStep, Unknown
 from thunder_flce.matching.interpreter import Interpreter, rule
-from thunder_flce.matching.program import COPIES, Op, Tensor, agree, indices_of, same_shape
+from thunder_flce.matching.program import COPIES, Op, Tensor, agree, indices_of, same, same_shape
 from thunder_flce.matching.rules.selections import ALL
 from thunder_flce.matching.rules.shapes import rows_in_shape
 
@@ -59,6 +59,8 @@ def _joined_labels(parts: Sequence[Class | Row], dim: int) -> Labels | None:
     for labels, shape in pairs:
         # Labels that were joined before must have been joined along the same dimension.
         is_same = all(same_shape(_without(each, dim), _without(shape, dim)) for each in labels.shapes)
+        if not same(labels.per_row, 1):
+            raise Unknown
         if labels.wraps != pairs[0][0].wraps or (labels.shapes and not (is_same and labels.dim == dim)):
             raise Unknown
     if not pairs:

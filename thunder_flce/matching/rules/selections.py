@@ -117,11 +117,15 @@ ALL = ((None, None, None), (0, None, None), (None, None, 1), (0, None, 1))
 @rule("gather")
 def _gather(interpreter: Interpreter, op: Op, input: Class, dim: int, index: Tensor, **kwargs: Any) -> Row:
     check_over_classes(input, dim)
-    is_one = index.ndim == len(input.shape) and same(index.shape[input.dim], 1)
     sizes = [size for at, size in enumerate(index.shape) if at != input.dim]
-    if not is_one or not all(map(agree, sizes, input.rows_shape)):
+    if index.ndim != len(input.shape) or not all(map(agree, sizes, input.rows_shape)):
         raise Unknown(f"labels of shape {text_of(index.shape)} for logits of shape {text_of(input.shape)}")
-    return _at_labels(interpreter, op, input, index)
+    row, count = _at_labels(interpreter, op, input, index), index.shape[input.dim]
+    if row.labels is None or same(count, 1):
+        return row
+    if input.dim != len(input.shape) - 1 or same(count, 0):
+        raise Unknown(f"{count} labels of each row along dimension {input.dim}")
+    return replace(row, labels=replace(row.labels, per_row=count))
 
 
 @rule("take_along_dim")
