@@ -217,6 +217,16 @@ def test_losses_of_one_head_are_small_together(is_one_head, on_gpu):
     assert {decision.fused for decision in decisions(compiled)} == {is_one_head}
 
 
+def test_losses_of_the_same_rows_are_small(on_gpu):
+    def program(x, weight, y):
+        log_probs = F.linear(x, weight).log_softmax(-1)
+        return F.nll_loss(log_probs, y) - log_probs.gather(1, torch.stack([y, y.flip(0)], 1)).mean()
+
+    compiled = compiled_with(program)
+    compiled(torch.randn(24, H), torch.randn(V, H, requires_grad=True), torch.randint(V, (24,)))
+    assert ["left to Inductor" in str(decision) for decision in decisions(compiled)] == [True, True]
+
+
 @pytest.mark.parametrize(("largest", "expected"), [(None, [True, True, False]), (16, [True]), (99, [False])])
 def test_saved_logits_of_many_lengths(largest, expected):
     """Logits are saved while they fit, by the number of tokens alone."""

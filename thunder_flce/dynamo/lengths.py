@@ -37,7 +37,7 @@ def are_small(regions: Sequence[Region]) -> bool:
 def _is_small(region: Region, tokens: Any) -> bool:
     term, *others = region.parts[0].logits.terms
     device, dtype = term.input.device, term.input.dtype
-    if others or len(region.parts) > 1 or device.type != "cuda":
+    if others or len(region.row_groups) > 1 or device.type != "cuda":
         return False
     if not all(isinstance(size, int) for size in term.weight.shape):
         return False
