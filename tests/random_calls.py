@@ -287,7 +287,7 @@ def one_pass(call: Call, one_of: Callable) -> Call:
 
 def several_targets(call: Call, one_of: Callable) -> Call:
     """Returns a call with several targets per token, each with a weight."""
-    loss = call.loss | {"label_smoothing": 0.0, "outputs": without(call.loss["outputs"], "log_prob", "accuracy")}
+    loss = call.loss | {"label_smoothing": 0.0, "outputs": without(call.loss["outputs"], "accuracy")}
     return replace(call, loss=loss, class_weight=None, several=one_of(1, 2, 5))
 
 

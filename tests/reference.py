@@ -148,7 +148,8 @@ def composed(
 
     def of_tokens(values: Tensor, fill: float = 0) -> Tensor:
         """Returns a number for each token from those of the valid ones."""
-        return values.new_full(valid.shape, fill).masked_scatter(valid, values).reshape(shape)
+        result = values.new_full((*valid.shape, *values.shape[1:]), fill).index_put((valid,), values)
+        return result.reshape((*shape, *values.shape[1:]))
 
     # From here on, only valid rows.
     z, y, factors = logits[valid], target[valid], factors[valid]
@@ -165,6 +166,7 @@ def composed(
         weights = weights.where(is_label, 0).to(z.dtype)
         label_log_probs = log_probs.gather(1, y.where(is_label, 0))
         losses = -(label_log_probs.masked_fill(weights == 0, 0) * weights).sum(1)
+        log_prob = label_log_probs.where(is_label, 0)
     elif token_loss is not None:
         keywords = {"log_sum_exp": log_sum_exp, "mean_logit": z.mean(1)}
         keywords = {name: keywords[name] for name in keywords if name in inspect.signature(token_loss).parameters}
@@ -241,8 +243,12 @@ def incoming_gradients(case: Case, outputs: tuple[str, ...], dtype: torch.dtype)
     """Returns random upstream gradients of each differentiable output, the same at each call."""
     # They are kept, since nothing may be copied from the host while a CUDA graph is captured.
     if (outputs, dtype) not in case.incoming:
-        generator, names = torch.Generator().manual_seed(len(outputs)), {*outputs} & {*DIFFERENTIABLE_OUTPUTS}
-        random = (torch.randn(case.x.shape[:-1], generator=generator) for _ in names)
+        generator, names = (
+            torch.Generator().manual_seed(len(outputs)),
+            [*filter(DIFFERENTIABLE_OUTPUTS.__contains__, outputs)],
+        )
+        shapes = (case.target.shape if name == "log_prob" else case.x.shape[:-1] for name in names)
+        random = (torch.randn(shape, generator=generator) for shape in shapes)
         case.incoming[outputs, dtype] = [tensor.to(case.x.device, dtype) for tensor in random]
     return case.incoming[outputs, dtype]
 

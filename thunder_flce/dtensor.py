@@ -120,7 +120,6 @@ def on_mesh(call: Call, options: Options) -> Callable[[], RankPart]:
     weight_grads = tuple(Partial() if at in summed else placement for at, placement in enumerate(weight_placements))
     sum_placements = tuple(Partial() if at in summed else Replicate() for at in range(mesh.ndim))
     shape = input.shape[:-1]
-    strides = tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
 
     def local_part(name: str, value: Any, local_input: Tensor) -> Any:
         role = call.roles[name]
@@ -137,7 +136,9 @@ def on_mesh(call: Call, options: Options) -> Callable[[], RankPart]:
         """Turns this rank's result into that of all ranks: a DTensor for numbers per token, the sum for a scalar."""
         if result.ndim and any(divides_tokens):
             # The backward may read the result, and autograd does not notice in-place changes of a DTensor's local part.
-            return DTensor.from_local(result.clone(), mesh, placements, run_check=False, shape=shape, stride=strides)
+            whole = torch.Size((*shape, *result.shape[len(shape) :]))
+            strides = tuple(math.prod(whole[at + 1 :]) for at in range(len(whole)))
+            return DTensor.from_local(result.clone(), mesh, placements, run_check=False, shape=whole, stride=strides)
         return DTensor.from_local(result, mesh, sum_placements, run_check=False).full_tensor() if summed else result
 
     def agreed_part() -> RankPart:

@@ -158,7 +158,8 @@ def forward(settings: Settings, tensors: Sequence[Tensor]) -> list[Tensor]:
         for name in ("loss", *settings.loss.outputs):
             if results[name].ndim:
                 # The user may change the result in place, so it must not be a view.
-                results[name] = torch.ops.aten._unsafe_view(results[name], tensors[0].shape[:-1])
+                shape = (*tensors[0].shape[:-1], *results[name].shape[1:])
+                results[name] = torch.ops.aten._unsafe_view(results[name], shape)
         for operand, at in zip(settings.needs_grad, settings.grad_positions, strict=True):
             if (name := gradient_name(operand)) in results:
                 results[name] = results[name].view(tensors[at].shape)

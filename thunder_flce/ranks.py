@@ -82,7 +82,7 @@ def _averaged(call: Call) -> RankPart:
         if not result.ndim:
             return result
         # The user may change the result in place, so it must not be a view.
-        rank_result = result[:count].reshape(shape).clone()
+        rank_result = result[:count].reshape((*shape, *result.shape[1:])).clone()
         # A hook on `result` would be called even without a gradient of it, if another result has one.
         if rank_result.requires_grad:
             rank_result.register_hook(lambda grad: grad / ranks)

@@ -721,15 +721,10 @@ expect(IN_FORWARD, thunder=True)({
         (u := z.flatten(0, 1) / 2).gather(1, several_labels(y).flatten(0, 1)) - u.logsumexp(1, keepdim=True),
         a.flatten(), m.flatten(),
     ),
-    "several labels of chunks, beside their own": lambda h, w, y, a, m: sum(
-        cross_entropy_of(z.log_softmax(-1).gather(-1, several_labels(y[at : at + 2])), a[at : at + 2], m[at : at + 2])
-        + ce_loss(z, y[at : at + 2].where(m[at : at + 2] > 0, -100), reduction="sum")
-        for at in (0, 2) for z in [F.linear(h[at : at + 2], w)]
-    ),
-    # The padding of the rows that have only one is no label.
-    "several labels of some rows": lambda h, w, z, y, a, m: cross_entropy_of(
-        z.log_softmax(-1).gather(-1, several_labels(y)), a, m
-    ) + ce_loss(F.linear(h * 2, w), y.where(m > 0, -100)),
+    "several labels, with metrics": lambda z, y, a, m: (
+        t := z.log_softmax(-1).gather(-1, several_labels(y)), cross_entropy_of(t, a, m), t.detach().exp().sum(-1),
+        (z.argmax(-1) == y).sum(), entropy(z.detach()).mean(),
+    )[1:],
     "several labels, without an impossible one": lambda h, w, y, a, m: cross_entropy_of(
         F.linear(h, w, torch.zeros_like(w[:, 0]).index_fill(0, y[0, :1], -torch.inf)).log_softmax(-1).gather(
             -1, several_labels(y)
@@ -741,6 +736,30 @@ expect(IN_FORWARD, thunder=True)({
     "of all classes":
         lambda z, y: 0.9 * ce_loss(z, y) - 0.1 * F.log_softmax(z, -1).mean()
         + 1e-3 * (z.softmax(-1) * z.log_softmax(-1)).sum(),
+})  # fmt: skip
+expect([AT_ONCE], thunder=True)({
+    "several labels of chunks, beside their own": lambda h, w, y, a, m: sum(
+        cross_entropy_of(z.log_softmax(-1).gather(-1, several_labels(y[at : at + 2])), a[at : at + 2], m[at : at + 2])
+        + ce_loss(z, y[at : at + 2].where(m[at : at + 2] > 0, -100), reduction="sum")
+        for at in (0, 2) for z in [F.linear(h[at : at + 2], w)]
+    ),
+    # The other rows have only one.
+    "several labels of some rows": lambda h, w, z, y, a, m: cross_entropy_of(
+        z.log_softmax(-1).gather(-1, several_labels(y)), a, m
+    ) + ce_loss(z, y.where(m > 0, -100)) + ce_loss(F.linear(h * 2, w), y.where(m > 0, -100)),
+    "several labels of joined chunks": lambda h, w, y, a, m: cross_entropy_of(torch.cat([
+        F.linear(h[at : at + 2], w).log_softmax(-1).gather(-1, several_labels(y[at : at + 2])) for at in (0, 2)
+    ]), a, m),
+    "no label of a token": lambda z, y: ce_loss(z, y) - z.log_softmax(-1).gather(-1, y[..., None][..., :0]).sum(),
+    "divergence at several labels, written out": lambda z, y, a: (
+        q := torch.stack([a, 2 * a, a - 1], -1).sigmoid(), t := z.log_softmax(-1).gather(-1, several_labels(y)),
+        (q * (q.log() - t)).sum(-1).mean(),
+    )[-1],
+})  # fmt: skip
+expect([AT_ONCE, AT_ONCE])({
+    "several labels beside a smoothed loss": lambda z, y, a, m: cross_entropy_of(
+        z.log_softmax(-1).gather(-1, several_labels(y)), a, m
+    ) + ce_loss(z, y, label_smoothing=0.1),
 })  # fmt: skip
 expect(FUSED, thunder=True)({
     "times ones": lambda s, m: (s @ torch.ones(m.shape[1], 1, dtype=m.dtype)).sum(),
@@ -762,10 +781,12 @@ expect_each(thunder=True, programs={
     "mean of no tokens": (ANY, lambda h, w, s: s.sum() + F.linear(h[:, :0], w).log_softmax(-1).mean().isnan().double()),
     "greedy choice":
         (Reason.NOT_A_LOG_PROBABILITY, lambda z: (u := z.log_softmax(-1)).gather(-1, u.argmax(-1, keepdim=True)).sum()),
-    "exponentials of several labels": (
-        Reason.SEVERAL_LABELS, lambda z, y: z.log_softmax(-1).gather(-1, several_labels(y)).exp().sum(-1).log().mean(),
-    ),
-    "several labels, returned": (Reason.SEVERAL_LABELS, lambda z, y: z.log_softmax(-1).gather(-1, several_labels(y))),
+    # A divergence to a teacher; with the student's entropy.
+    "exponentials of several labels": ("in line", lambda z, y, a: (
+        t := (u := z.log_softmax(-1)).gather(-1, several_labels(y)),
+        (t.exp() * (t - a[..., None])).sum(-1).mean() - entropy(u).square().mean() / 9,
+    )[1]),
+    "several labels, returned": ("and not detached", lambda z, y: z.log_softmax(-1).gather(-1, several_labels(y))),
     "normalised over several labels":
         (Reason.NOT_A_LOG_PROBABILITY, lambda z, y: z.gather(-1, several_labels(y)).log_softmax(-1).sum()),
     # The gradient is 0, and there is one.

@@ -116,7 +116,9 @@ def strategy_of(call: Call, options: Options) -> str:
     # Upstream gradients of one number a row must be known before a sum over rows. dW and db are such sums; a frozen
     # head's dX is, row by row, the upstream gradient times a vector (with further terms there is more than one dX).
     is_frozen = call.needs_grad == ("input",) and len(call.linears) == 1
-    needs_later_sums = loss.has_row_gradients and not (is_frozen and loss.has_parallel_row_gradients)
+    has_gradients_of_targets = call.targets_per_token is not None and "log_prob" in loss.differentiable_outputs
+    is_parallel = loss.has_parallel_row_gradients and not has_gradients_of_targets
+    needs_later_sums = loss.has_row_gradients and not (is_frozen and is_parallel)
     if strategy == GRADIENTS_IN_FORWARD and needs_later_sums:
         raise ValueError(
             'strategy "gradients_in_forward" needs reduction "mean" or "sum" and no differentiable outputs, because it '

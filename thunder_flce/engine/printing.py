@@ -91,7 +91,10 @@ def _run_backward(ops: "_Writer", results: dict[str, Tensor]) -> None:
     call, loss = ops.call, ops.call.loss
     # The shapes are those of all ranks' tokens, even if the tokens are divided.
     shape = (call.tokens,) if loss.reduction == "none" else ()
-    upstream = {name: ops.empty((call.tokens,), call.row_dtype) for name in loss.differentiable_outputs}
+    upstream = {
+        name: ops.empty(tuple(call.tensors["target"].shape) if name == "log_prob" else (call.tokens,), call.row_dtype)
+        for name in loss.differentiable_outputs
+    }
     engine.backward(ops, results, {"loss": ops.empty(shape, call.row_dtype), **upstream})
 
 

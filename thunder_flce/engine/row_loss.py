@@ -63,9 +63,11 @@ class Coefficients:
         for name, grad in (upstream or {}).items():
             if name == "loss" or grad is None:
                 continue
-            row_grad = rows.masked(rows.received(grad.reshape(-1).to(call.row_dtype)))
+            grad = grad.reshape(call.own_tokens, *call.tensors["target"].shape[1:] if name == "log_prob" else ())
+            row_grad = _masked(call, rows, rows.received(grad.to(call.row_dtype)))
             if name == "log_prob":
-                result = result._replace(probability=result.probability - row_grad, one_hot=result.one_hot - row_grad)
+                probability = result.probability - (row_grad if row_grad.ndim == 1 else row_grad.sum(1))
+                result = result._replace(probability=probability, one_hot=result.one_hot - row_grad)
             elif name == "log_sum_exp":
                 result = result._replace(probability=result.probability + row_grad)
             elif name == "entropy":
@@ -192,6 +194,14 @@ def reduced(call: Call, rows: Rows, row_losses: Tensor, z_term: Tensor | None = 
     return loss if z_term is None else loss + total(z_term, z_divisor)
 
 
+def _masked(call: Call, rows: Rows, numbers: Tensor, fill: float = 0) -> Tensor:
+    """Returns numbers of rows (N,), or of their targets (N, K), with `fill` in ignored rows and at ignored targets."""
+    if numbers.ndim == 1:
+        return rows.masked(numbers, fill)
+    is_target = rows.gather(call.tensors["target"]).long() != call.loss.ignore_index
+    return torch.where(is_target & (rows.row_factor != 0)[:, None], numbers, fill)
+
+
 def output(call: Call, rows: Rows, name: str, row: Row) -> Tensor:
     """Returns one of the loss's outputs, for each of the caller's tokens, or () for a mean."""
     description = OUTPUTS[name]
@@ -201,4 +211,4 @@ def output(call: Call, rows: Rows, name: str, row: Row) -> Tensor:
         return hits.sum().to(call.row_dtype) / rows.valid_count
     if description.ignored is None:
         return rows.returned(value)
-    return rows.returned(rows.masked(value, description.ignored), description.ignored)
+    return rows.returned(_masked(call, rows, value, description.ignored), description.ignored)

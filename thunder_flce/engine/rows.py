@@ -121,7 +121,7 @@ class Rows:
         """Returns a vector (N,) as one over all tokens, (T,), with `fill` for skipped tokens."""
         if self.order is None:
             return vector
-        return vector.new_full((self.total,), fill).index_copy_(0, self.index, vector)
+        return vector.new_full((self.total, *vector.shape[1:]), fill).index_copy_(0, self.index, vector)
 
     def own_slice(self, chunk: slice) -> slice:
         """Returns where a chunk is in this rank's dX: the same slice, unless ranks divide the tokens."""

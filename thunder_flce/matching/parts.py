@@ -117,7 +117,7 @@ class Part:
         rows, count = argmax.logits.rows, len(self.logits.rows)
         has_rows = rows[:count] == self.logits.rows and replace(self.logits.argmax_key, rows=rows) == argmax.logits
         is_plain = all(step.kind in ("index", "reshape", "permute") for step in rows[count:])
-        return rows[count:] if has_rows and is_plain and not self.has_several_labels else None
+        return rows[count:] if has_rows and is_plain else None
 
 
 def parts_of(interpreter: Interpreter) -> list[Part]:
@@ -151,5 +151,4 @@ def _can_return(part: Part, row: Row) -> bool:
     """Whether a part can return this number, too: it has the same rows, labels that fit, and no class weights."""
     has_weights = part.class_weight is not None or row.class_weight is not None
     has_labels = row.labels in (None, part.labels) or (row.labels is not None and row.labels.are_filled(part.labels))
-    has_labels = has_labels and not (part.has_several_labels and row.labels is None)
     return part.logits == row.logits and has_labels and not has_weights

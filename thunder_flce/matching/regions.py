@@ -80,7 +80,9 @@ class Region:
     @cached_property
     def plain_losses(self) -> tuple[list[Fraction], Fraction] | None:
         """Factors of the parts' losses and their label smoothing, if the sum is of plain losses alone; else None."""
-        is_plain = self.total is not None and self.has_only_sum and not self.keeps_ignored
+        # Those of several labels of each row may have other results beside them, which token losses may not.
+        has_only_losses = self.has_only_sum or (len(self.parts) == 1 and self.parts[0].has_several_labels)
+        is_plain = self.total is not None and has_only_losses and not self.keeps_ignored
         return self.total.as_losses if is_plain and self.total is not None else None
 
     @property
@@ -356,13 +358,14 @@ def _has_large_gradients(parts: Sequence[Part], options: Options) -> bool:
     first, rows = parts[0], sum(hint(part.count) for part in parts)
     term, may_wait = first.logits.terms[0], options.strategy != GRADIENTS_IN_FORWARD and first.class_weight is None
     is_trained = term.has_grad and term.weight.needs_grad and first.needs_grad
+    may_wait = may_wait and not any(part.has_several_labels for part in parts)
     return may_wait and is_trained and (len(parts) - 1) * hint(term.features) > rows
 
 
 def _has_only_rows(part: Part) -> bool:
-    """Whether a part only has numbers of each row: no reduction, no class weights and no argmax."""
+    """Whether a part only has one number of each row: no reduction, no class weights and no argmax."""
     is_reduced = any(result.row.reduction != "none" for result in part.rows)
-    return not is_reduced and part.class_weight is None and not part.argmaxes
+    return not is_reduced and part.class_weight is None and not part.argmaxes and not part.has_several_labels
 
 
 def _head_key(part: Part) -> Any:
@@ -409,7 +412,9 @@ def _check_sum(parts: Sequence[Part], total: TokenSum, options: Options) -> None
     if any(part.has_several_labels for part in parts):
         losses = Region([*parts], total).plain_losses
         if losses is None or losses[1] != 0:
-            raise NotASum("the program needs more of them than one weighted sum")
+            raise NotASum(
+                "its tokens have several labels, and the loss is not one weighted sum of their log-probabilities"
+            )
     if len(parts) > 1 and not is_plain:
         first_loss, *other_losses = map(total.loss_of, parts)
         if any(loss != first_loss for loss in other_losses):
@@ -458,9 +463,6 @@ def dropped_writes(regions: Sequence[Region], interpreter: Interpreter) -> set[O
 
 def _find_stuck(regions: Sequence[Region], interpreter: Interpreter) -> tuple[Region, NotFused] | None:
     """Returns a region that cannot run, and why: it reads its own results, or would move across an in-place change."""
-    for each in regions:
-        if each.total is None and any(part.has_several_labels for part in each.parts):
-            return each, NotFused(Reason.SEVERAL_LABELS, each.note.removeprefix(f"{_WAITS} "))
     order = ordered(regions, interpreter)
     if stuck := [region for region in regions if region not in order]:
         sums = [region for region in stuck if region.total is not None]

@@ -98,7 +98,7 @@ class _Writing:
             "softcap": None if logits.softcap is None else float(logits.softcap),
             "vocab_size": logits.vocab_size,
         }
-        settings |= self._settings_of_rows() if region.total is None else self._settings_of_sum(arguments)
+        settings |= self._settings_of_rows(arguments) if region.total is None else self._settings_of_sum(arguments)
         outputs = self._outputs()
         detached = tuple(name for name, has_grad in outputs.items() if name in DIFFERENTIABLE_OUTPUTS and not has_grad)
         loss = Loss(outputs=tuple(outputs), detached=detached, **settings)
@@ -239,8 +239,10 @@ class _Writing:
 
     # What the region computes.
 
-    def _settings_of_rows(self) -> dict[str, Any]:
-        """Returns the settings of the loss for a region without a sum."""
+    def _settings_of_rows(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Returns the settings of the loss for a region without a sum; several labels of each row need weights, too."""
+        if self._region.parts[0].has_several_labels:
+            arguments["target_weights"] = self._call(torch.zeros_like, arguments["target"], dtype=self._rows_dtype)
         if self._loss is None:
             return {"reduction": "none", "ignore_index": NOTHING_IGNORED}
         assert self._loss.as_loss is not None
@@ -444,7 +446,9 @@ class _Writing:
         for part in self._region.parts:
             for result in part.rows if total is None else [each for each in part.rows if each.tensor in total.kept]:
                 for name, (factor, _) in result.row.variables.items():
-                    if total is None and (name == "log_prob" or self._loss is not None):
+                    if total is None and (
+                        self._loss is not None or (name == "log_prob" and not part.has_several_labels)
+                    ):
                         continue  # It follows from the loss.
                     flows[name] = flows.get(name, False) or (factor != 0 and result.tensor.needs_grad and total is None)
             if part.argmaxes:
@@ -519,8 +523,11 @@ class _Writing:
         row = result.row
         if not row.variables:  # All atoms cancel, as in the sum of a softmax.
             return self._number(row.constant, row.shape)
-        if self._region.total is None and "log_prob" in row.variables:
+        if self._region.total is None and "log_prob" in row.variables and "log_prob" not in outputs:
             outputs = {"log_prob": self._call(torch.neg, outputs["loss"]), **outputs}
+        if row.labels is not None and not same(row.labels.per_row, 1):
+            others = {name: self._call(torch.unsqueeze, outputs[name], -1) for name in {*outputs} - {"log_prob"}}
+            outputs = {**others, "log_prob": outputs["log_prob"]}
         return row.evaluate(outputs, self._call)
 
     def _like(self, original: Tensor, tensor: Tensor) -> Tensor:

@@ -169,7 +169,6 @@ def _check_combinations(names: Collection[str], loss: Loss) -> None:
     """Raises an error for arguments that do not go together, or need others; `names` are those of the arguments."""
     has_targets, has_weight, has_each_row = "target_weights" in names, "weight" in names, loss.reduction == "none"
     inputs = sum(name.startswith("token_inputs") for name in names)
-    refused = " and ".join(repr(name) for name in loss.outputs if name in ("log_prob", "accuracy"))
     needs_detached = has_weight and loss.label_smoothing and "mean_logit" in loss.differentiable_outputs
     if loss.token_loss:
         pointwise.check(loss.token_loss, inputs)
@@ -184,8 +183,8 @@ def _check_combinations(names: Collection[str], loss: Loss) -> None:
          "cross-entropy that it replaces"),
         (has_targets and loss.label_smoothing, "label_smoothing must be 0 with target_weights, which are soft targets "
          "already"),
-        (has_targets and refused, f"outputs must not have {refused} with target_weights: a token has no single "
-         "target then"),
+        (has_targets and "accuracy" in loss.outputs, "outputs must not have 'accuracy' with target_weights: a token "
+         "has no single target then"),
         (inputs and not loss.token_loss, "token_inputs must be empty without token_loss, which reads them"),
         (loss.token_loss and has_each_row, 'token_loss needs reduction "mean" or "sum"; for a loss of each token, '
          f"apply it to the results of outputs={VARIABLES}"),

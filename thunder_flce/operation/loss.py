@@ -106,10 +106,17 @@ class Output:
     """Whether it is one number, the mean over the valid rows of whether the target is the argmax."""
     ignored: int | None = 0
     """Value in ignored rows; None if ignored rows are computed, too."""
+    is_per_target: bool = False
+    """Whether it has a number for each of a row's K targets."""
+
+
+def _log_prob(row: Row, columns: int) -> Any:
+    row_max, log_sum = (row.max[..., None], row.log_sum[..., None]) if row.target_logit.ndim > 1 else row[:2]
+    return row.target_logit - row_max - log_sum
 
 
 OUTPUTS = {
-    "log_prob": Output(lambda row, columns: row.target_logit - row.max - row.log_sum),
+    "log_prob": Output(_log_prob, is_per_target=True),
     "entropy": Output(lambda row, columns: row.log_sum - row.moments["expected"], ("expected",)),
     "log_sum_exp": Output(lambda row, columns: row.max + row.log_sum),
     "argmax": Output(lambda row, columns: row.argmax, is_index=True, ignored=None),
