@@ -250,6 +250,8 @@ def test_surroundings_of_the_call_do_not_matter():
         assert text_of(focal, (torch.float64,)) == text
     with torch.no_grad(), NoFunctions():
         assert text_of(focal, (torch.int8,)) == text
+    transformed = torch.vmap(torch.func.grad(lambda x: x * (text_of(focal, (torch.int16,)) == text)))
+    assert transformed(torch.ones(2)).all()
 
 
 def test_threads_at_once():

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakIdRef
 
@@ -389,12 +390,13 @@ _lock = threading.RLock()
 
 @contextmanager
 def _isolated() -> Iterator[None]:
-    """Disables the caller's modes and hooks, and excludes other threads, while the context lasts."""
+    """Disables the caller's modes, hooks and transforms, and excludes other threads, while the context lasts."""
     without_modes, autocast = _disable_current_modes(), torch.autocast("cpu", enabled=False)
     without_hooks = torch._C._autograd._saved_tensors_hooks_set_tracing
     # Function modes: of a default device, and torch.export's, which records calls that enable or disable gradients.
     without_functions = torch._C.DisableTorchFunction()
-    with _lock, without_functions, without_modes, torch.inference_mode(False), torch.enable_grad(), autocast:
+    without_transforms, grad_mode = temporarily_clear_interpreter_stack(), torch.enable_grad()
+    with _lock, without_functions, without_modes, without_transforms, torch.inference_mode(False), grad_mode, autocast:
         before = without_hooks(True)
         try:
             yield
