@@ -1,6 +1,7 @@
 """Derivatives of the operators, for autograd and torch.func, in eager, traced and exported programs."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -130,7 +131,7 @@ class _TransformedLinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, *_gradients(ctx, grads, _Backward.apply if torch.is_grad_enabled() else _backward)
+        return None, *_gradients(ctx, grads, _Backward.apply if torch.is_grad_enabled() else _keeping_backward)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -158,7 +159,7 @@ def _gradients(ctx: Any, grads: Sequence[Tensor | None], run: Callable[..., Any]
     return gradients
 
 
-def _backward(settings: Settings, *tensors: Any) -> Any:
+def _backward(settings: Settings, *tensors: Any, may_overwrite: bool = True) -> Any:
     """Returns the needed gradients from the upstream gradients of `Settings.upstream_names`, then the saved tensors."""
     count = len(settings.upstream_names)
     upstream, saved_tensors = tensors[:count], tensors[count:]
@@ -169,7 +170,7 @@ def _backward(settings: Settings, *tensors: Any) -> Any:
     is_batch = torch._C._functorch.is_legacy_batchedtensor
     if not is_recorded and any([is_batch(grad) for grad in upstream if grad is not None]):
         raise RuntimeError("linear_cross_entropy has no vmap; call backward without is_grads_batched=True")
-    may_overwrite = not is_recorded and not graph_is_kept()
+    may_overwrite = may_overwrite and not is_recorded and not graph_is_kept()
     if settings.backward_only_scales:
         needed = 1 + len(settings.needs_grad)
         valid_count, gradients = saved_tensors[0], saved_tensors[1:needed]
@@ -187,10 +188,14 @@ def _backward(settings: Settings, *tensors: Any) -> Any:
     return tuple(operators.backward(settings, upstream, saved, operands, may_overwrite=may_overwrite))
 
 
+_keeping_backward = partial(_backward, may_overwrite=False)
+"""The backward inside transforms of torch.func, of which each has saved the same tensors"""
+
+
 class _Backward(torch.autograd.Function):
     """The backward as an autograd function, so that a second derivative through a recorded backward raises an error."""
 
-    forward = staticmethod(_backward)
+    forward = staticmethod(_keeping_backward)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, outputs: Any) -> None:

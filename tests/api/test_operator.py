@@ -310,18 +310,22 @@ def test_vjp_and_compiled_grad(settings):
         assert_right(Result(loss, gradients), case, upstream, **settings)
 
 
-def test_a_gradient_that_only_an_outer_transform_needs():
-    """The gradient of the value that the inner one returns beside its gradient."""
+def test_a_gradient_that_only_an_outer_transform_needs(settings):
+    """The gradient of the value that the inner one returns beside its gradient, for the same upstream gradient."""
     case = make_case()
     # This call is cached, and has a frozen weight.
     linear_cross_entropy(case.x, case.weight.detach(), case.target)
+    upstream = upstream_of(case, settings)
 
     def value(weight):
-        inner = torch.func.grad_and_value(lambda x, weight: linear_cross_entropy(x, weight, case.target))
-        return inner(case.x.detach(), weight)[1]
+        def product(x):
+            return (linear_cross_entropy(x, weight, case.target, **settings) * upstream).sum()
 
-    gradient, exact = torch.func.grad(value)(case.weight.detach()), truth(case).gradients[1]
-    torch.testing.assert_close(gradient.double(), exact, rtol=1e-5, atol=1e-6)
+        return torch.func.grad_and_value(product)(case.x.detach())[1]
+
+    gradient = torch.func.grad(value)(case.weight.detach())
+    exact = truth(case, upstream, reduction=settings.get("reduction", "mean")).gradients[1]
+    torch.testing.assert_close(gradient.double(), exact, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
