@@ -5,7 +5,7 @@ from torch import Tensor
 
 from thunder_flce.calls import autocast, run
 from thunder_flce.functional import one_call
-from thunder_flce.operation.call import Call, named_tensors
+from thunder_flce.operation.call import Call, is_tensor, named_tensors
 from thunder_flce.operation.divergence import Divergence
 from thunder_flce.operation.loss import NOTHING_IGNORED, loss_of
 from thunder_flce.options import Options, as_options, plain
@@ -71,7 +71,7 @@ def linear_kl_divergence(
         RuntimeError: for second derivatives.
     """
     # In thunder's interpreter, isinstance takes thunder's proxies for tensors.
-    if not issubclass(type(input), Tensor) and hasattr(input, "shape"):
+    if not issubclass(type(input), Tensor) and is_tensor(input):
         raise NotImplementedError(_NO_THUNDER)
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(_NO_TRANSFORMS)

@@ -124,6 +124,7 @@ INPUT, WEIGHT, TEACHER_INPUT, TEACHER_WEIGHT, TARGET = operands()
     ({"teacher_input": TEACHER_INPUT[0]}, ValueError, r"teacher_input must be \(3, 7, 24\)"),
     ({"teacher_weight": TEACHER_WEIGHT.float()}, TypeError, "teacher_weight must have teacher_input's dtype, flo"),
     ({"teacher_input": TEACHER_INPUT.clone().requires_grad_()}, ValueError, "teacher_input must not require a gr"),
+    ({"input": INPUT.detach().numpy()}, TypeError, "input must be a tensor, but got ndarray"),
     ({"input": torch.nested.nested_tensor([*INPUT]), "target": None}, TypeError, "input must be a dense tensor, but"),
     ({"target": TARGET + 3 * V}, IndexError, r"target has 21 of 21 values that are neither in \[0, 101\)"),
     ({"divergence": "kl"}, ValueError, "divergence must be one of"),
