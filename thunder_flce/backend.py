@@ -94,10 +94,10 @@ def split_options(options: Mapping[str, Any]) -> tuple[Options, bool, dict[str, 
     inductor_options = {name: value for name, value in options.items() if name not in {*OPTIONS, "strict"}}
     from torch._inductor import config
 
-    names = [*sorted(OPTIONS), "strict", *config.get_config_copy()]
+    inductor_names = config.get_config_copy()
     for name in inductor_options:
-        if name.replace("-", "_") not in names:
-            similar = difflib.get_close_matches(name, names, n=1)
+        if name.replace("-", "_") not in inductor_names:
+            similar = difflib.get_close_matches(name, [*sorted(OPTIONS), "strict", *inductor_names], n=1)
             meant = f"; did you mean {similar[0]!r}?" if similar else "."
             raise RuntimeError(
                 f"the backend thunder_flce has no option {name!r}{meant} Its own are "

@@ -497,6 +497,7 @@ def test_compiled_in_a_checkpoint():
 
 @pytest.mark.parametrize(("options", "message"), [
     ({"chunk_row": 8}, "no option 'chunk_row'; did you mean 'chunk_rows'"),
+    ({"chunk-rows": 8}, "no option 'chunk-rows'; did you mean 'chunk_rows'"),
     ({1: 4}, "the names of options must be strings, but got 1"),
     ({"options": None}, r"no option 'options'\. Its own are accumulate, "),
     (thunder_flce.Options(chunk_rows=8), 'options must be a dict, such as {"chunk_rows": 512}, but got Options'),
