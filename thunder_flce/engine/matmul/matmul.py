@@ -39,11 +39,11 @@ def logits_(
     """
     if accumulate and bias is not None:
         raise ValueError("bias must be None with accumulate=True: the linear that is written first adds the bias")
-    columns, is_wider = weight.shape[0], out.dtype != x.dtype
+    columns, is_wider = weight.shape[0], out.dtype != weight.dtype
     step = columns
     if columns % ROW_MULTIPLE:
         step -= _tail(columns, dtype=x.dtype, is_cuda=x.is_cuda)
-    if is_wider and not Device.of(x.device).multiplies_into_float32(x.dtype):
+    if is_wider and not Device.of(x.device).multiplies_into_float32(weight.dtype):
         # The operands must be converted to float32.
         step = FLOAT32_COLUMNS
     if step < columns:
@@ -65,10 +65,12 @@ def invariant_logits_(
 
     Libraries choose the order of a sum by the number of rows, so all matmuls have `_BLOCK_ROWS` rows, padded with 0.
     """
-    hidden = x.shape[1]
-    # MKL adds in another order if a float64 row does not start at a multiple of 16 bytes.
-    x_block = x.new_zeros(_BLOCK_ROWS, -(-hidden // ROW_MULTIPLE) * ROW_MULTIPLE)[:, :hidden]
-    out_block = out.new_zeros(_BLOCK_ROWS, out.shape[1])
+    # MKL adds in another order if a row does not start at a multiple of 16 bytes. In out's dtype, since a conversion
+    # of the block would drop its padding.
+    x_block, out_block = (
+        out.new_zeros(_BLOCK_ROWS, -(-columns // ROW_MULTIPLE) * ROW_MULTIPLE)[:, :columns]
+        for columns in (x.shape[1], out.shape[1])
+    )
     for x_rows, out_rows in zip(x.split(_BLOCK_ROWS), out.split(_BLOCK_ROWS), strict=True):
         rows = slice(0, x_rows.shape[0])
         x_block[rows] = x_rows
@@ -148,8 +150,8 @@ def _multiply(
         _multiply_with_bias(out, a, b, bias=bias)
         return
     mixed: dict[str, Any] = {}
-    if a.dtype != out.dtype:
-        if Device.of(out.device).multiplies_into_float32(a.dtype):
+    if b.dtype != out.dtype:
+        if Device.of(out.device).multiplies_into_float32(b.dtype):
             mixed = {"out_dtype": out.dtype}
         else:
             a, b = a.to(out.dtype), b.to(out.dtype)
