@@ -18,7 +18,9 @@ def divergence_(
         log_p, log_q = ((z[rows].to(dtype) / divergence.temperature).log_softmax(1) for z in (student, teacher))
         log_m = None
         if (shares := divergence.log_shares) is not None:
-            log_m = torch.logaddexp(log_p + shares[0], log_q + shares[1])
+            # Not logaddexp: on a CPU, its last digit depends on where an element is in the block.
+            ours, theirs = log_p + shares[0], log_q + shares[1]
+            log_m = (ours - theirs).abs_().neg_().exp_().log1p_().add_(torch.maximum(ours, theirs))
         p, q = log_p.exp(), log_q.exp()
         value, student_ratio = result[rows].zero_(), None
         if divergence.teacher_factor:
