@@ -124,8 +124,8 @@ def linear_cross_entropy(
             probabilities, whose columns target then holds. A token's loss is -Σ_k q_k log p_k. The weights q need not
             sum to 1, and a column that occurs twice counts twice. A target of ignore_index, or of weight 0, contributes
             nothing; a token is ignored if all its targets are ignore_index. The weights get no gradient, and do not
-            combine with class weights, label smoothing or "accuracy". The loss minus the teacher's entropy,
-            -Σ_k q_k log q_k, is the Kullback-Leibler divergence KL(q‖p), which has the same gradients.
+            combine with class weights, label smoothing or "accuracy". The loss minus the teacher's entropy, -Σ_k q_k
+            log q_k, is the Kullback-Leibler divergence KL(q‖p), which has the same gradients.
         token_loss: function whose value replaces a token's cross-entropy (its negative log-probability), such as GRPO's
             clipped ratio. Its arguments are the token's log-probability, its entropy and token_inputs. Parameters named
             log_sum_exp, as for a z-loss, or mean_logit, as for label smoothing, are passed by name. The function is
@@ -139,10 +139,10 @@ def linear_cross_entropy(
         outputs: names of further results, computed from the same logits and returned with the loss. They have shape
             (...), the loss's dtype, and 0 for ignored tokens, unless their description says otherwise:
 
-            - "log_prob", "entropy", "log_sum_exp", "mean_logit": log-probability of the target, (..., K) of K ones,
-              entropy, log-sum-exp of the logits, and mean of the logits over their columns. All are differentiable. The
-              last two are NaN, not infinite, if the largest logit is infinite. With both weight and label_smoothing,
-              "mean_logit" must be in detached.
+            - "log_prob", "entropy", "log_sum_exp", "mean_logit": log-probability of the target, (..., K) with
+              target_weights, entropy, log-sum-exp of the logits, and mean of the logits over their columns. All are
+              differentiable. The last two are NaN, not infinite, if the largest logit is infinite. With both weight and
+              label_smoothing, "mean_logit" must be in detached.
             - "log_sum_sq_probs": logarithm of the sum of the squared probabilities, without a gradient.
             - "argmax": int64, column of the largest logit before the softcap, which keeps the order of the logits but
               may make the largest ones equal. Rows of ignored tokens are computed for it, too.

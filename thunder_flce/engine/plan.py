@@ -112,7 +112,8 @@ class Plan(PlainValues):
             elif name in call.loss.outputs:
                 output = OUTPUTS[name]
                 shape, dtype = () if output.is_mean else call.shape, torch.int64 if output.is_index else rows
-                shape += (call.targets_per_token,) if output.is_per_target and call.targets_per_token else ()
+                if output.is_per_target and call.targets_per_token is not None:
+                    shape += (call.targets_per_token,)
             elif name in ("row_max", "row_log_sum"):
                 shape = (tokens,)
             elif name in ("valid_count", "computed_rows"):

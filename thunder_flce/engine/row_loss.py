@@ -63,7 +63,9 @@ class Coefficients:
         for name, grad in (upstream or {}).items():
             if name == "loss" or grad is None:
                 continue
-            grad = grad.reshape(call.own_tokens, *call.tensors["target"].shape[1:] if name == "log_prob" else ())
+            grad = grad.reshape(
+                call.own_tokens, *call.tensors["target"].shape[1:] if OUTPUTS[name].is_per_target else ()
+            )
             row_grad = _masked(call, rows, rows.received(grad.to(call.row_dtype)))
             if name == "log_prob":
                 probability = result.probability - (row_grad if row_grad.ndim == 1 else row_grad.sum(1))
