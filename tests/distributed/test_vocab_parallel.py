@@ -77,14 +77,16 @@ def test_input_gradients_are_summed_in_the_dtype_asked_for(strategy):
     assert error(gradient(torch.bfloat16), exact) > 1.2 * error(gradient(None), exact)
 
 
-def test_losses_of_tokens_that_are_changed_in_place_beside_an_output_that_nobody_differentiates():
+@pytest.mark.parametrize("is_used", [False, True])
+def test_losses_of_tokens_that_are_changed_in_place_beside_an_output_that_nobody_or_one_rank_differentiates(is_used):
     case = make_case(tokens=36)
 
     def run(rank):
         arguments = rank_arguments(rank, case, counts=(20, 16), data_parallel=True)
-        loss, _ = linear_cross_entropy(**arguments, reduction="none", outputs=("entropy",))
+        loss, log_prob = linear_cross_entropy(**arguments, reduction="none", outputs=("log_prob",))
         loss *= 3
-        return torch.autograd.grad(loss.sum(), (arguments["input"], arguments["linear_weight"]))
+        total = -3 * log_prob.sum() if is_used and rank else loss.sum()
+        return torch.autograd.grad(total, (arguments["input"], arguments["linear_weight"]))
 
     dx, dw = map(torch.cat, zip(*as_threads(2, run), strict=True))
     exact = truth(case, torch.ones(36), reduction="none").gradients
