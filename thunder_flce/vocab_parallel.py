@@ -76,6 +76,10 @@ class VocabParallel(PlainValues):
             name = flags[self.data_parallel]
             raise ValueError(f'input_grad must be "reduced" with {name}: each rank has tokens of its own')
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "VocabParallel":
+        # A process group cannot be copied, but a module that has one can be, such as for an average of its weights.
+        return self
+
     @property
     def process_group(self) -> "ProcessGroup":
         """The process group of the ranks."""

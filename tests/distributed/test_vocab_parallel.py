@@ -3,6 +3,7 @@
 import re
 import threading
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 
@@ -157,6 +158,7 @@ def test_arguments():
             ({"input_grad": "partial", "data_parallel": True}, "input_grad must be .reduced. with data_parallel"),
             ({"data_parallel": True, "sequence_parallel": True}, "sequence_parallel must be False with data_parallel"),
         )  # fmt: skip
+        assert deepcopy(LinearCrossEntropyLoss(4, 9, vocab_parallel=group)).vocab_parallel.group is group
         first, mesh = DeviceMesh("cpu", [0]), init_device_mesh("cpu", (2,))
         assert_refused(
             count_items, {"target": case.target, "group": mesh},
