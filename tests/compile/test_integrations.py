@@ -201,6 +201,14 @@ def test_trainer(name, compile_layers, tmp_path, monkeypatch):
     torch.testing.assert_close(*predictions)
 
 
+@torch._dynamo.config.patch(recompile_limit=2)
+def test_several_trainers_in_a_process(tmp_path):
+    """Each is compiled, also where one alone needs as many programs as Dynamo allows a function."""
+    trainers = [train(OurTrainer, tmp_path, settings={"max_steps": 1}, rows=ONE_LENGTH) for _ in range(2)]
+    first, second = map(decisions, trainers)
+    assert len(first) == len(second) == 2 and first[0] is not second[0]
+
+
 ALL = {"bf16": True, "label_smoothing_factor": 0.1, "gradient_checkpointing": True}
 
 

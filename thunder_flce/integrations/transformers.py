@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from types import FunctionType, MethodType
 from typing import Any, NoReturn
 
 import torch
@@ -85,7 +86,11 @@ class LossTrainerMixin:
                 "itself, and the layers if compile_layers is set in the class"
             )
         split_options(self.backend_options)
-        self.compiled_loss = torch.compile(self._loss, backend=compile_graph, options=self.backend_options)
+        # Dynamo's cache is keyed by the code object: shared, the trainers of a process would count as recompilations of
+        # one function, and later ones would not be compiled at all.
+        loss = LossTrainerMixin._loss
+        own_loss = MethodType(FunctionType(loss.__code__.replace(), loss.__globals__), self)
+        self.compiled_loss = torch.compile(own_loss, backend=compile_graph, options=self.backend_options)
         self._needs_loss_only = False
         self._is_settled = False  # whether this step used the compiled loss, or reported why not
         self._calls_decoder = True
