@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import MethodType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -303,9 +304,11 @@ def loss_only(model: nn.Module, *, labels: str = "labels", loss: str | int = "lo
         loss_only_made_with = (labels, loss)
 
         # This overrides the call, not `forward`: accelerate and TRL set a forward on the shared attributes, which would
-        # replace the override. Such a forward is bound to the model, and Dynamo cannot trace it from another object.
+        # replace the override. Such a forward is bound to one of the two models, and Dynamo cannot trace it from the
+        # other.
         def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-            call = model if "forward" in self.__dict__ else super().__call__
+            is_own = isinstance(self.forward, MethodType) and self.forward.__self__ is self
+            call = super().__call__ if is_own else model
             if len(args) <= cache_at:
                 kwargs.setdefault("use_cache", False)
             output = call(*args, **kwargs)

@@ -555,12 +555,12 @@ def test_reentrant_checkpoints_of_a_frozen_trunk(tmp_path, monkeypatch):
         train(OurTrainer, tmp_path, model=model, settings=settings)
 
 
-@pytest.mark.parametrize("is_first", [True, False], ids=["then prepare", "prepared"])
-def test_accelerate(is_first):
-    """Mixed precision sets a forward on the model."""
+@pytest.mark.parametrize("prepared", ["loss_only", "the model, then loss_only", "the model of loss_only"])
+def test_accelerate(prepared):
+    """Mixed precision sets a forward on what is prepared."""
     model = tiny.model(num_hidden_layers=0)
-    only = thunder_flce.loss_only(model) if is_first else None
-    model = accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
+    only = None if "then" in prepared else thunder_flce.loss_only(model)
+    accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare(only if prepared == "loss_only" else model)
     only = thunder_flce.loss_only(model) if only is None else only
     batch = collate(tiny.rows(2))
     for loss in (only(**batch), compiled_loss(only, batch)):
