@@ -486,6 +486,8 @@ expect(FUSED)({
     "each head weighs the other": lambda h, w, y, x, m: -(
         torch.where(m > 0, x, (u := log_probs(h.tanh(), w, y)).detach()) + u * x.detach()
     ).mean(),
+    "counts doubled under a view":
+        lambda z: (counts := z.exp().clone(), v := counts.view(-1, V), counts.mul_(2), v.sum(-1).log().sum())[-1],
     "constants added": lambda z, y: ce_loss(z + 3.0, y) + ((z - 1).logsumexp(-1) - z.logsumexp(-1)).exp().sum(),
 })  # fmt: skip
 expect(ANY)({

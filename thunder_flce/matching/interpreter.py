@@ -235,7 +235,8 @@ class Interpreter:
             if not is_same or not isinstance(new, Class):
                 self._escape(tensor, op)
             elif new.logits.rows == old.logits.rows:
-                self.values[tensor] = replace(value, logits=replace(new.logits, rows=value.logits.rows), sum=new.sum)
+                logits = replace(new.logits, rows=value.logits.rows)
+                self.values[tensor] = replace(value, logits=logits, sum=new.sum, factor=new.factor)
             elif value.logits.rows == old.logits.rows:
                 # A factor of each row, for a view whose rows are in the same order.
                 self.values[tensor] = replace(value, logits=new.logits, sum=new.sum)
