@@ -1715,8 +1715,9 @@ def _changed_afterwards(y):
     (1, -100, lambda y: y.clamp(min=0)),
     (1, -100, lambda y: torch.where(y != -100, y, 0)),
     (1, -100, lambda y: torch.where(y == -100, 0, y)),
-    (1, -100, lambda y: y.masked_fill(y == -100, 0)),
+    (1, -100, lambda y: y.masked_fill(torch.eq(y, other=-100), 0)),
     # The labels are others.
+    (2, -100, lambda y: (is_filled := y == -100, is_filled[0].fill_(True), y.masked_fill(is_filled, 0))[-1]),
     (2, -100, lambda y: y.clamp(min=1)),
     (2, -100, lambda y: y.clamp(0, 9)),
     (2, -100, _changed_afterwards),

@@ -179,10 +179,11 @@ def _fills(interpreter: Interpreter, index: Tensor) -> tuple[tuple[int, int], in
     is_first = op.name == "where" and isinstance(labels, Tensor)
     if not isinstance(labels, Tensor):
         labels, filled = filled, labels
-    comparison = mask.op if isinstance(mask, Tensor) else None
+    is_as_made = isinstance(mask, Tensor) and not interpreter.program.may_have_changed(mask)
+    comparison = mask.op if is_as_made else None
     if comparison is None or comparison.name != ("ne" if is_first else "eq") or type(filled) is not int or filled:
         return None
-    compared, label = comparison.args
+    compared, label = (*comparison.args, *comparison.kwargs.values())[:2]
     number = number_at(labels, op)
     is_same = type(label) is int and number_at(compared, comparison) == number
     return (number, label) if is_same else None
