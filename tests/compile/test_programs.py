@@ -1552,6 +1552,7 @@ expect(ANY, wrap=_of_one_sequence)({
     "rows in another order": lambda z, y: log_prob(z, y)[[3, 1, 0, 2, 5, 4]],
     "rows picked in another order": lambda z, y: z.log_softmax(-1)[torch.arange(6).flip(0), y],
     "rows listed in another order": lambda z, y: z.log_softmax(-1)[[3, 1, 0, 2, 5, 4], y],
+    "rows beside others": lambda z, y: (x := torch.atleast_1d(log_prob(z, y), z[:, 0]))[0] * x[1],
     "rows by name": lambda z, y: z.log_softmax(-1)[torch.arange(start=-6, end=0), y],
     "rows of an index": lambda z, y: log_prob(z, y)[y.argsort()],
     "labels in another order": lambda z, y: F.logsigmoid(log_prob(z, y) - log_prob(z, y[[1, 0, 2, 3, 5, 4]])),

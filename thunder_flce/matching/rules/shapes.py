@@ -35,9 +35,10 @@ def check_over_classes(input: Class, dims: Any) -> None:
 @rule(*RESHAPES, "expand", "expand_as", "broadcast_in_dim", "atleast_1d")
 def _reshape(interpreter: Interpreter, op: Op, input: Class | Row | Argmax, *args: Any, **kwargs: Any) -> Value:
     """Describes any operation that keeps the order of the elements, and the classes as one dimension."""
-    shape = op.output.shape
-    if not agree(math.prod(shape), op.operands[0].numel):
+    # torch.atleast_1d takes several tensors.
+    if len(op.outs) > 1 or not agree(math.prod(op.output.shape), op.operands[0].numel):
         raise Unknown
+    shape = op.output.shape
     return in_shape(input, shape) if isinstance(input, Class) else replace(input, shape=shape)
 
 
