@@ -1815,6 +1815,12 @@ def test_number_of_a_loss():
     assert not fused_graph(program, *operands(6)).graph.find_nodes(op="call_function", target=F.linear)
 
 
+def test_labels_of_another_head_keep_no_logits():
+    program = with_arguments(lambda h, w, y, z: ce_loss(z, y) - log_probs(h.tanh(), w, z.argmax(-1)).mean())
+    check(program, IN_FORWARD, by_dynamo(program), (6,))
+    assert not fused_graph(program, *operands(6)).graph.find_nodes(op="call_function", target=F.linear)
+
+
 def _chunks(count, h, w, *others):
     """Yields the logits of each chunk of tokens, with its part of other tensors."""
     logits = [F.linear(rows, w) for rows in h.flatten(0, 1).chunk(count)]

@@ -145,7 +145,7 @@ class Interpreter:
         for op in program.ops:
             self._interpret(op)
         for tensor in dict.fromkeys(program.results):
-            self._demand(tensor, None)
+            self.demand(tensor, None)
 
     def get(self, tensor: Any) -> Value | None:
         """Returns the description of a tensor; None if it has none."""
@@ -264,9 +264,10 @@ class Interpreter:
         del self.values[op.output]
         self.results[op.output] = Result(op.output, row)
         for tensor in (*(row.labels.tensors if row.labels else ()), row.class_weight):
-            self._demand(tensor, op)
+            self.demand(tensor, op)
 
-    def _demand(self, tensor: Tensor | None, user: Op | None, detail: str = "") -> None:
+    def demand(self, tensor: Tensor | None, user: Op | None, detail: str = "") -> None:
+        """Notes that an operation reads a tensor itself: its numbers are a result, or an escape."""
         value = self.get(tensor)
         if tensor is None or value is None:
             return
@@ -284,7 +285,7 @@ class Interpreter:
         """Demands the operands of an operation without a description; notes if its result is computed from logits."""
         operands = op.operands
         for operand in dict.fromkeys(operands):
-            self._demand(operand, op, detail)
+            self.demand(operand, op, detail)
         self._drop_written_rows(op)
         described = ((each, self.get(each)) for each in operands)
         escapes = (

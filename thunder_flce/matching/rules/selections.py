@@ -160,6 +160,7 @@ def _at_labels(interpreter: Interpreter, op: Op, input: Class, index: Tensor, *,
     if interpreter.depends_on(index, input.logits):
         # Such as a gate's experts, or a sampled token.
         raise Unknown("at labels that depend on the logits")
+    interpreter.demand(index, op)  # It may be another head's choice.
     number = interpreter.program.number_at(index, op)
     labels = Labels((index,), (number,), op.position, op.source, wraps, fills=_fills(interpreter, index))
     return input.row("y", op.output.shape, labels)
