@@ -1872,20 +1872,28 @@ def test_chunks_of_one_loss_are_one_region(program, lengths):
     assert len(check(program, IN_FORWARD, by_dynamo(program), lengths)) == len(lengths)  # One for each.
 
 
-def test_numbers_that_change():
+def _with_a_penalty(h, w, y, a, m, penalty, clip):
+    x = log_probs(h, w, y)[:, 1:]
+    ratio = (x - a[:, 1:]).exp()
+    policy = torch.min(ratio * a[:, 1:], ratio.clamp(1 - clip, 1 + clip) * a[:, 1:])
+    return ((x > -penalty).long() * penalty * x.square() - policy).mul(m[:, 1:]).sum()
+
+
+def _with_a_factor_behind_another_loss(h, w, y, a, m, factor, power):
+    z = F.linear(h, w)
+    return z.logsumexp(-1).sum(1).exp(), (z * factor).logsumexp(-1).sum(1).tanh() ** power
+
+
+@pytest.mark.parametrize(("program", "strategies"), [
+    (_with_a_penalty, [AT_ONCE] * 2), (_with_a_factor_behind_another_loss, [LATER] * 3),
+])  # fmt: skip
+def test_numbers_that_change(program, strategies):
     """Dynamo has a symbol for each of them, from the second call on."""
-
-    def program(h, w, y, a, m, penalty, clip):
-        x = log_probs(h, w, y)[:, 1:]
-        ratio = (x - a[:, 1:]).exp()
-        policy = torch.min(ratio * a[:, 1:], ratio.clamp(1 - clip, 1 + clip) * a[:, 1:])
-        return ((x > -penalty).long() * penalty * x.square() - policy).mul(m[:, 1:]).sum()
-
     compiled, tensors = by_dynamo(program), operands(6)
     for numbers in ((0.1, 0.2), (0.2, 0.3), (0.3, 0.4)):
         results = (run(lambda *tensors, f=f: f(*tensors, *numbers), tensors) for f in (compiled, program))  # noqa: B023
         torch.testing.assert_close(*results)
-    assert [decision.plan.strategy for decision in decisions(compiled)] == [AT_ONCE] * 2
+    assert [decision.plan.strategy for decision in decisions(compiled)] == strategies
 
 
 def _in_halves(h, w, y, *_):

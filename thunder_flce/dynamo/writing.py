@@ -238,7 +238,8 @@ class _Graph:
         for node in self._graph.nodes:
             value = value_of(node)
             if isinstance(value, _SYMBOLIC) and value.node.expr == symbol:
-                return node
+                # A number that the caller gives is read where the program first uses it, which may be later.
+                return self._graph.node_copy(node) if name_of(node) == "item" and value.node.has_hint() else node
             for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
                 if isinstance(size, torch.SymInt) and size.node.expr == symbol:
                     size_node = self._graph.call_method("size", (node, dim))
