@@ -598,8 +598,6 @@ def factors_after(loss: Tensor) -> list[tuple[Tensor | float, bool]]:
     tensor = loss
     while len(users := [user for user in tensor.users if any(out.needs_grad for out in user.outs)]) == 1:
         (user,) = users
-        if user.kwargs.get("alpha", 1) != 1 or user.kwargs.get("rounding_mode") is not None or len(user.outs) != 1:
-            break
         others = [each for each in user.args if each is not tensor]
         is_second = bool(others) and others[0] is user.args[0]
         is_divided = user.name == "div" and not is_second
