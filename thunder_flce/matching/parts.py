@@ -108,9 +108,8 @@ class Part:
 
     @property
     def first(self) -> Op:
-        """The first operation of its cross-entropies or, if it has none, of all its results."""
-        ops = [result.op for result in self.rows if result.row.kind == "cross-entropy"]
-        return min(ops or [result.op for result in self.rows], key=lambda op: op.position)
+        """The first operation of its results."""
+        return min((result.op for result in self.rows), key=lambda op: op.position)
 
     def steps_to(self, argmax: Argmax) -> tuple[RowStep, ...] | None:
         """Returns the steps from the part's rows to those of an argmax; None if they are no slices and reshapes."""
