@@ -1230,6 +1230,9 @@ class NoLosses:
         x = (h @ h.transpose(1, 2)).log_softmax(-1)
         return -(scores * scores.log()).sum() + (scores @ h).sum() - (x.exp() * x).sum(-1).mean()
 
+    def memory_of_keys_and_values(h, w):
+        return (F.linear(h, w).softmax(-1) @ w).mean()
+
     def gate_of_sigmoids(h, w, a):
         scores = torch.sigmoid(F.linear(h, w[:4]))
         weights, experts = scores.topk(2, -1)
