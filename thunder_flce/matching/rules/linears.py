@@ -76,16 +76,14 @@ def _matmul(interpreter: Interpreter, op: Op, input: Tensor, other: Tensor, *, b
 
 
 @rule("addmm", "baddbmm")
-def _addmm(
-    interpreter: Interpreter, op: Op, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: Any = 1, alpha: Any = 1
-) -> Class:
-    if (beta, alpha) != (1, 1) or not same_shape(input.shape, (mat2.shape[-1],)):
+def _addmm(interpreter: Interpreter, op: Op, input: Tensor, mat1: Tensor, mat2: Tensor) -> Class:
+    if not same_shape(input.shape, (mat2.shape[-1],)):
         raise Unknown
     return _matmul(interpreter, op, mat1, mat2, bias=input)
 
 
 @rule("tensordot")
-def _tensordot(interpreter: Interpreter, op: Op, a: Tensor, b: Tensor, dims: Any = 2, out: None = None) -> Class:
+def _tensordot(interpreter: Interpreter, op: Op, a: Tensor, b: Tensor, dims: Any = 2) -> Class:
     a_dims, b_dims = list(ascii_letters[: a.ndim]), list(ascii_letters[a.ndim : a.ndim + b.ndim])
     dim_pairs = (range(a.ndim - dims, a.ndim), range(dims)) if isinstance(dims, int) else dims
     for dim, other in zip(*dim_pairs, strict=True):
