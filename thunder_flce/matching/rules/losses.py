@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from thunder_flce.matching.algebra import LOG_PROBABILITY, Class, Labels, Logits, Row, Unknown, added, value, with_u_as
+from thunder_flce.matching.algebra import LOG_PROBABILITY, Class, Labels, Row, Unknown, added, value, with_u_as
 from thunder_flce.matching.decisions import NotFused, Reason
 from thunder_flce.matching.interpreter import Interpreter, rule
 from thunder_flce.matching.program import Op, Tensor
@@ -42,8 +42,8 @@ def _loss(
         raise NotFused(Reason.NOT_LOG_PROBABILITIES)
     if not classes.is_shifted_logits:
         raise NotFused(Reason.TRANSFORMED_LOGITS, "by a factor after log_softmax")
-    if weight is not None:
-        _check_class_weights(weight, classes.logits)
+    if weight is not None and classes.logits.vocab_size is not None:
+        raise NotFused(Reason.CLASS_WEIGHTS, "for a part of the linear's vocabulary")
     number = interpreter.program.number_at(target, op)
     labels = Labels((target,), (number,), op.position, op.source, ignore_index=ignore_index)
     smoothing = Fraction(label_smoothing)
@@ -54,12 +54,3 @@ def _loss(
         factors = {"L": 1, "y": smoothing - 1, "U": -smoothing}
         row_sum = added(*((factor, with_u_as(name, classes.u)) for name, factor in factors.items()))
     return Row(classes.logits, target.shape, row_sum, labels=labels, class_weight=weight, reduction=reduction)
-
-
-def _check_class_weights(weight: Tensor, logits: Logits) -> None:
-    if weight.needs_grad:
-        raise NotFused(Reason.CLASS_WEIGHTS, "they require a gradient")
-    if logits.vocab_size is not None:
-        raise NotFused(Reason.CLASS_WEIGHTS, "for a part of the linear's vocabulary")
-    if weight.dtype != logits.dtype and (weight.dtype is not torch.float32 or logits.dtype is torch.float64):
-        raise NotFused(Reason.CLASS_WEIGHTS, f"of dtype {str(weight.dtype).removeprefix('torch.')}")
