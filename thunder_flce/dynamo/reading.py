@@ -43,8 +43,6 @@ _RESHAPES_IN_PLACE = {
 
 def name_of(node: Node) -> str:
     """Returns the name of a node's operation without its library, such as "view" or "div_"."""
-    if isinstance(node.target, str):
-        return node.target.rpartition(".")[2]
     name = str(getattr(node.target, "_opname", None) or getattr(node.target, "__name__", node.target))
     return name if name != "getattr" or len(node.args) < 2 else str(node.args[1])
 
@@ -184,8 +182,7 @@ class _Reader:
         """Returns a node's example value; computes that of an element that `tolist` reads, which Dynamo does not."""
         container = value_of(node.args[0]) if node.target is operator.getitem else None  # type: ignore[arg-type]
         if value_of(node) is None and isinstance(container, FakeTensor):
-            with container.fake_mode, torch.set_grad_enabled(self._grad_mode):
-                node.meta["example_value"] = container[node.args[1]]  # type: ignore[index]
+            node.meta["example_value"] = container[node.args[1]]  # type: ignore[index]
         return value_of(node)
 
     def _write_sizes(self, node: Node, inside: Node | None) -> None:
@@ -270,8 +267,6 @@ def _is_cast_by_autocast(name: str, node: Node) -> bool:
 def _as_function(node: Node, name: str, args: Any, kwargs: Any) -> tuple[str, Any, Any]:
     """Returns the name and arguments of PyTorch's function for a method, or for ATen's or NumPy's function."""
     kwargs = {_NUMPY_PARAMETERS.get(key, key): each for key, each in kwargs.items()}
-    if node.target is getattr:
-        args = args[:1]
     if name == "where" and node.op == "call_method":
         arguments = dict(zip(("input", "condition", "other"), args, strict=False)) | kwargs
         args, kwargs = (arguments["condition"], arguments["input"], arguments["other"]), {}
