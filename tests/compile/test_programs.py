@@ -523,6 +523,15 @@ expect(ANY)({
         x := z.log_softmax(-1).gather(-1, y[..., None]), x[:, :2].zero_(),
         (x + 2 * z.logsumexp(-1, keepdim=True)).sum(),
     )[2],
+    "beside the logit of another head": lambda h, w, x, y:
+        (x - (F.linear(h.tanh(), w) * 2).gather(-1, y[..., None])[..., 0]).mean(),
+    "joined with logits": lambda z, y:
+        torch.cat([z[:, :1].log_softmax(-1), z[:, 1:]], 1).gather(-1, y[..., None]).sum(),
+    "beside sums over the tokens": lambda z, y: ce_loss(z, y) + z.logsumexp(1).mean(),
+    "beside an accuracy of five guesses":
+        lambda z, y: ce_loss(z, y) + (z.topk(5, -1).indices == y[..., None]).any(-1).double().mean(),
+    "rounded down": lambda z, y: ce_loss(z.div(2, rounding_mode="floor"), y),
+    "twice a bias": lambda z, w, y: ce_loss(z.add(w[:, 0], alpha=2), y),
     "beside a derivative":
         lambda h, w, y: torch.func.grad(lambda h: losses(h, w, y).mean())(h).sum() + losses(h, w, y).mean(),
 })  # fmt: skip
@@ -613,6 +622,12 @@ expect_each({
     ),
     "count between terms":
         ("adds another loss before the last term", lambda x, e, a, m: (x * a).sum() + (m > 0).sum() - e.mean()),
+    "over the tokens": (Reason.CLASS_DIMENSION, lambda z, y: -z.log_softmax(1).gather(-1, y[..., None]).mean()),
+    "a bias in another dtype":
+        (Reason.DTYPE, lambda h, w, y: ce_loss(F.linear(h.float(), w.float()) + w[:, 0], y)),
+    "class weights of some columns":
+        (Reason.CLASS_WEIGHTS, lambda z, w, y: ce_loss(z[..., :50], y.clamp(max=49), weight=class_weights(w)[:50])),
+    "logits twice": (IN_FORWARD, lambda z, y: ce_loss(torch.cat([z, z]), torch.cat([y, y.roll(1, 1)]))),
     "class weights without their gradient": (
         Reason.CLASS_WEIGHTS,
         lambda z, w, y: ce_loss(_constant_less_log_sum_exp(z), y, weight=class_weights(w)) + w.sum(),
@@ -1260,6 +1275,7 @@ expect(IN_FORWARD, thunder=True, wrap=_with_loss)({
     "adapter of equations":
         lambda h, w: torch.einsum("bth,vh->btv", h, w)
         + 2 * torch.einsum("btr,vr->btv", torch.einsum("bth,rh->btr", h, w[:3]), w[:, :3]),
+    "equation with the classes before the tokens": lambda h, w: torch.einsum("bth,vh->bvt", h, w).transpose(1, 2),
     "tensordot": lambda h, w: torch.tensordot(h, w, dims=([-1], [1])),
     "tensordot of a number": lambda h, w: torch.tensordot(h.tanh(), w.t(), 1),
 })  # fmt: skip
@@ -1293,6 +1309,7 @@ expect(TRANSFORMED, wrap=_with_loss)({
 })  # fmt: skip
 expect(ANY, wrap=_with_loss)({
     "changed under a detached view": lambda z: (z.detach().mul_(2.0), z)[1],
+    "exponentials under a view": lambda z: (u := z.flatten(0, 1), z.exp_(), u)[2],
     "a bias added under a part": lambda z, w: (z[:, 1:].add_(w[:, 0]), z)[1],
     "a bias added without gradients": lambda z, w: (_without_gradients(z.add_, w[:, 0]), z)[1],
 })  # fmt: skip
