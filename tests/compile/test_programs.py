@@ -532,6 +532,18 @@ expect(ANY)({
         lambda z, y: ce_loss(z, y) + (z.topk(5, -1).indices == y[..., None]).any(-1).double().mean(),
     "rounded down": lambda z, y: ce_loss(z.div(2, rounding_mode="floor"), y),
     "twice a bias": lambda z, w, y: ce_loss(z.add(w[:, 0], alpha=2), y),
+    "at indices of the other dimension": lambda z, y: (
+        n := torch.arange(B), z[:, :B].log_softmax(-1)[n, n[:, None], y[:, :B]].sum(),
+    )[1],
+    "zeroed at indices": lambda s, y: (t := s[0] * 1, t.__setitem__(y[0] % len(t), 0.0), t.sum())[2],
+    "filled in another order": lambda h, w, y: (
+        z := h.new_empty(B, 3, V), [z.__setitem__((slice(None), at), F.linear(h[:, at], w)) for at in (2, 0, 1)],
+        log_prob(z, y[:, :3]).sum(),
+    )[2],
+    "filled with one sequence for all": lambda h, w, y: (
+        z := h.new_empty(B, 2, V), [z.__setitem__((slice(None), at), F.linear(h[:1, at], w)) for at in (0, 1)],
+        log_prob(z, y[:, :2]).sum(),
+    )[2],
     "beside a derivative":
         lambda h, w, y: torch.func.grad(lambda h: losses(h, w, y).mean())(h).sum() + losses(h, w, y).mean(),
 })  # fmt: skip
@@ -582,6 +594,9 @@ expect(Reason.OPERAND_MODIFIED)({
         before := z[:, :-1], after := z[:, 1:], before.div_(0.7), log_prob(after, y[:, 1:]).sum(),
     )[3],
     "a loss detached in place": lambda z, y: (s := ce_loss(z, y), loss := s * 2, s.detach_(), loss)[3],
+    "hidden states changed by an operator": lambda h, w, y: (
+        u := h * 2, z := F.linear(u, w.detach()), torch.ops.flce_tests.log(y, u.detach()), ce_loss(z, y),
+    )[3],
     "hidden states reshaped in place":
         lambda h, w, y: (u := h * 2, loss := losses(u, w.detach(), y).mean(), u.unsqueeze_(0), loss)[3],
     "logits reshaped in place": lambda h, w, y: (z := F.linear(h[:1], w), z.squeeze_(0), F.cross_entropy(z, y[0]))[2],
