@@ -153,8 +153,6 @@ class Op:
 
 def tensors_in(value: Any) -> list[Tensor]:
     """Returns the tensors in nested lists, tuples and dictionaries."""
-    if isinstance(value, Tensor):
-        return [value]
     return [each for each in tree_flatten(value)[0] if isinstance(each, Tensor)]
 
 
@@ -338,8 +336,6 @@ def depends_on_values(size: Any) -> bool:
 def gives_a_size(op: Op) -> bool:
     """Whether a result has a size that depends on values and does not follow from the operands' sizes."""
     sizes, operand_sizes = ([size for tensor in tensors for size in tensor.shape] for tensors in (op.outs, op.operands))
-    if not any(map(depends_on_values, sizes)):
-        return False
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
     return not free_unbacked_symbols(sizes) <= free_unbacked_symbols(operand_sizes)

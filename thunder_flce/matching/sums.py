@@ -183,8 +183,6 @@ def find_sum(parts: Sequence[Part], interpreter: Interpreter) -> TokenSum:
             if result is None:
                 return search.sum_at(place, others={})
             break
-        if result is not None and result.kept != total.kept:
-            break  # A source is needed without the factor, too.
         result = total
     if result is None:
         raise NotASum(search.problem or "the program does not reduce its results to one scalar")
@@ -229,8 +227,6 @@ class _Search:
     def _follow(self, op: Op) -> None:
         """Records the result of an operation if it is computed token by token; else notes why not."""
         operands, outs = self._operands(op), op.outs
-        if not self._dependent.isdisjoint(op.numbers):
-            self._dependent.update(outs)
         # A described result is computed from logits: if it is needed, it is a source, or another region's result.
         if not operands or (
             outs and all(out in self._interpreter.values and not self._interpreter.starts_logits(out) for out in outs)
