@@ -535,6 +535,8 @@ expect(ANY)({
     "at indices of the other dimension": lambda z, y: (
         n := torch.arange(B), z[:, :B].log_softmax(-1)[n, n[:, None], y[:, :B]].sum(),
     )[1],
+    "sums beside those without gradients": lambda x: x.sum() + _without_gradients(torch.sum, x),
+    "rounded, as a factor": lambda s: (s * s.detach().int()).mean(),
     "zeroed at indices": lambda s, y: (t := s[0] * 1, t.__setitem__(y[0] % len(t), 0.0), t.sum())[2],
     "filled in another order": lambda h, w, y: (
         z := h.new_empty(B, 3, V), [z.__setitem__((slice(None), at), F.linear(h[:, at], w)) for at in (2, 0, 1)],

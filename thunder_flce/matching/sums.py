@@ -251,7 +251,7 @@ class _Search:
                 self._selections[out] = (*selections, out)
                 self._tokens[out] = part, self._record_selection(out, part)
             return
-        if not isinstance(op.output, Tensor) or op.name in ("sum", "mean"):
+        if not isinstance(op.output, Tensor) or op.name in ("sum", "mean", *PERMUTATIONS):
             return
         # PyTorch may not know that a reshape keeps the product of symbolic sizes.
         if not (keeps_elements(op) or same(outs[0].numel, operands[0].numel)):
@@ -434,9 +434,6 @@ class _Search:
     def _record_operation(self, op: Op, part: Part, has_grad: bool) -> Handle:
         """Records an operation on single tokens; returns the handle of its result."""
         recorder = part.recorder
-        if op.name in PERMUTATIONS and op.output.ndim > 1:
-            # The recorder's tokens have one dimension, and no permutation of several.
-            raise NotPointwise(op.name)
 
         def argument(value: Any) -> Any:
             dtype = op.output.dtype if op.output.dtype.is_floating_point else first.dtype
