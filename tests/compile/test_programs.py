@@ -644,6 +644,7 @@ expect_each({
         (Reason.DTYPE, lambda h, w, y: ce_loss(F.linear(h.float(), w.float()) + w[:, 0], y)),
     "class weights of some columns":
         (Reason.CLASS_WEIGHTS, lambda z, w, y: ce_loss(z[..., :50], y.clamp(max=49), weight=class_weights(w)[:50])),
+    "single tokens": (IN_FORWARD, lambda z, y: sum(F.cross_entropy(z[at, at], y[at, at]) for at in (0, 1))),
     "logits twice": (IN_FORWARD, lambda z, y: ce_loss(torch.cat([z, z]), torch.cat([y, y.roll(1, 1)]))),
     "class weights without their gradient": (
         Reason.CLASS_WEIGHTS,
