@@ -382,6 +382,8 @@ def _head_key(part: Part) -> Any:
 def _with_sum(parts: list[Part], interpreter: Interpreter, options: Options) -> Region:
     """Returns a region of parts, with the sum that the program computes from them unless gradients have to wait."""
     plain = Region(parts)
+    if not plain.needs_grad:
+        return plain  # Without a search, which takes time.
     has_no_scale = parts[0].logits.dtype is torch.float16 and options.expected_gradient is None
     float16_note = f"{_WAITS} {_IN_FLOAT16}" if has_no_scale and options.strategy is None else ""
     if plain.loss is not None and plain.loss.row.reduction != "none":
