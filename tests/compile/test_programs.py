@@ -719,9 +719,20 @@ expect_each({
     ),
     "divergence at several labels": (
         IN_FORWARD, lambda z, y, a: F.kl_div(
-            z.log_softmax(-1).gather(-1, several_labels(y)), a[..., None].expand(-1, -1, 3).exp(), reduction="batchmean"
-        ),
+            x := z.log_softmax(-1).gather(-1, several_labels(y)), q := a[..., None].expand(-1, -1, 3).exp(),
+            reduction="batchmean",
+        ) + F.kl_div(target=q, input=x, reduction="sum"),
     ),
+    # Of so few tokens that a gradient of the head for each loss takes more memory than their logits.
+    "several labels, beside a smoothed loss of few tokens": (
+        IN_FORWARD, lambda h, w, y: F.cross_entropy(z := F.linear(h[0, :2], w), y[0, :2], label_smoothing=0.1)
+        - z.log_softmax(-1).gather(-1, several_labels(y[0, :2])).mean(),
+    ),
+    "several labels of other rows": ([LATER, LATER], lambda h, w, y: tuple(
+        F.linear(rows, w).log_softmax(-1).gather(-1, several_labels(y)).exp().prod(-1).mean() for rows in (h, h * 2)
+    )),
+    "relative positions":
+        (NONE, lambda h, w, y: F.linear(h, w[:9]).gather(-1, several_labels(y) % 9).softmax(-1).square().sum()),
     "trained weights": ("needs a gradient, too", lambda h, x, a: (torch.exp(x - a) * h.mean(-1).exp().square()).sum()),
 })  # fmt: skip
 expect(IN_FORWARD, thunder=True)({
@@ -1727,6 +1738,10 @@ DEPENDING_ON_VALUES = {
     "before another loss of the head": (
         "whose size depends on the values", lambda h, w, x, m: x[m > 0].sum()
         + F.logsigmoid(F.linear(h.sin(), w).logsumexp(-1).sum(-1)).sum(),
+    ),
+    "number of labels": (
+        Reason.NOT_A_LOG_PROBABILITY,
+        lambda z, y, m: z.log_softmax(-1).gather(-1, several_labels(y)[..., m[0, :3].nonzero().squeeze(-1)]).sum(),
     ),
     # As a loss of diffusion has it: a mean of no other tokens, each with its own weight.
     "masked rows of logits": (

@@ -62,9 +62,12 @@ def backward(ops: Primitives, saved: Mapping[str, Tensor], upstream: Mapping[str
     call = ops.call
     if ops.region.divides_tokens:
         # Each rank may use other results of its tokens than the others do, but they all have to gather the same.
-        unused = torch.zeros(call.own_tokens, dtype=call.row_dtype, device=call.device)
-        of_tokens = {*upstream} - ({"loss"} if call.loss.reduction != "none" else set())
-        upstream = {name: unused if grad is None and name in of_tokens else grad for name, grad in upstream.items()}
+        unused = {
+            name: torch.zeros(row_loss.shape_of(call, name), dtype=call.row_dtype, device=call.device)
+            for name, grad in upstream.items()
+            if grad is None and (name != "loss" or call.loss.reduction == "none")
+        }
+        upstream = {**upstream, **unused}
     loss_grad = upstream["loss"]
     if loss_grad is None:
         loss_grad = torch.zeros((), dtype=call.row_dtype, device=call.device)

@@ -63,10 +63,8 @@ class Coefficients:
         for name, grad in (upstream or {}).items():
             if name == "loss" or grad is None:
                 continue
-            grad = grad.reshape(
-                call.own_tokens, *call.tensors["target"].shape[1:] if OUTPUTS[name].is_per_target else ()
-            )
-            row_grad = _masked(call, rows, rows.received(grad.to(call.row_dtype)))
+            row_grad = rows.received(grad.reshape(shape_of(call, name)).to(call.row_dtype))
+            row_grad = _masked(call, rows, row_grad)
             if name == "log_prob":
                 probability = result.probability - (row_grad if row_grad.ndim == 1 else row_grad.sum(1))
                 result = result._replace(probability=probability, one_hot=result.one_hot - row_grad)
@@ -194,6 +192,12 @@ def reduced(call: Call, rows: Rows, row_losses: Tensor, z_term: Tensor | None = 
 
     loss = total(row_losses, loss_divisor)
     return loss if z_term is None else loss + total(z_term, z_divisor)
+
+
+def shape_of(call: Call, name: str) -> tuple[int, ...]:
+    """Returns the shape of an output, or of the losses, of this rank's tokens: (T,), or (T, K) for K targets each."""
+    is_per_target = name in OUTPUTS and OUTPUTS[name].is_per_target
+    return call.own_tokens, *(call.tensors["target"].shape[1:] if is_per_target else ())
 
 
 def _masked(call: Call, rows: Rows, numbers: Tensor, fill: float = 0) -> Tensor:

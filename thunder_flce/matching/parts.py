@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from thunder_flce.matching.algebra import Argmax, Labels, Logits, Row, RowStep, value
+from thunder_flce.matching.algebra import Argmax, Labels, Logits, Row, RowStep, atoms, value
 from thunder_flce.matching.decisions import PLURALS, NotFused
 from thunder_flce.matching.interpreter import Interpreter, Result
 from thunder_flce.matching.program import Op, Source, Tensor, same
@@ -100,6 +100,11 @@ class Part:
     def is_mean_of_logits(self) -> bool:
         """Whether all its results are means of logits, which a program may also take of a layer that is no head."""
         return all(set(value(result.row.sum)) - {"1"} == {"U"} for result in self.rows)
+
+    @property
+    def is_gathered_logits(self) -> bool:
+        """Whether all its results are logits at its labels, without a normalisation."""
+        return all(atoms(result.row.sum) - {"1"} == {"y"} for result in self.rows)
 
     @property
     def needs_grad(self) -> bool:

@@ -198,12 +198,9 @@ def _regions_of(interpreter: Interpreter, options: Options) -> tuple[list[Region
 
 
 def _is_reported(part: Part) -> bool:
-    # A gate may have a loss of its own, of the log-sum-exp of its scores.
-    return (
-        not part.logits.is_similarity
-        and not part.is_mean_of_logits
-        and (part.kind != "log-sum-exp" or part.logits.is_head)
-    )
+    # A gate may have a loss of its own, of the log-sum-exp of its scores, and attention gathers relative positions.
+    is_loss = part.kind != "log-sum-exp" and not (part.has_several_labels and part.is_gathered_logits)
+    return not part.logits.is_similarity and not part.is_mean_of_logits and (is_loss or part.logits.is_head)
 
 
 # Parts.
@@ -215,7 +212,7 @@ def _problem(part: Part, interpreter: Interpreter) -> NotFused | None:
     escapes = [escape for escape in interpreter.escapes if not logits.linears.isdisjoint(escape.value.logits.linears)]
     if escapes:
         return min(escapes, key=lambda each: each.user is not None).problem
-    if all(atoms(result.row.sum) - {"1"} == {"y"} for result in part.rows):
+    if part.is_gathered_logits:
         return NotFused(Reason.NOT_A_LOG_PROBABILITY, "by gather without log_softmax")
     if part.needs_grad and not any(result.row.variables for result in part.rows):
         # Their gradient is 0, and a region would give them none.
@@ -410,8 +407,7 @@ def _check_sum(parts: Sequence[Part], total: TokenSum, options: Options) -> None
         if not is_plain or is_mean:
             raise NotASum("the losses have class weights")
     if any(part.has_several_labels for part in parts):
-        losses = Region([*parts], total).plain_losses
-        if losses is None or losses[1] != 0:
+        if Region([*parts], total).plain_losses is None:
             raise NotASum(
                 "its tokens have several labels, and the loss is not one weighted sum of their log-probabilities"
             )

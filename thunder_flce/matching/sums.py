@@ -624,7 +624,7 @@ def _is_affine(op: Op, operands: Sequence[Tensor]) -> bool:
     if len(operands) != 1 or any(each.needs_grad for each in op.operands if each is not operands[0]):
         return False
     if op.name == "kl_div":
-        return op.args[0] is operands[0]
+        return op.kwargs.get("input", *op.args[:1]) is operands[0]
     # The program adds a number to a scalar itself.
     is_sum = op.name in ("add", "sub") and op.output.ndim > 0 and not op.writes
     return is_sum and len(op.args) == 2 and op.args[0] is not op.args[1] and is_number(op.kwargs.get("alpha", 1))
