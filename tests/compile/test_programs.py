@@ -833,6 +833,11 @@ expect_each(thunder=True, programs={
         (t.exp() * (t - a[..., None])).sum(-1).mean() - entropy(u).square().mean() / 9,
     )[1]),
     "several labels, returned": ("and not detached", lambda z, y: z.log_softmax(-1).gather(-1, several_labels(y))),
+    "several labels, smoothed": (
+        "not one weighted sum", lambda z, y: (
+            (x := z.log_softmax(-1)).gather(-1, several_labels(y)) * 0.9 + x.mean(-1, keepdim=True) / 10
+        ).mean(),
+    ),
     "normalised over several labels":
         (Reason.NOT_A_LOG_PROBABILITY, lambda z, y: z.gather(-1, several_labels(y)).log_softmax(-1).sum()),
     # The gradient is 0, and there is one.

@@ -407,7 +407,8 @@ def _check_sum(parts: Sequence[Part], total: TokenSum, options: Options) -> None
         if not is_plain or is_mean:
             raise NotASum("the losses have class weights")
     if any(part.has_several_labels for part in parts):
-        if Region([*parts], total).plain_losses is None:
+        losses = Region([*parts], total).plain_losses
+        if losses is None or losses[1] != 0:
             raise NotASum(
                 "its tokens have several labels, and the loss is not one weighted sum of their log-probabilities"
             )
