@@ -838,6 +838,10 @@ expect_each(thunder=True, programs={
             (x := z.log_softmax(-1)).gather(-1, several_labels(y)) * 0.9 + x.mean(-1, keepdim=True) / 10
         ).mean(),
     ),
+    "several labels that cancel": (
+        "not one weighted sum",
+        lambda z, y: (z.gather(-1, i := several_labels(y)) - z.log_softmax(-1).gather(-1, i)).mean(),
+    ),
     "normalised over several labels":
         (Reason.NOT_A_LOG_PROBABILITY, lambda z, y: z.gather(-1, several_labels(y)).log_softmax(-1).sum()),
     # The gradient is 0, and there is one.

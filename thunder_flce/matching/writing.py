@@ -526,8 +526,10 @@ class _Writing:
         if self._region.total is None and "log_prob" in row.variables and "log_prob" not in outputs:
             outputs = {"log_prob": self._call(torch.neg, outputs["loss"]), **outputs}
         if row.labels is not None and not same(row.labels.per_row, 1):
-            others = {name: self._call(torch.unsqueeze, outputs[name], -1) for name in {*outputs} - {"log_prob"}}
-            outputs = {**others, "log_prob": outputs["log_prob"]}
+            outputs = {
+                name: outputs[name] if name == "log_prob" else self._call(torch.unsqueeze, outputs[name], -1)
+                for name in row.variables
+            }
         return row.evaluate(outputs, self._call)
 
     def _like(self, original: Tensor, tensor: Tensor) -> Tensor:

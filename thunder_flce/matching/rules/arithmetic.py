@@ -180,7 +180,10 @@ def _sum_of_rows(a: Row, b: Row, sign: int) -> Row:
     have_shape = all(same_shape(row.shape, row_shape if row.labels is None else shape) for row in (a, b))
     if a.logits != b.logits or a.form or b.form or not has_one_set or not have_shape:
         raise Unknown
-    return replace(a, shape=shape, sum=added((1, a.sum), (sign, b.sum)), labels=first_labels)
+    row_sum = added((1, a.sum), (sign, b.sum))
+    if row_shape is not shape and "y" not in atoms(row_sum):
+        raise Unknown  # It has a number for each label that is the same for all.
+    return replace(a, shape=shape, sum=row_sum, labels=first_labels)
 
 
 def _in_terms_of(row: Row, logits: Logits) -> Row | None:
