@@ -35,7 +35,7 @@ from thunder_flce.matching.program import Op, Tensor, depends_on_values, hint
 from thunder_flce.matching.regions import Region, ordered
 from thunder_flce.matching.sums import PRODUCTS
 from thunder_flce.matching.writing import write
-from thunder_flce.operation.call import Call, Spec, argument
+from thunder_flce.operation.call import Call, Spec
 from thunder_flce.operators import Settings, plan_for
 from thunder_flce.options import SAVE_LOGITS, Options
 
@@ -349,8 +349,8 @@ class _Graph:
         if not isinstance(operand, Tensor):
             return self.call(torch.full, (), operand, dtype=call.row_dtype, device=call.device).handle
         node = self._node(operand)
-        if argument(name).differentiable and name not in call.needs_grad and value_of(node).requires_grad:
-            # The operator raises if an operand requires a gradient that needs_grad does not name.
+        if name not in call.needs_grad and value_of(node).requires_grad:
+            # The operator raises if a tensor requires a gradient that needs_grad does not name.
             return self.call(torch.detach, operand).handle
         return node
 

@@ -124,7 +124,7 @@ def _gather(interpreter: Interpreter, op: Op, input: Class, dim: int, index: Ten
     row, count = _at_labels(interpreter, op, input, index), index.shape[input.dim]
     if row.labels is None or same(count, 1):
         return row
-    if input.dim != len(input.shape) - 1 or depends_on_values(count):
+    if input.dim != len(input.shape) - 1 or depends_on_values(count) or same(count, 0):
         raise Unknown(f"{count} labels of each row along dimension {input.dim}")
     return replace(row, labels=replace(row.labels, per_row=count))
 
