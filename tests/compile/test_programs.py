@@ -794,6 +794,12 @@ expect([AT_ONCE], thunder=True)({
     "several labels of some rows": lambda h, w, z, y, a, m: cross_entropy_of(
         z.log_softmax(-1).gather(-1, several_labels(y)), a, m
     ) + ce_loss(z, y.where(m > 0, -100)) + ce_loss(F.linear(h * 2, w), y.where(m > 0, -100)),
+    "losses of several labels and of one, each logged": lambda h, w, y, a, m: (
+        z := F.linear(torch.cat([h, h * 2]), w), t := z[:4].log_softmax(-1).gather(-1, several_labels(y)),
+        one := [ce_loss(rows, y.where(m > 0, -100)) for rows in (z[:4], z[4:])], kd := cross_entropy_of(t, a, m),
+        kd * 0.3 + one[0] - one[1] * 0.2, kd.detach(), one[1].detach(), one[0].detach(), t.detach().exp().sum(-1),
+        (z[:4].argmax(-1) == y).sum(),
+    )[4:],
     "several labels of joined chunks": lambda h, w, y, a, m: cross_entropy_of(torch.cat([
         F.linear(h[at : at + 2], w).log_softmax(-1).gather(-1, several_labels(y[at : at + 2])) for at in (0, 2)
     ]), a, m),

@@ -80,8 +80,8 @@ class Region:
     @cached_property
     def plain_losses(self) -> tuple[list[Fraction], Fraction] | None:
         """Factors of the parts' losses and their label smoothing, if the sum is of plain losses alone; else None."""
-        # Those of several labels of each row may have other results beside them, which token losses may not.
-        has_only_losses = self.has_only_sum or (len(self.parts) == 1 and self.parts[0].has_several_labels)
+        # Beside several labels of each row there may be other results: they cannot become a token loss.
+        has_only_losses = self.has_only_sum or any(part.has_several_labels for part in self.parts)
         is_plain = self.total is not None and has_only_losses and not self.keeps_ignored
         return self.total.as_losses if is_plain and self.total is not None else None
 
@@ -412,7 +412,7 @@ def _check_sum(parts: Sequence[Part], total: TokenSum, options: Options) -> None
             raise NotASum(
                 "its tokens have several labels, and the loss is not one weighted sum of their log-probabilities"
             )
-    if len(parts) > 1 and not is_plain:
+    elif len(parts) > 1 and not is_plain:
         first_loss, *other_losses = map(total.loss_of, parts)
         if any(loss != first_loss for loss in other_losses):
             raise NotASum("the same head has losses of different kinds")

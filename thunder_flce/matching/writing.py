@@ -475,9 +475,8 @@ class _Writing:
             for other, factor in self._other_losses:
                 loss = self._call(torch.add, loss, self._call(torch.mul, other, factor))
             results[total.place] = self._like(total.place, loss)
-        start: Any = 0
         for part in region.parts:
-            part_outputs, start = self._part_outputs(outputs, part, start)
+            part_outputs = self._part_outputs(outputs, part)
             for result in part.argmaxes:
                 indices = part_outputs[self._argmax_output(part)]
                 if steps := part.steps_to(result.argmax):
@@ -496,13 +495,20 @@ class _Writing:
             returned[tensor] = new
         return returned
 
-    def _part_outputs(self, outputs: dict[str, Tensor], part: Part, start: Any) -> tuple[dict[str, Tensor], Any]:
-        """Returns the outputs of one part's rows, which begin at row `start`, and the first row of the next part."""
+    def _part_outputs(self, outputs: dict[str, Tensor], part: Part) -> dict[str, Tensor]:
+        """Returns the outputs of one part's rows and labels."""
         if not self._is_joined:
-            return outputs, start
+            return outputs
+        at = next(number for number, group in enumerate(self._groups) if part in group)
+        start: Any = sum(group[0].count for group in self._groups[:at])
         rows = slice(start, start + part.count)
         values = {name: self._call(operator.getitem, each, (rows,)) for name, each in outputs.items() if each.ndim}
-        return values, rows.stop
+        if "log_prob" in values and not same(self._most_labels, 1):
+            group = self._groups[at]
+            first: Any = sum(other.labels_per_row for other in group[: group.index(part)])
+            labels = slice(first, first + part.labels_per_row) if part.has_several_labels else first
+            values["log_prob"] = self._call(operator.getitem, values["log_prob"], (slice(None), labels))
+        return values
 
     def _result(self, result: Result, outputs: dict[str, Tensor], part: Part) -> Tensor:
         """Returns a result of the program, from what the region returns."""
