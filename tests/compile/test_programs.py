@@ -1828,12 +1828,13 @@ def test_ignored_labels_of_take_along_dim():
     (lambda z, y: ce_loss(z, y, label_smoothing=0.1), None),
 ])  # fmt: skip
 def test_two_labels_of_each_row(loss, targets_per_token):
-    """The head is computed once for both losses, unless they are smoothed."""
+    """The head is computed once for both losses, unless they are smoothed, also if their sum is logged."""
 
     @with_arguments
     def program(h, w, y, m):
         z, y = F.linear(h, w), torch.where(m > 0, y, -100)
-        return loss(z, y) * 0.3 - loss(z, y.roll(1, 1)) * 0.7
+        total = loss(z, y) * 0.3 - loss(z, y.roll(1, 1)) * 0.7
+        return total / 2, total.detach()
 
     (decision,) = check(program, IN_FORWARD, by_dynamo(program), (6,))
     assert decision.region.call.targets_per_token == targets_per_token

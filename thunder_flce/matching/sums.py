@@ -183,6 +183,8 @@ def find_sum(parts: Sequence[Part], interpreter: Interpreter) -> TokenSum:
             if result is None:
                 return search.sum_at(place, others={})
             break
+        if result is not None and result.kept != total.kept:
+            break  # A source is needed without the factor, too.
         result = total
     if result is None:
         raise NotASum(search.problem or "the program does not reduce its results to one scalar")
