@@ -228,6 +228,9 @@ torch.library.impl("flce_tests::draw", "CompositeExplicitAutograd")(lambda x: to
 # What is made of the numbers of tokens, of their logits and of hidden states, and what becomes of that.
 
 expect(IN_FORWARD)({
+    "arguments that are the defaults": lambda h, w, y: F.cross_entropy(
+        torch.addmm(w[:, 0], h.flatten(0, 1), w.t(), beta=1, alpha=1).div(2, rounding_mode=None), y.flatten()
+    ),
     "half of the rows, from the end":
         lambda z, y: -log_prob(*(x.narrow(1, -(n := z.shape[1] // 2), n) for x in (z, y))).exp().mean(),
     "tokens from the end, and at half the length": lambda x: x.narrow(1, -3, 2).exp().mean()

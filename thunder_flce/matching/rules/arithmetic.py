@@ -89,8 +89,10 @@ def weighted(p: Class, other: Class) -> Class:
 
 
 @rule("div")
-def _div(interpreter: Interpreter, op: Op, input: Any, other: Any) -> Value:
+def _div(interpreter: Interpreter, op: Op, input: Any, other: Any, *, rounding_mode: str | None = None) -> Value:
     a, b = interpreter.get(input), interpreter.get(other)
+    if rounding_mode is not None:
+        raise Unknown
     if isinstance(a, Class) and isinstance(b, Row):
         # exp(s) / exp(t), as in a softmax that is written out.
         if a.form != "exp" or b.form != "exp" or not interpreter.is_row_of(b, a) or op.output.dtype != input.dtype:

@@ -76,8 +76,10 @@ def _matmul(interpreter: Interpreter, op: Op, input: Tensor, other: Tensor, *, b
 
 
 @rule("addmm", "baddbmm")
-def _addmm(interpreter: Interpreter, op: Op, input: Tensor, mat1: Tensor, mat2: Tensor) -> Class:
-    if not same_shape(input.shape, (mat2.shape[-1],)):
+def _addmm(
+    interpreter: Interpreter, op: Op, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: Any = 1, alpha: Any = 1
+) -> Class:
+    if (beta, alpha) != (1, 1) or not same_shape(input.shape, (mat2.shape[-1],)):
         raise Unknown
     return _matmul(interpreter, op, mat1, mat2, bias=input)
 
