@@ -56,8 +56,8 @@ def backward(ops: Primitives, saved: Mapping[str, Tensor], upstream: Mapping[str
         ops: the region's primitives.
         saved: by name, the tensors that the forward returned after its outputs, and the entropy if it has an upstream
             gradient. The logits are overwritten.
-        upstream: by name, the upstream gradients of the loss and the outputs: () or one number for each of the caller's
-            tokens; None for a result without an upstream gradient.
+        upstream: by name, the upstream gradients of the loss and the outputs: (), or for each of the caller's tokens
+            one number, or K; None for a result without an upstream gradient.
     """
     call = ops.call
     if ops.region.divides_tokens:

@@ -118,7 +118,7 @@ class Rows:
         return vector if self.order is None else vector[self.index]
 
     def scatter(self, vector: Tensor, fill: float = 0) -> Tensor:
-        """Returns a vector (N,) as one over all tokens, (T,), with `fill` for skipped tokens."""
+        """Returns numbers of rows, (N, …), as those of all tokens, (T, …), with `fill` for skipped tokens."""
         if self.order is None:
             return vector
         return vector.new_full((self.total, *vector.shape[1:]), fill).index_copy_(0, self.index, vector)

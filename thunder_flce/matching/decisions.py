@@ -41,7 +41,7 @@ class Reason(Enum):
     )
     TRANSFORMED_LOGITS = "the logits are changed between the linear and the loss in a way that cannot be fused"
     NOT_LOG_PROBABILITIES = "the input of nll_loss is not a log_softmax"
-    NOT_A_LOG_PROBABILITY = "its logits are gathered, but not into the log-probability of one label per row"
+    NOT_A_LOG_PROBABILITY = "its logits are gathered, but not into log-probabilities of each row's labels"
     NOT_FOLLOWED = "the program computes something from its log-probabilities that is not a supported loss"
     CLASS_DIMENSION = "the vocabulary is not the class dimension of the loss"
     CLASS_PROBABILITIES = "the targets are class probabilities; only class indices can be fused"

@@ -82,8 +82,7 @@ class Region:
         """Factors of the parts' losses and their label smoothing, if the sum is of plain losses alone; else None."""
         # Beside several labels of each row there may be other results: they cannot become a token loss.
         has_only_losses = self.has_only_sum or any(part.has_several_labels for part in self.parts)
-        is_plain = self.total is not None and has_only_losses and not self.keeps_ignored
-        return self.total.as_losses if is_plain and self.total is not None else None
+        return self.total.as_losses if self.total and has_only_losses and not self.keeps_ignored else None
 
     @property
     def row_groups(self) -> list[list[Part]]:

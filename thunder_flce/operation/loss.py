@@ -91,6 +91,12 @@ class Row(NamedTuple):
     argmax: Any | None = None
     """Column of the largest logit"""
 
+    def of_targets(self) -> "Row":
+        """Returns the row with its statistics in the shape of the target logits, of which there may be K."""
+        if self.target_logit.ndim == self.max.ndim:
+            return self
+        return self._replace(max=self.max.unsqueeze(-1), log_sum=self.log_sum.unsqueeze(-1))
+
 
 @dataclass(frozen=True)
 class Output:
@@ -111,8 +117,8 @@ class Output:
 
 
 def _log_prob(row: Row, columns: int) -> Any:
-    row_max, log_sum = (row.max[..., None], row.log_sum[..., None]) if row.target_logit.ndim > 1 else row[:2]
-    return row.target_logit - row_max - log_sum
+    row = row.of_targets()
+    return row.target_logit - row.max - row.log_sum
 
 
 OUTPUTS = {
@@ -177,7 +183,10 @@ class Loss(PlainValues):
 
     @cached_property
     def has_parallel_row_gradients(self) -> bool:
-        """Whether a row's gradients of all results are multiples of one vector: A = B, and C and g_e are 0."""
+        """Whether a row's gradients of all results are multiples of one vector: A = B, and C and g_e are 0.
+
+        Log-probabilities of K targets have one vector for each.
+        """
         other_outputs = set(self.differentiable_outputs) - {"log_prob"}
         return not (self.label_smoothing or self.z_loss or other_outputs or self.divergence)
 
@@ -222,9 +231,8 @@ class Loss(PlainValues):
             target_weights: (N, K) weights of K targets, 0 for ignored ones.
         """
         if target_weights is not None:
-            target_row = Row(row.max.unsqueeze(-1), row.log_sum.unsqueeze(-1), row.target_logit, {})
             # The loss of a target of weight 0 may be infinite.
-            losses = torch.where(target_weights == 0, 0.0, self.cross_entropy(target_row, columns))
+            losses = torch.where(target_weights == 0, 0.0, self.cross_entropy(row.of_targets(), columns))
             return (target_weights * losses).sum(-1)
         # In this order, the loss keeps its digits when all logits share a large offset. It is clamped because a
         # kernel's softcap may differ from PyTorch's in the last digit, which must not make a loss negative.
