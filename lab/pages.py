@@ -158,6 +158,28 @@ def shapes() -> str:
     return f"{table(header, lines)}\n\n{source(shown)}"
 
 
+OF_TORCH = {
+    "function": "**thunder_flce**",
+    "torch.compile": "torch.compile",
+    "torch linear_cross_entropy, 2048 rows": "`F.linear_cross_entropy`, `batch_chunk_size=2048`",
+    "torch linear_cross_entropy": "`F.linear_cross_entropy`, default options",
+}
+
+
+def torch_chunks() -> str:
+    """Table of PyTorch's own loss in chunks, which torch 2.15 has."""
+    cases: dict[tuple[int, ...], dict[str, Row]] = {}
+    for row in rows("torch-2.15.jsonl"):
+        if row["method"] in OF_TORCH and "nvidia-cutlass-dsl" in row:
+            cases.setdefault((row["tokens"], row["vocab"], row["hidden"]), {})[row["method"]] = row
+    lines = []
+    for case, found in sorted(cases.items()):
+        cells = [f"{found[method]['time_ms']:.1f} / {found[method]['above_outputs_gb']:.2f}" for method in OF_TORCH]
+        lines.append((" × ".join(map(str, case)), *cells))
+    header = ("tokens × vocabulary × hidden size", *OF_TORCH.values())
+    return f"{table(header, lines)}\n\n{source(found.values(), DATA / 'torch-2.15.jsonl')}"
+
+
 LOSSES = {
     "mean": "mean",
     "GRPO": "GRPO",
@@ -226,7 +248,7 @@ def steps() -> str:
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"savings": savings},
     "docs/performance.md": {
-        "methods": one_shape, "shapes": shapes, "losses": losses, "steps": steps, "small": small,
+        "methods": one_shape, "shapes": shapes, "torch": torch_chunks, "losses": losses, "steps": steps, "small": small,
     },
 }  # fmt: skip
 

@@ -127,6 +127,7 @@ def test_target_out_of_range_in_cross_entropy_alone(device):
         with pytest.raises(IndexError, match=r"target has 1 of 53 values that are neither in \[0, 97\)"):
             jitted(logits, labels)
     else:
+        pytest.importorskip("nvfuser_direct", reason="without nvFuser, an assertion on the device leaves it unusable")
         loss = jitted(logits, labels)
         loss.backward()
         assert loss.isnan() and logits.grad[3].isnan().all() and logits.grad[:3].isfinite().all()
@@ -273,6 +274,7 @@ def test_transforms_that_rewrite_linears(transform, monkeypatch):
 ])  # fmt: skip
 def test_sums_of_sequences(sequence_sums):
     """Their gradients are expanded and reshaped, which nvFuser must not fuse with what follows."""
+    pytest.importorskip("nvfuser_direct", reason="thunder's logsigmoid on a GPU has no derivative without nvFuser")
 
     def preference(x, weight, target):
         log_probs = F.linear(x, weight).log_softmax(-1).gather(-1, target[:, None]).squeeze(-1)

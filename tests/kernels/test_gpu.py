@@ -35,6 +35,13 @@ def _peak_bytes(run):
     return torch.cuda.max_memory_allocated() - before
 
 
+def _workspace_bytes():
+    """Memory that PyTorch, from 2.15 on, gives cuBLAS for each matmul anew."""
+    matrix = torch.zeros(1024, 1024, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty_like(matrix)
+    return _peak_bytes(lambda: torch.mm(matrix, matrix, out=out))
+
+
 SHAPES = [
     Shape(name="large H", tokens=4096, vocab=64000, hidden=2048),
     Shape(name="larger H", tokens=4096, vocab=64000, hidden=4096),
@@ -98,7 +105,8 @@ def test_peak_memory_is_what_the_program_predicts(needs, way, shape, monkeypatch
     call, plan = planned[-1]
     predicted = call.gradient_bytes + temporary_bytes(call, plan)
     # The prediction leaves out vectors of one number a token: targets, their order, weights and statistics.
-    assert 0.95 * predicted <= peak <= 1.05 * predicted + VECTOR_BYTES * call.tokens, plan.describe()
+    most = 1.05 * predicted + VECTOR_BYTES * call.tokens + _workspace_bytes()
+    assert 0.95 * predicted <= peak <= most, plan.describe()
 
 
 def test_operations_on_the_device():
