@@ -213,8 +213,9 @@ def build_fusions() -> dict[str, str]:
         """Notes down what it would execute."""
 
         def _run(self, fusion: Fusion, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-            found[fusion.name] = _fuse(fusion, self.logit_map)
-            return [vector] * (len(fusion.moments) or {"part_statistics": 3}.get(fusion.name, 2))
+            name = fusion.define.__name__.removeprefix("_") + "_with_column_sums" * fusion.column_sums
+            found[name] = _fuse(fusion, self.logit_map)
+            return [vector] * (len(fusion.moments) or {"part_statistics": 3}.get(name, 2))
 
     z, of_rows = torch.empty(rows, stride, dtype=torch.bfloat16, device="meta"), Printed(LogitMap())
     statistics, plain = RowStatistics(vector, vector), RowCoefficients(vector, vector)

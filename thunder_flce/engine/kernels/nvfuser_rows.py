@@ -13,6 +13,7 @@ Legend: C rows of logits, z the linear's output, S parts of L elements in a row,
 
 import math
 import threading
+from collections.abc import Callable
 from functools import partialmethod
 from typing import Any, NamedTuple
 
@@ -72,8 +73,8 @@ class Expression:
 class Fusion(NamedTuple):
     """The key of a definition, for one logit map."""
 
-    name: str
-    """A key of `_DEFINITIONS`."""
+    define: Callable[["_Builder"], None]
+    """The function that defines it"""
     dtype: torch.dtype
     """The dtype of z"""
     stride: int
@@ -83,9 +84,11 @@ class Fusion(NamedTuple):
     moments: tuple[str, ...] = ()
     """Names of `operation.moments.MOMENTS`"""
     out_dtype: torch.dtype | None = None
-    """The dtype of the gradient"""
+    """The dtype of the gradient; None if only its sums over the rows are computed"""
     in_place: bool = False
     """Whether the gradient overwrites z"""
+    column_sums: bool = False
+    """Whether the gradient's sums over the rows are computed"""
 
     @property
     def padding(self) -> int:
@@ -210,28 +213,18 @@ def _moments(builder: _Builder) -> None:
 
 
 def _gradient(builder: _Builder) -> None:
-    """From z and its vectors: the sums over rows, (stride,), if named, and the gradient in `out_dtype`, if given."""
+    """From z and its vectors: the sums over rows, (stride,), if wanted, and the gradient in `out_dtype`, if given."""
     (z, vectors), fusion = builder.inputs(), builder.fusion
     result = builder.gradient(z, vectors)
-    if "column_sums" in fusion.name:
+    if fusion.column_sums:
         builder.output(result.apply("sum", [0]))
     if fusion.out_dtype is not None:
         builder.output(result, fusion.out_dtype, alias=z if fusion.in_place else None)
 
 
-_DEFINITIONS = {
-    "part_statistics": _part_statistics,
-    "merge_parts": _merge_parts,
-    "moments": _moments,
-    "gradient": _gradient,
-    "column_sums": _gradient,
-    "gradient_with_column_sums": _gradient,
-}
-
-
 def _fuse(fusion: Fusion, logit_map: LogitMap, rows: int = -1) -> FusionDefinition:
     with FusionDefinition() as fd:
-        _DEFINITIONS[fusion.name](_Builder(fd, logit_map, fusion, rows))
+        fusion.define(_Builder(fd, logit_map, fusion, rows))
     return fd
 
 
@@ -253,28 +246,26 @@ class NvFuserRowKernels:
         for float32 logits.
         """
         key = (fusion, 1 if inputs[0].shape[0] == 1 else -1)
-        is_fast = fusion.dtype != torch.float32 and fusion.name != "merge_parts"
+        is_fast = fusion.dtype != torch.float32 and fusion.define is not _merge_parts
         with _lock:
             if key not in self._fused:
                 self._fused[key] = _fuse(fusion, self.logit_map, key[1])
             return self._fused[key].execute(inputs, _enable_options=["fast_math"] if is_fast else [])
 
     def statistics(self, z: Tensor, target: Tensor | None = None) -> tuple[RowStatistics, Tensor | None]:
-        statistics = RowStatistics(*self._run(Fusion("merge_parts", *_layout(z)), self._run_part_statistics(z)))
-        return statistics, None if target is None else at_columns(z, target)
-
-    def _run_part_statistics(self, z: Tensor) -> list[Tensor]:
-        layout = dtype, stride, vocab = _layout(z)
+        layout = _, stride, vocab = _layout(z)
         padded, parts = whole_rows(z), parts_of(stride)
         if stride > vocab and not _is_masked(stride - vocab, self.logit_map):
             padded[:, vocab:] = math.copysign(math.inf, -self.logit_map.scale)
-        return self._run(Fusion("part_statistics", *layout), [padded.view(-1, parts, stride // parts)])
+        of_parts = self._run(Fusion(_part_statistics, *layout), [padded.view(-1, parts, stride // parts)])
+        statistics = RowStatistics(*self._run(Fusion(_merge_parts, *layout), of_parts))
+        return statistics, None if target is None else at_columns(z, target)
 
     def moments(
         self, z: Tensor, statistics: RowStatistics, class_weight: Tensor | None, names: tuple[str, ...]
     ) -> dict[str, Tensor]:
         weight = padded_weight(class_weight, z.stride(0))
-        fusion = Fusion("moments", *_layout(z), () if weight is None else ("class_weight",), names)
+        fusion = Fusion(_moments, *_layout(z), () if weight is None else ("class_weight",), names)
         sums = self._run(fusion, _inputs(fusion, z, statistics, {"class_weight": weight}))
         return dict(zip(names, sums, strict=True))
 
@@ -285,12 +276,11 @@ class NvFuserRowKernels:
         weight = padded_weight(class_weight, z.stride(0))
         vectors, in_place = coefficients._replace(one_hot=None)._asdict() | {"class_weight": weight}, out is z
         names = tuple(name for name, vector in vectors.items() if vector is not None)
-        name = "gradient_with_column_sums" if column_sums else "gradient"
-        fusions = [whole := Fusion(name, *_layout(z), names, (), out.dtype, in_place)]
+        fusions = [whole := Fusion(_gradient, *_layout(z), names, (), out.dtype, in_place, column_sums)]
         # A fusion that sums over one or five float32 rows and overwrites them gave wrong gradients (nvFuser 0.2.36, one
         # H200; not in 16 bits). So float32 in place takes two fusions: the sums first, then the gradient.
         if column_sums and in_place and z.dtype == torch.float32:
-            fusions = [whole._replace(name="column_sums", out_dtype=None), whole._replace(name="gradient")]
+            fusions = [whole._replace(out_dtype=None), whole._replace(column_sums=False)]
         z_y = entry = None
         if target is not None:
             column = target.clamp(min=0)
