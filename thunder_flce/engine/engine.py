@@ -80,20 +80,21 @@ def backward(ops: Primitives, saved: Mapping[str, Tensor], upstream: Mapping[str
     rows = ops.select_rows_again(loss_grad, ops.count_of(saved["computed_rows"]))
     entropy = rows.received(saved["entropy"].reshape(-1)) if "entropy" in saved else None
     coefficients = Coefficients(call, rows, upstream, entropy=entropy)
-    return run(ops, rows, coefficients, logits=_Logits(ops, call.linears, saved), saved=saved)[1]
+    statistics = None
+    if "row_max" in saved:
+        statistics = RowStatistics(rows.gather(saved["row_max"]), rows.gather(saved["row_log_sum"]))
+    logits = _Logits(ops, call.linears, saved.get("logits"))
+    return run(ops, rows, coefficients, logits=logits, statistics=statistics)[1]
 
 
 def run(
     ops: Primitives, rows: Rows, coefficients: Coefficients | None, *, logits: "_Logits",
-    saved: Mapping[str, Tensor] | None = None,
+    statistics: RowStatistics | None = None,
 ) -> tuple[list[RowResults], dict[str, Tensor]]:  # fmt: skip
     """Runs the loop over chunks, and returns each chunk's row results and the gradients by their operands' names.
 
-    Without `coefficients`, no gradient is computed. In a backward, `saved` has the tensors that the forward saved.
+    Without `coefficients`, no gradient is computed. `statistics` are (N,), if the forward saved them.
     """
-    statistics = None
-    if saved is not None and "row_max" in saved:
-        statistics = RowStatistics(rows.gather(saved["row_max"]), rows.gather(saved["row_log_sum"]))
     sums = None if coefficients is None else GradientSums(ops, rows, one_hot=coefficients.all_rows.one_hot)
     chunk_results: list[RowResults] = []
     teacher_logits = None if ops.call.loss.divergence is None else _Logits(ops, (TEACHER,))
@@ -126,14 +127,14 @@ def run(
 class _Logits:
     """Computes the logits of each chunk, in a buffer that chunks share or in one that is kept for the backward."""
 
-    def __init__(self, ops: Primitives, linears: tuple[Linear, ...], saved: Mapping[str, Tensor] | None = None):
-        """Logits are the sum of `linears`; in a backward, `saved` has the tensors that the forward saved."""
-        self._ops, self._linears, self._saved = ops, linears, saved
+    def __init__(self, ops: Primitives, linears: tuple[Linear, ...], saved: Tensor | None = None):
+        """Logits are the sum of `linears`; in a backward, `saved` are those that the forward saved, (S, stride)."""
+        self._ops, self._linears = ops, linears
         self._keeps_first = ops.plan.rows_saved(ops.call.tokens) > 0
         self._buffer: Tensor | None = None
-        self._started = 0
-        """Number of first rows whose logits were computed before the number of valid rows was known"""
-        self.kept: Tensor | None = None
+        self._started = 0 if saved is None else saved.shape[0]
+        """Number of first rows whose logits were saved, or computed before the number of valid rows was known"""
+        self.kept = None if saved is None else saved[:, : ops.call.vocab]
         """(S, V) the logits of the first chunk, if the backward needs them"""
 
     def start(self, order: Tensor) -> None:
@@ -145,8 +146,6 @@ class _Logits:
     def of_chunk(self, chunk: slice, xs: list[Tensor]) -> Tensor:
         """Returns the logits (C, V) of a chunk, computed from its `xs`, (C, H) each, unless they exist already."""
         ops, count, started = self._ops, chunk.stop - chunk.start, 0 if chunk.start else self._started
-        if self._saved is not None and self._keeps_first and not chunk.start:
-            return self._saved["logits"][:count, : ops.call.vocab]
         buffer = self._buffer_for(chunk.start, count)
         z = buffer if buffer.shape[0] == count else buffer[:count]
         if started < count:
