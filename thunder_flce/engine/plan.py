@@ -101,32 +101,23 @@ class Plan(PlainValues):
 
     def result_specs(self, call: Call) -> dict[str, Spec]:
         """Returns the specs of the results in `result_names`; the call may be of tensors, fake tensors or specs."""
-        rows, tokens = call.row_dtype, call.tokens
-        operands = {gradient_name(name): call.tensors[name] for name in call.needs_grad}
-
-        def spec(name: str) -> Spec:
-            shape: tuple[int, ...] = ()
-            dtype = rows
-            if name == "loss":
-                shape = call.shape if call.loss.reduction == "none" else ()
-            elif name in call.loss.outputs:
-                output = OUTPUTS[name]
-                shape, dtype = () if output.is_mean else call.shape, torch.int64 if output.is_index else rows
-                if output.is_per_target and call.targets_per_token is not None:
-                    shape += (call.targets_per_token,)
-            elif name in ("row_max", "row_log_sum"):
-                shape = (tokens,)
-            elif name in ("valid_count", "computed_rows"):
-                dtype = torch.int64
-            elif name == "logits":
-                shape, dtype = self.saved_logits_shape(call), self.logits_dtype(call.dtype)
-            else:
-                operand = operands[name]
-                # dX for upstream gradients of 1 is rounded only after the backward has multiplied its rows.
-                shape, dtype = tuple(operand.shape), rows if call.loss.has_row_gradients else operand.dtype
-            return Spec(shape, dtype, call.device)
-
-        return {name: spec(name) for name in self.result_names(call)}
+        rows, of_rows, count = call.row_dtype, (call.tokens,), ((), torch.int64)
+        specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "loss": (call.shape if call.loss.reduction == "none" else (), rows),
+            "row_max": (of_rows, rows), "row_log_sum": (of_rows, rows), "valid_count": count, "computed_rows": count,
+        }  # fmt: skip
+        if self.strategy == SAVE_LOGITS:
+            specs["logits"] = self.saved_logits_shape(call), self.logits_dtype(call.dtype)
+        for name in call.loss.outputs:
+            output = OUTPUTS[name]
+            per_target = () if call.targets_per_token is None or not output.is_per_target else (call.targets_per_token,)
+            shape = () if output.is_mean else (*call.shape, *per_target)
+            specs[name] = shape, torch.int64 if output.is_index else rows
+        for name in call.needs_grad:
+            operand = call.tensors[name]
+            # dX for upstream gradients of 1 is rounded only after the backward has multiplied its rows.
+            specs[gradient_name(name)] = tuple(operand.shape), rows if call.loss.has_row_gradients else operand.dtype
+        return {name: Spec(*specs[name], call.device) for name in self.result_names(call)}
 
     def describe(self) -> str:
         """The plan in words."""
