@@ -15,7 +15,7 @@ from thunder_flce.bench.cli import Subset
 from thunder_flce.bench.measure import TOTAL, Mark, Run, Step, no_mark, progress, release, spread
 from thunder_flce.bench.output import TIME
 from thunder_flce.bench.shapes import DTYPES, dtype_name
-from thunder_flce.engine.kernels.dispatch import BACKENDS, check_available, kernels_for
+from thunder_flce.engine.kernels.dispatch import BACKENDS, check_available, kernels_of
 from thunder_flce.engine.kernels.interface import RowKernels, empty_logits, row_stride, whole_rows
 from thunder_flce.operation.loss import LogitMap, RowCoefficients
 from thunder_flce.operation.moments import MOMENTS
@@ -72,7 +72,7 @@ def measure(vocab: int, methods: list[str], run: Run, *, dtype: str | None) -> N
     for backend in _available_backends(of_logits, device):
         run.fields["backend"] = backend
         with run.attempt("statistics"):
-            kernels = kernels_for(backend, dtype=of_logits, device_type=device, logit_map=LogitMap())
+            kernels = kernels_of(backend, LogitMap())
             available = _kernel_steps(kernels, z)
             for name in methods:
                 progress(f"{backend}, {name}: first call")

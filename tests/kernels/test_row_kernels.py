@@ -41,8 +41,8 @@ class Backend(NamedTuple):
     device: str
 
     def kernels(self, logit_map):
-        # Not by `kernels_for`, which knows of no interpreters; new ones, which have no fusions yet.
-        return dispatch._kernels.__wrapped__(self.name, logit_map)
+        # New ones, which have no fusions yet.
+        return dispatch.kernels_of.__wrapped__(self.name, logit_map)
 
     @property
     def tolerance(self):
@@ -314,7 +314,7 @@ KERNELS = ("triton", "nvfuser")
 def test_on_a_cpu_and_in_float64_there_is_only_pytorch(changes, logits, monkeypatch):
     monkeypatch.setattr(dispatch, "is_installed", lambda name: True)
     kind = {**CUDA, **changes}
-    assert dispatch.library("auto", **kind) == "PyTorch" and dispatch.missing(**kind) is None
+    assert dispatch.backend("auto", **kind) == "torch" and dispatch.missing(**kind) is None
     for name in KERNELS:
         message = rf'row_kernels="{name}" runs on CUDA.*the logits are {logits}.*"auto" or "torch"'
         with pytest.raises(ValueError, match=message):
@@ -345,17 +345,14 @@ ON_AMD = {"nvfuser": "it needs a GPU by NVIDIA"}
 ])  # fmt: skip
 def test_the_fastest_that_runs(installed, hip_triton, capability, library, refused, monkeypatch):
     monkeypatch.setattr(dispatch, "is_installed", lambda name: name in (*installed, "torch"))
-    monkeypatch.setattr(dispatch, "_kernels", lambda name, logit_map: name)
     monkeypatch.setattr(torch.version, "hip", hip_triton and "6.4")
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=hip_triton))
     device = replace(ABSENT_DEVICE, capability=capability, is_hip=hip_triton is not None)
     monkeypatch.setattr(dispatch, "Device", SimpleNamespace(of=lambda _: device))
-    assert dispatch.library("auto", **CUDA) == library
+    assert dispatch.BACKENDS[dispatch.backend("auto", **CUDA)].library == library
     assert (dispatch.missing(**CUDA) is None) == (library == "Triton")
     for choice in {"auto", *dispatch.BACKENDS} - {*refused}:
-        name = dispatch.kernels_for(choice, **CUDA, logit_map=LogitMap())
-        assert dispatch.library(choice, **CUDA) == dispatch.BACKENDS[name].library
-        assert choice in ("auto", name)
+        assert choice in ("auto", dispatch.backend(choice, **CUDA))
     for name, message in refused.items():
         with pytest.raises(ValueError, match=message):
             dispatch.check_available(name, **CUDA)

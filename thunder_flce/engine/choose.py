@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from thunder_flce.device import ABSENT_DEVICE, BFLOAT16_CAPABILITY, ROW_MULTIPLE, TILE_ROWS, Device
-from thunder_flce.engine.kernels.dispatch import check_available, library
+from thunder_flce.engine.kernels.dispatch import backend, check_available
 from thunder_flce.engine.kernels.interface import row_stride
 from thunder_flce.engine.matmul.matmul import FLOAT32_COLUMNS
 from thunder_flce.engine.plan import LOSS_ONLY, Plan, is_small
@@ -527,7 +527,7 @@ def _check_batch_invariant(call: Call, options: Options, device: Device) -> None
     reason = ""
     if device.kind == "cuda":
         dtype = torch.float32 if options.has_float32_logits(call.dtype) else call.dtype
-        if library(options.row_kernels, dtype=dtype, device_type="cuda") != "Triton":
+        if backend(options.row_kernels, dtype=dtype, device_type="cuda") != "triton":
             reason = 'on CUDA it needs Triton and row_kernels="auto" or "triton"'
         elif device.is_nvidia and (device.capability or BFLOAT16_CAPABILITY) < BFLOAT16_CAPABILITY:
             reason = "it needs a GPU of compute capability 8.0 or newer"

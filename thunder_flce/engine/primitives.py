@@ -51,22 +51,21 @@ class Region:
         self.reads_statistics = plan.reads_statistics(call)
 
     @cached_property
-    def row_library(self) -> str:
-        """The library that runs the softmax kernels."""
-        return dispatch.library(self.plan.row_kernels, dtype=self.logits_dtype, device_type=self.device_type)
+    def backend(self) -> str:
+        """The backend that runs the softmax kernels, by its name in `dispatch.BACKENDS`."""
+        return dispatch.backend(self.plan.row_kernels, dtype=self.logits_dtype, device_type=self.device_type)
 
     @cached_property
     def kernels(self) -> RowKernels:
         """The softmax kernels of the plan."""
-        choice, logit_map = self.plan.row_kernels, self.call.loss.logit_map
-        return dispatch.kernels_for(choice, dtype=self.logits_dtype, device_type=self.device_type, logit_map=logit_map)
+        return dispatch.kernels_of(self.backend, self.call.loss.logit_map)
 
     @cached_property
     def vector_kernels(self) -> Any:
         """The module of Triton kernels that compute token vectors and the loss; None if PyTorch's operations do."""
         call = self.call
         is_plain = call.loss.divergence is None and call.targets_per_token is None and call.row_dtype is torch.float32
-        if self.device_type != "cuda" or not is_plain or self.row_library != "Triton":
+        if self.device_type != "cuda" or not is_plain or self.backend != "triton":
             return None
         from thunder_flce.engine.kernels import triton_vectors
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from thunder_flce.engine import engine, rows
 from thunder_flce.engine.kernels import scaling
+from thunder_flce.engine.kernels.dispatch import BACKENDS
 from thunder_flce.engine.kernels.interface import RowStatistics
 from thunder_flce.engine.matmul import matmul
 from thunder_flce.engine.plan import LOSS_ONLY, Plan
@@ -114,7 +115,7 @@ class _Writer(Primitives):
         region.token_kernel = None
         device_type = region.device_type
         self._lines: list[Line] = []
-        self._row_library = self.region.row_library
+        self._row_library = BACKENDS[region.backend].library
         self._vector_library = "Triton" if self.region.vector_kernels else "PyTorch"
         self._matmul_library = matmul.library(device_type)
         is_in_triton = region.plan.batch_invariant and device_type == "cuda"
@@ -267,7 +268,7 @@ class _Writer(Primitives):
         assert divergence is not None
         gradient = "" if factors is None else ", dlogits in place"
         words = f"{self._in_chunk('divergence', value)}{gradient} = {divergence.kind}, of logits from teacher"
-        self._write(words, "Triton" if self._row_library == "Triton" else "PyTorch")
+        self._write(words, "Triton" if self.region.backend == "triton" else "PyTorch")
         return value, z
 
     # Results.

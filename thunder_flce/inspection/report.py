@@ -187,7 +187,7 @@ def _missing_row_kernels(region: PlannedRegion) -> str | None:
     missing = dispatch.missing(**logits)
     if plan.row_kernels != "auto" or missing is None:
         return None
-    instead = dispatch.library(plan.row_kernels, **logits)
+    instead = dispatch.BACKENDS[dispatch.backend(plan.row_kernels, **logits)].library
     return f"row kernels: {missing} does not run here; {instead} runs instead, and the loss {_SLOWER[instead]}"
 
 

@@ -45,9 +45,15 @@ OLDEST_ON_HIP = (3, 5)
 OLDEST_CAPABILITY = (7, 0)
 
 
-def kernels_for(choice: str = "auto", *, dtype: torch.dtype, device_type: str, logit_map: LogitMap) -> RowKernels:
-    """Returns the row kernels of `choice` (`Options.row_kernels`), which `check_available` has checked."""
-    return _kernels(_backend(choice, dtype, device_type), logit_map)
+def backend(choice: str = "auto", *, dtype: torch.dtype, device_type: str) -> str:
+    """Returns the name in `BACKENDS` of the backend for a choice (`Options.row_kernels`) that can run."""
+    return choice if choice != "auto" else next(name for name in FASTEST if runs(name, dtype, device_type))
+
+
+@cache
+def kernels_of(name: str, logit_map: LogitMap) -> RowKernels:
+    """Returns the row kernels of a backend."""
+    return getattr(import_module(f"{__package__}.{name}_rows"), BACKENDS[name].kernels)(logit_map)
 
 
 def check_available(choice: str, *, dtype: torch.dtype, device_type: str) -> None:
@@ -118,17 +124,6 @@ def divergence_for(choice: str = "auto", *, dtypes: Sequence[torch.dtype], devic
     return import_module(f"{__package__}.{name}_divergence").divergence_
 
 
-def library(choice: str, *, dtype: torch.dtype, device_type: str) -> str:
-    """Returns the library that runs the row kernels: "Triton", "nvFuser" or "PyTorch"."""
-    return BACKENDS[_backend(choice, dtype, device_type)].library
-
-
-def _backend(choice: str, dtype: torch.dtype, device_type: str) -> str:
-    if choice != "auto":
-        return choice
-    return next(name for name in FASTEST if runs(name, dtype, device_type))
-
-
 def runs(name: str, dtype: torch.dtype, device_type: str) -> bool:
     """Whether a backend runs on logits of this dtype on this type of device."""
     return _supports(name, dtype, device_type) and _missing_requirement(name) is None
@@ -136,8 +131,3 @@ def runs(name: str, dtype: torch.dtype, device_type: str) -> bool:
 
 def _supports(name: str, dtype: torch.dtype, device_type: str) -> bool:
     return name == "torch" or (device_type == "cuda" and dtype in (torch.float32, torch.bfloat16, torch.float16))
-
-
-@cache
-def _kernels(name: str, logit_map: LogitMap) -> RowKernels:
-    return getattr(import_module(f"{__package__}.{name}_rows"), BACKENDS[name].kernels)(logit_map)
