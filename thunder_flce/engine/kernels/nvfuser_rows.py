@@ -148,19 +148,6 @@ class _Builder:
         is_column = ops.lt(columns, self.fd.define_scalar(self.fusion.vocab, DataType.Int))
         return Expression(self.fd, is_column).apply("where", values, other)
 
-    def gradient(self, z: Expression, vectors: dict[str, Expression]) -> Expression:
-        """Returns the gradient of `RowCoefficients`, float32, with the terms whose vectors are given."""
-        u, tanh = self.logits(z)
-        shifted = u - vectors["row_max"]
-        p = (shifted - vectors["row_log_sum"]).apply("exp")
-        gradient = p * vectors["probability"]
-        if "entropy" in vectors:
-            gradient = gradient - p * _finite(shifted) * vectors["entropy"]
-        if "uniform" in vectors:
-            uniform, weight = vectors["uniform"], vectors.get("class_weight")
-            gradient = gradient - (uniform if weight is None else uniform * weight)
-        return gradient if tanh is None else gradient * (1.0 - tanh * tanh)
-
 
 def _finite(shifted: Expression) -> Expression:
     """Replaces -inf by the lowest finite number, whose product with the probability 0 is 0."""
@@ -213,13 +200,26 @@ def _moments(builder: _Builder) -> None:
 
 
 def _gradient(builder: _Builder) -> None:
-    """From z and its vectors: the sums over rows, (stride,), if wanted, and the gradient in `out_dtype`, if given."""
+    """From z and its vectors: the gradient of `RowCoefficients`, with the terms whose vectors are given.
+
+    Outputs are its sums over the rows, (stride,), if wanted, and the gradient in `out_dtype`, if that is given.
+    """
     (z, vectors), fusion = builder.inputs(), builder.fusion
-    result = builder.gradient(z, vectors)
+    u, tanh = builder.logits(z)
+    shifted = u - vectors["row_max"]
+    p = (shifted - vectors["row_log_sum"]).apply("exp")
+    gradient = p * vectors["probability"]
+    if "entropy" in vectors:
+        gradient = gradient - p * _finite(shifted) * vectors["entropy"]
+    if "uniform" in vectors:
+        uniform, weight = vectors["uniform"], vectors.get("class_weight")
+        gradient = gradient - (uniform if weight is None else uniform * weight)
+    if tanh is not None:
+        gradient = gradient * (1.0 - tanh * tanh)
     if fusion.column_sums:
-        builder.output(result.apply("sum", [0]))
+        builder.output(gradient.apply("sum", [0]))
     if fusion.out_dtype is not None:
-        builder.output(result, fusion.out_dtype, alias=z if fusion.in_place else None)
+        builder.output(gradient, fusion.out_dtype, alias=z if fusion.in_place else None)
 
 
 def _fuse(fusion: Fusion, logit_map: LogitMap, rows: int = -1) -> FusionDefinition:
