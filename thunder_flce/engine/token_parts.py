@@ -40,15 +40,12 @@ class RowsOfParts(Rows):
 
     def gather_chunk(self, tensor: Tensor, chunk: slice, out: Tensor | None = None) -> Tensor:
         """Returns the rows of `chunk`, (C, H), from all ranks' (P, H); starts to gather those of the next chunk."""
-        pending = self._ahead.pop((id(tensor), chunk.start), None) or self._start_gathering(tensor, chunk)
-        if chunk.stop < self.count:
-            step = self.part_chunk * self.shard.ranks
-            next_chunk = slice(chunk.stop, min(chunk.stop + step, self.count))
-            self._ahead[id(tensor), next_chunk.start] = self._start_gathering(tensor, next_chunk)
-        return pending.wait()
-
-    def _start_gathering(self, tensor: Tensor, chunk: slice) -> collectives.Pending:
-        return collectives.start_gathering(self.shard, self.own_rows.gather_chunk(tensor, self.own_slice(chunk)))
+        for start in (chunk.start, chunk.stop):
+            if start < self.count and (key := (id(tensor), start)) not in self._ahead:
+                stop = min(start + self.part_chunk * self.shard.ranks, self.count)
+                part = self.own_rows.gather_chunk(tensor, self.own_slice(slice(start, stop)))
+                self._ahead[key] = collectives.start_gathering(self.shard, part)
+        return self._ahead.pop((id(tensor), chunk.start)).wait()
 
     def scatter_(self, tensor: Tensor) -> None:
         """Moves the first M rows of `tensor` (P, H) to their tokens, in place, and writes 0 to all other rows."""
