@@ -438,16 +438,14 @@ class Primitives:
     ) -> None:
         """Writes the entries of the gradient at each row's K targets, with the one_hot term."""
         # Targets in the same column write the same number, their sum, so the order of the writes does not matter.
-        count = column.shape[1]
         first = torch.searchsorted(column.sort(1).values, column)
         total = torch.zeros_like(coefficients.one_hot).scatter_add_(1, first, coefficients.one_hot).gather(1, first)
-        repeated = RowStatistics(*(vector.repeat_interleave(count) for vector in statistics))
-        vectors = (None if v is None else v.repeat_interleave(count) for v in coefficients._replace(one_hot=None))
-        factors = RowCoefficients(*vectors)._replace(one_hot=total.reshape(-1))
-        entry = gradient(z_y.reshape(-1).to(self.call.row_dtype), self.call.loss.logit_map, repeated, factors)
+        vectors = (None if v is None else v[:, None] for v in coefficients._replace(one_hot=None))
+        factors, of_row = RowCoefficients(*vectors)._replace(one_hot=total), statistics.rows((slice(None), None))
+        entry = gradient(z_y.to(self.call.row_dtype), self.call.loss.logit_map, of_row, factors)
         # Not scatter_: on a CPU, it would copy all of 16-bit dlogits to float32 and back.
         row = torch.arange(column.shape[0], device=column.device)[:, None]
-        dlogits[row, column] = entry.view(column.shape).to(dlogits.dtype)
+        dlogits[row, column] = entry.to(dlogits.dtype)
 
     def divergence_(self, z: Tensor, teacher: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns (C,) each row's divergence from the teacher, and dlogits, which are written only with `factors`."""
