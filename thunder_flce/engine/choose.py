@@ -331,7 +331,7 @@ class _Choice:
         if self.common.strategy == LOSS_ONLY:
             plan = self._plan_with_largest_chunk(self._default_rows(), self._plan_in_16_bits)
         elif self.common.strategy == SAVE_LOGITS:
-            plan = self._plan_saving(None, self._plan_of(max(self.tokens, 1)))
+            plan = self._plan_of(max(self.tokens, 1))
         else:
             plan = self._choose_saved_logits() or self._choose_sum()
         if self.limit is not None and (needed := self._bytes(plan)) > 1.01 * self.limit:
@@ -491,10 +491,6 @@ class _Choice:
 
     # Saved logits.
 
-    def _plan_saving(self, rows: int | None, plan: Plan) -> Plan:
-        """Returns the plan with the logits of `rows` rows saved; None: of all rows."""
-        return replace(plan, strategy=SAVE_LOGITS, saved_rows=rows)
-
     def _choose_saved_logits(self) -> Plan | None:
         """Returns a plan that saves the logits of all rows or of some; None if too few fit, or none may be saved."""
         allowed, shard = self.limit, self.call.shard
@@ -504,7 +500,7 @@ class _Choice:
         may_save = self.options.strategy is None and self.call.loss.divergence is None
         if not allowed or self.common.strategy != RECOMPUTE_LOGITS or not may_save:
             return None
-        all_saved = self._plan_saving(None, self._plan_of(max(self.tokens, 1)))
+        all_saved = self._plan_of(max(self.tokens, 1), strategy=SAVE_LOGITS)
         if self._bytes(all_saved) <= allowed:
             return all_saved
         if shard is not None and shard.sequence_parallel:
@@ -513,9 +509,14 @@ class _Choice:
         # Other logits are saved, so the rest is never all rows, and dW is a sum.
         rows = min(self.chosen_rows or self._balanced(largest), max(self.tokens - TILE_ROWS, 1))
         chunked = (self._plan_in_16_bits if rows >= self._exact_rows else self._plan_in_float32)(rows)
-        counts = range(TILE_ROWS, self.tokens + 1, TILE_ROWS)
-        saved = TILE_ROWS * bisect(counts, allowed, key=lambda count: self._bytes(self._plan_saving(count, chunked)))
-        return self._plan_saving(saved, chunked) if saved >= max(SMALLEST_SAVED_PART * self.tokens, 1) else None
+
+        def plan_saving(tiles: int) -> Plan:
+            return replace(chunked, strategy=SAVE_LOGITS, saved_rows=tiles * TILE_ROWS)
+
+        tiles = bisect(
+            range(1, self.tokens // TILE_ROWS + 1), allowed, key=lambda count: self._bytes(plan_saving(count))
+        )
+        return plan_saving(tiles) if tiles * TILE_ROWS >= max(SMALLEST_SAVED_PART * self.tokens, 1) else None
 
 
 def _check_batch_invariant(call: Call, options: Options, device: Device) -> None:
