@@ -84,19 +84,12 @@ def program(call: Call, plan: Plan) -> Program:
             names, grad_spec = sorted(map(gradient_name, call.needs_grad)), Spec((), call.dtype, call.device)
             return Program(forward, scaling_lines(names, grad_spec, has_expected="expected_gradient" in call.tensors))
         if plan.strategy != LOSS_ONLY:
-            _run_backward(ops, results)
+            # The shapes are those of all ranks' tokens, even if the tokens are divided.
+            of_rows, of_targets = (call.tokens,), tuple(ops.call.tensors["target"].shape)
+            shapes = {"loss": of_rows if call.loss.reduction == "none" else ()}
+            shapes |= {name: of_targets if name == "log_prob" else of_rows for name in call.loss.differentiable_outputs}
+            engine.backward(ops, results, {name: ops.empty(shape, call.row_dtype) for name, shape in shapes.items()})
     return Program(forward, _formatted(ops.take()))
-
-
-def _run_backward(ops: "_Writer", results: dict[str, Tensor]) -> None:
-    call, loss = ops.call, ops.call.loss
-    # The shapes are those of all ranks' tokens, even if the tokens are divided.
-    shape = (call.tokens,) if loss.reduction == "none" else ()
-    upstream = {
-        name: ops.empty(tuple(call.tensors["target"].shape) if name == "log_prob" else (call.tokens,), call.row_dtype)
-        for name in loss.differentiable_outputs
-    }
-    engine.backward(ops, results, {"loss": ops.empty(shape, call.row_dtype), **upstream})
 
 
 def scaling_lines(names: Sequence[str], spec: Spec, *, has_expected: bool) -> tuple[str, ...]:

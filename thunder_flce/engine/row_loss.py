@@ -90,23 +90,17 @@ class Coefficients:
         if chunk.stop - chunk.start < self._rows.count:
             coefficients = RowCoefficients(*[None if vector is None else vector[chunk] for vector in coefficients])
         if results is not None:
-            coefficients = self._with_statistics(coefficients, results, chunk)
+            row_max, log_sum = results.statistics
+            coefficients = results.coefficients or coefficients
+            if self._z_factors is not None:
+                z_term = self._z_factors[chunk] * (row_max + log_sum)
+                coefficients = coefficients._replace(probability=coefficients.probability + z_term)
+            if coefficients.entropy is not None and self._entropy is not None:
+                expected_term = coefficients.entropy * (log_sum - self._entropy[chunk])
+                coefficients = coefficients._replace(probability=coefficients.probability + expected_term)
         if scale == 1:
             return coefficients
         return RowCoefficients(*[None if vector is None else vector * scale for vector in coefficients])
-
-    def _with_statistics(self, coefficients: RowCoefficients, results: RowResults, chunk: slice) -> RowCoefficients:
-        """Returns the coefficients with the terms that depend on the chunk's row results, `results`."""
-        row_max, log_sum = results.statistics
-        if results.coefficients is not None:
-            coefficients = results.coefficients
-        if self._z_factors is not None:
-            z_term = self._z_factors[chunk] * (row_max + log_sum)
-            coefficients = coefficients._replace(probability=coefficients.probability + z_term)
-        if coefficients.entropy is not None and self._entropy is not None:
-            expected = log_sum - self._entropy[chunk]
-            coefficients = coefficients._replace(probability=coefficients.probability + coefficients.entropy * expected)
-        return coefficients
 
 
 def token_loss(

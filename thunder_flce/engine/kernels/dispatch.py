@@ -45,7 +45,7 @@ OLDEST_ON_HIP = (3, 5)
 OLDEST_CAPABILITY = (7, 0)
 
 
-def backend(choice: str = "auto", *, dtype: torch.dtype, device_type: str) -> str:
+def backend(choice: str, *, dtype: torch.dtype, device_type: str) -> str:
     """Returns the name in `BACKENDS` of the backend for a choice (`Options.row_kernels`) that can run."""
     return choice if choice != "auto" else next(name for name in FASTEST if runs(name, dtype, device_type))
 
