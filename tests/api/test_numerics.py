@@ -164,7 +164,7 @@ def test_the_first_logits_while_the_host_waits(plan, reduction, frozen, ignored,
     started, start, starts_early = [], engine._Logits.start, Region.starts_early.func
 
     def on_gpu(region):
-        properties = {name: getattr(region, name) for name in ("may_skip", "divides_tokens", "plan")}
+        properties = {name: getattr(region, name) for name in ("may_skip", "token_shard", "plan")}
         return starts_early(SimpleNamespace(**properties, device_type="cuda"))
 
     monkeypatch.setattr(Region, "starts_early", property(on_gpu))

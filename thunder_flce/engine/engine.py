@@ -60,7 +60,7 @@ def backward(ops: Primitives, saved: Mapping[str, Tensor], upstream: Mapping[str
             one number, or K; None for a result without an upstream gradient.
     """
     call = ops.call
-    if ops.region.divides_tokens:
+    if ops.region.token_shard is not None:
         # Each rank may use other results of its tokens than the others do, but they all have to gather the same.
         unused = {
             name: torch.zeros(row_loss.shape_of(call, name), dtype=call.row_dtype, device=call.device)

@@ -26,7 +26,7 @@ from thunder_flce.engine.matmul import matmul
 from thunder_flce.engine.plan import Plan
 from thunder_flce.engine.row_loss import RowResults
 from thunder_flce.engine.rows import Rows
-from thunder_flce.operation.call import Call, Linear
+from thunder_flce.operation.call import Call, Linear, Shard
 from thunder_flce.operation.loss import RowCoefficients
 from thunder_flce.options import RECOMPUTE_LOGITS
 
@@ -106,9 +106,9 @@ class Region:
         return self.logits_dtype == call.dtype and is_plain and not call.bias_grad
 
     @cached_property
-    def divides_tokens(self) -> bool:
-        """Whether each rank has a part of the tokens."""
-        return self.call.shard is not None and self.call.shard.sequence_parallel
+    def token_shard(self) -> Shard | None:
+        """This rank's shard if each rank has a part of the tokens, otherwise None."""
+        return self.call.shard if self.call.shard is not None and self.call.shard.sequence_parallel else None
 
     @cached_property
     def may_skip(self) -> bool:
@@ -121,7 +121,7 @@ class Region:
         """Whether the device computes the first logits while the host waits for the number of valid rows."""
         # A backward that computes the logits again must run the same matmuls to get the same bits.
         recomputes = self.plan.strategy == RECOMPUTE_LOGITS
-        return self.may_skip and self.device_type == "cuda" and not self.divides_tokens and not recomputes
+        return self.may_skip and self.device_type == "cuda" and self.token_shard is None and not recomputes
 
 
 def _start_reading(numbers: Tensor) -> Callable[[], list[int]]:
@@ -168,8 +168,8 @@ class Primitives:
             torch._assert_async(is_right, f"target is neither in {allowed}")
             return self._selected(vectors, call.tokens)
         counts = vectors.counts
-        if skips and self.region.divides_tokens:
-            counts = torch.stack([token_parts.most_valid(call, vectors), counts[1]])
+        if skips and self.region.token_shard is not None:
+            counts = torch.stack([token_parts.most_valid(self.region.token_shard, vectors), counts[1]])
         read = _start_reading(counts)
         if self.region.starts_early and vectors.order is not None and meanwhile is not None and call.tokens:
             meanwhile(vectors.order[: min(-(-call.tokens // _EARLY_PART), self.plan.first_rows(call.tokens))])
@@ -185,21 +185,23 @@ class Primitives:
         """
         if upstream.ndim:
             upstream = upstream.reshape(-1)
-            if self.region.divides_tokens and self.call.shard is not None:
-                upstream = collectives.start_gathering(self.call.shard, upstream).wait()
+            if self.region.token_shard is not None:
+                upstream = collectives.start_gathering(self.region.token_shard, upstream).wait()
         if upstream.dtype is not self.call.row_dtype:
             upstream = upstream.to(self.call.row_dtype)
         return self._selected(self._token_vectors(upstream, ordered=count < self.call.tokens), count)
 
     def _selected(self, vectors: TokenVectors, count: int) -> Rows:
         """Returns the first `count` rows of the order."""
-        if self.region.divides_tokens:
-            return token_parts.rows_of_parts(self.call, vectors, chunk_rows=self.plan.chunk_rows, count=count)
-        return rows.selected(vectors, count)
+        if self.region.token_shard is None:
+            return rows.selected(vectors, count)
+        return token_parts.RowsOfParts(self.region.token_shard, vectors, chunk_rows=self.plan.chunk_rows, count=count)
 
     def _token_vectors(self, upstream: Tensor | None, *, ordered: bool) -> TokenVectors:
         vectors = (self.region.vector_kernels or rows).token_vectors(self.call, upstream=upstream)
-        if not ordered or self.region.divides_tokens:  # If ranks divide the tokens, `token_parts` makes the order.
+        if (
+            not ordered or self.region.token_shard is not None
+        ):  # If ranks divide the tokens, `token_parts` makes the order.
             return vectors
         order = torch.argsort(vectors.row_factor != 0, descending=True, stable=True)
         return TokenVectors(*vectors[:-1], order)  # type: ignore[call-arg]

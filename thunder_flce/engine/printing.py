@@ -72,7 +72,7 @@ def program(call: Call, plan: Plan) -> Program:
     region, dimensions = Region(call, plan), len(call.shape)
 
     def without_memory(name: str, spec: Spec) -> Tensor:
-        is_gathered = region.divides_tokens and argument(name).role == TOKEN
+        is_gathered = region.token_shard is not None and argument(name).role == TOKEN
         shape = (call.tokens, *spec.shape[dimensions:]) if is_gathered else spec.shape
         return torch.empty(shape, dtype=spec.dtype, device="meta")
 
@@ -136,7 +136,7 @@ class _Writer(Primitives):
 
     def _select_rows(self, upstream: Tensor | None, *, is_first: bool) -> Rows:
         call, region = self.call, self.region
-        if region.divides_tokens:
+        if region.token_shard is not None:
             self._write(f"{self._typed('y', call.tensors['target'])} = all_gather(y)", self._network)
         note = "    targets are checked" if is_first else ""
         self._write(f"valid_count i64[] = count of valid rows{note}", self._vector_library)
@@ -163,7 +163,7 @@ class _Writer(Primitives):
             self._lines += lines
 
     def gather(self, selected: Rows, tensor: Tensor, chunk: slice, out: Tensor | None = None) -> Tensor:
-        if not self.region.divides_tokens:
+        if self.region.token_shard is None:
             return tensor[chunk]
         gathered = tensor.new_empty(chunk.stop - chunk.start, tensor.shape[1])
         self._write(f"{self._in_chunk('x', gathered)} = all_gather(x)", self._network)

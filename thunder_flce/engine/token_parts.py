@@ -16,16 +16,35 @@ from torch import Tensor
 from thunder_flce.engine import collectives
 from thunder_flce.engine.kernels.interface import TokenVectors
 from thunder_flce.engine.rows import Rows
-from thunder_flce.operation.call import Call, Shard
+from thunder_flce.operation.call import Shard
 
 
 class RowsOfParts(Rows):
     """The rows that are computed, ordered by chunk and, in a chunk, by rank; `order` is (N,)."""
 
-    def __init__(self, vectors: TokenVectors, index: Tensor, *, shard: Shard, own_rows: Rows, part_chunk: int):
-        """`own_rows` are this rank's M rows; a chunk has `part_chunk` rows of each part, the last one fewer."""
-        super().__init__(vectors, shard.ranks * own_rows.count, order=index)
-        self.shard, self.own_rows, self.part_chunk = shard, own_rows, part_chunk
+    def __init__(self, shard: Shard, vectors: TokenVectors, *, chunk_rows: int, count: int):
+        """Selects the rows of all parts.
+
+        Args:
+            shard: this rank's shard.
+            vectors: `TokenVectors` from the targets of all ranks.
+            chunk_rows: the largest number of rows in a chunk, of all parts together.
+            count: the number of rows to compute, of all parts together.
+        """
+        tokens, own_count = vectors.target.shape[0] // shard.ranks, count // shard.ranks
+        valid_first = torch.argsort(_valid_by_part(vectors, shard.ranks), dim=1, descending=True, stable=True)
+        # Ascending, as `Rows.scatter_` needs it.
+        order = torch.cat([valid_first[:, :own_count].sort(1).values, valid_first[:, own_count:]], 1)
+        largest = max(chunk_rows // shard.ranks, 1)
+        # A chunk has this many rows of each part, the last one fewer.
+        self.part_chunk = max(-(-own_count // max(-(-own_count // largest), 1)), 1)
+        offsets = torch.arange(shard.ranks, device=vectors.target.device)[:, None] * tokens
+        chunks = (order[:, :own_count] + offsets).split(self.part_chunk, 1)
+        super().__init__(vectors, count, order=torch.cat([chunk.reshape(-1) for chunk in chunks]))
+        # This rank's M rows, which only tell where these are in its x and dX; their other vectors are not used.
+        self.own_rows = Rows(vectors, own_count, order=None if own_count == tokens else order[shard.rank])
+        self.own_rows.total = tokens
+        self.shard = shard
         # Gathers that were started ahead; the key is the id of the tensor with the chunk's first row.
         self._ahead: dict[tuple[int, int], collectives.Pending] = {}
 
@@ -61,38 +80,11 @@ class RowsOfParts(Rows):
         return self.gather(collectives.start_gathering(self.shard, vector).wait())
 
 
-def most_valid(call: Call, vectors: TokenVectors) -> Tensor:
+def most_valid(shard: Shard, vectors: TokenVectors) -> Tensor:
     """Returns () int64 number of rows to compute: from each part as many as the part with the most valid rows has."""
-    assert call.shard is not None
-    return _valid_by_part(vectors, call.shard.ranks).sum(1).max() * call.shard.ranks
+    return _valid_by_part(vectors, shard.ranks).sum(1).max() * shard.ranks
 
 
 def _valid_by_part(vectors: TokenVectors, ranks: int) -> Tensor:
     """Returns (R, P) bool: which tokens of each part are valid."""
     return (vectors.row_factor != 0).view(ranks, vectors.row_factor.shape[0] // ranks)
-
-
-def rows_of_parts(call: Call, vectors: TokenVectors, *, chunk_rows: int, count: int) -> Rows:
-    """Returns the rows to compute of all parts.
-
-    Args:
-        call: a flat call, with the targets of all ranks.
-        vectors: `TokenVectors` from these targets.
-        chunk_rows: the largest number of rows in a chunk, of all parts together.
-        count: the number of rows to compute, of all parts together.
-    """
-    shard, total = call.shard, vectors.target.shape[0]
-    assert shard is not None
-    tokens, count = total // shard.ranks, count // shard.ranks
-    valid_first = torch.argsort(_valid_by_part(vectors, shard.ranks), dim=1, descending=True, stable=True)
-    # Ascending, as `Rows.scatter_` needs it.
-    order = torch.cat([valid_first[:, :count].sort(1).values, valid_first[:, count:]], 1)
-    largest = max(chunk_rows // shard.ranks, 1)
-    part_chunk = max(-(-count // max(-(-count // largest), 1)), 1)
-    offsets = torch.arange(shard.ranks, device=vectors.target.device)[:, None] * tokens
-    chunks = (order[:, :count] + offsets).split(part_chunk, 1)
-    index = torch.cat([chunk.reshape(-1) for chunk in chunks])
-    # `own_rows` only tells where this rank's rows are in its x and dX; its other vectors are not used.
-    own_rows = Rows(vectors, count, order=None if count == tokens else order[shard.rank])
-    own_rows.total = tokens
-    return RowsOfParts(vectors, index, shard=shard, own_rows=own_rows, part_chunk=part_chunk)
