@@ -40,9 +40,7 @@ def logits_(
     if accumulate and bias is not None:
         raise ValueError("bias must be None with accumulate=True: the linear that is written first adds the bias")
     columns, is_wider = weight.shape[0], out.dtype != weight.dtype
-    step = columns
-    if columns % ROW_MULTIPLE:
-        step -= _tail(columns, dtype=x.dtype, is_cuda=x.is_cuda)
+    step = columns if columns % ROW_MULTIPLE == 0 else _main_columns(columns, weight)
     if is_wider and not Device.of(x.device).multiplies_into_float32(weight.dtype):
         # The operands must be converted to float32.
         step = FLOAT32_COLUMNS
@@ -86,13 +84,12 @@ def input_gradient_(out: Tensor, dlogits: Tensor, weight: Tensor) -> None:
     if not columns:
         out.zero_()
         return
-    tail = columns % ROW_MULTIPLE and _tail(columns, dtype=weight.dtype, is_cuda=weight.is_cuda)
-    if not tail:
+    main = columns if columns % ROW_MULTIPLE == 0 else _main_columns(columns, weight)
+    if main == columns:
         _multiply(out, dlogits, weight)
         return
-    # dX is a sum over V. In 16 bits, adding the tail's part to the rounded main part would round twice.
+    # dX is a sum over V. In 16 bits, adding the last columns' part to the rounded main part would round twice.
     total = torch.empty_like(out, dtype=torch.float32) if out.dtype.itemsize == 2 else out
-    main = columns - tail
     for number, (dlogits_part, weight_part) in enumerate(zip(dlogits.split(main, 1), weight.split(main), strict=True)):
         _multiply(total, dlogits_part, weight_part, accumulate=number > 0)
     if total is not out:
@@ -105,11 +102,10 @@ def weight_gradient_(out: Tensor, dlogits: Tensor, x: Tensor, *, accumulate: boo
     A sum in 16 bits is rounded twice a chunk: the product is rounded before it is added.
     """
     columns = dlogits.shape[1]
-    tail = columns % ROW_MULTIPLE and _tail(columns, dtype=x.dtype, is_cuda=x.is_cuda)
-    if not tail:
+    main = columns if columns % ROW_MULTIPLE == 0 else _main_columns(columns, x)
+    if main == columns:
         _multiply(out, dlogits.t(), x, accumulate=accumulate, tune=tune and accumulate)
         return
-    main = columns - tail
     for out_part, dlogits_part in zip(out.split(main), dlogits.split(main, 1), strict=True):
         _multiply(out_part, dlogits_part.t(), x, accumulate=accumulate, tune=tune and accumulate)
 
@@ -120,13 +116,14 @@ def library(device_type: str) -> str:
     return "PyTorch" if device.kind != "cuda" else "cuBLAS" if device.is_nvidia else "hipBLAS"
 
 
-def _tail(columns: int, *, dtype: torch.dtype, is_cuda: bool) -> int:
-    """Returns the number of last columns of V, at most seven, that get a matmul of their own; 0: none are split off.
+def _main_columns(columns: int, operand: Tensor) -> int:
+    """Returns the number of first columns of V for one matmul; the others, at most seven, get one of their own.
 
     In 16 bits, cuBLAS takes five times as long if V is no multiple of 8, as after adding one token to a tokenizer: 202
     ms for the three matmuls of 8192 × 128257 × 4096 instead of 38.5. Both parts are views.
     """
-    return columns % ROW_MULTIPLE if is_cuda and dtype.itemsize == 2 and columns > ROW_MULTIPLE else 0
+    is_split = operand.is_cuda and operand.dtype.itemsize == 2 and columns > ROW_MULTIPLE
+    return columns // ROW_MULTIPLE * ROW_MULTIPLE if is_split else columns
 
 
 def _multiply(
