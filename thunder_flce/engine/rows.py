@@ -127,13 +127,8 @@ class Rows:
         """Returns where a chunk is in this rank's dX: the same slice, unless ranks divide the tokens."""
         return chunk
 
-    def returned(self, vector: Tensor, fill: float = 0) -> Tensor:
-        """Returns a vector (N,) as one over the caller's tokens, with `fill` for skipped tokens."""
-        return self.scatter(vector, fill)
-
-    def received(self, vector: Tensor) -> Tensor:
-        """Returns the entries of a vector over the caller's tokens that belong to the rows, (N,)."""
-        return self.gather(vector)
+    # The same for vectors over the caller's tokens, which are fewer if ranks divide the tokens.
+    returned, received = scatter, gather
 
     def scatter_(self, tensor: Tensor) -> None:
         """Moves the first N rows of `tensor` (T, H) to their tokens, in place, and writes 0 to all other rows."""
