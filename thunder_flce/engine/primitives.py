@@ -161,22 +161,23 @@ class Primitives:
         call = self.call
         host_waits = self.region.device_type != "cuda" or (self.region.may_skip and not is_capturing(call.device))
         skips = self.region.may_skip and host_waits
-        vectors = self._token_vectors(upstream, ordered=skips)
+        vectors = (self.region.vector_kernels or rows).token_vectors(call, upstream=upstream)
+        order = rows.valid_first(vectors) if skips and self.region.token_shard is None else None
         if not host_waits:
             is_right = vectors.counts[1] == 0 if vectors.is_right is None else vectors.is_right
             allowed = f"[0, {call.whole_vocab}) nor ignore_index ({call.loss.ignore_index})"
             torch._assert_async(is_right, f"target is neither in {allowed}")
-            return self._selected(vectors, call.tokens)
+            return self._selected(vectors, call.tokens, order)
         counts = vectors.counts
         if skips and self.region.token_shard is not None:
             counts = torch.stack([token_parts.most_valid(self.region.token_shard, vectors), counts[1]])
         read = _start_reading(counts)
-        if self.region.starts_early and vectors.order is not None and meanwhile is not None and call.tokens:
-            meanwhile(vectors.order[: min(-(-call.tokens // _EARLY_PART), self.plan.first_rows(call.tokens))])
+        if self.region.starts_early and order is not None and meanwhile is not None and call.tokens:
+            meanwhile(order[: min(-(-call.tokens // _EARLY_PART), self.plan.first_rows(call.tokens))])
         count, wrong_count = read()
         if wrong_count:
             self._raise_wrong_targets(wrong_count)
-        return self._selected(vectors, count if skips else call.tokens)
+        return self._selected(vectors, count if skips else call.tokens, order)
 
     def select_rows_again(self, upstream: Tensor, count: int) -> Rows:
         """Returns, in a backward, the `count` rows that its forward computed.
@@ -189,22 +190,15 @@ class Primitives:
                 upstream = collectives.start_gathering(self.region.token_shard, upstream).wait()
         if upstream.dtype is not self.call.row_dtype:
             upstream = upstream.to(self.call.row_dtype)
-        return self._selected(self._token_vectors(upstream, ordered=count < self.call.tokens), count)
-
-    def _selected(self, vectors: TokenVectors, count: int) -> Rows:
-        """Returns the first `count` rows of the order."""
-        if self.region.token_shard is None:
-            return rows.selected(vectors, count)
-        return token_parts.RowsOfParts(self.region.token_shard, vectors, chunk_rows=self.plan.chunk_rows, count=count)
-
-    def _token_vectors(self, upstream: Tensor | None, *, ordered: bool) -> TokenVectors:
         vectors = (self.region.vector_kernels or rows).token_vectors(self.call, upstream=upstream)
-        if (
-            not ordered or self.region.token_shard is not None
-        ):  # If ranks divide the tokens, `token_parts` makes the order.
-            return vectors
-        order = torch.argsort(vectors.row_factor != 0, descending=True, stable=True)
-        return TokenVectors(*vectors[:-1], order)  # type: ignore[call-arg]
+        is_ordered = count < self.call.tokens and self.region.token_shard is None
+        return self._selected(vectors, count, rows.valid_first(vectors) if is_ordered else None)
+
+    def _selected(self, vectors: TokenVectors, count: int, order: Tensor | None) -> Rows:
+        """Returns the first `count` rows of the order; if ranks divide the tokens, their rows have another order."""
+        if self.region.token_shard is None:
+            return Rows(vectors, count, order=None if count == self.call.tokens else order)
+        return token_parts.RowsOfParts(self.region.token_shard, vectors, chunk_rows=self.plan.chunk_rows, count=count)
 
     def count_of(self, computed_rows: Tensor) -> int:
         """Returns the number of rows that a forward computed; the host waits only if `computed_rows` is a copy."""

@@ -145,7 +145,7 @@ class _Writer(Primitives):
             ahead = " while the first logits run" if region.starts_early else ""
             note = f"    the host waits for their number{ahead}" if region.device_type == "cuda" and is_first else ""
             self._write(f"{names} = valid rows of {names}{note}")
-        return rows.selected(rows.token_vectors(call, upstream=upstream), call.tokens)
+        return Rows(rows.token_vectors(call, upstream=upstream), call.tokens)
 
     def chunks(self, selected: Rows) -> Iterator[slice]:
         before, parts, chunks = self.take(), [], [*super().chunks(selected)]

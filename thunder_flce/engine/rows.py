@@ -148,9 +148,9 @@ class Rows:
         return torch.where(self.row_factor != 0, vector, fill)
 
 
-def selected(vectors: TokenVectors, count: int) -> Rows:
-    """Returns the rows of the first `count` tokens in the order, without an order if that is all of them."""
-    return Rows(vectors, count, order=None if count == vectors.target.shape[0] else vectors.order)
+def valid_first(vectors: TokenVectors) -> Tensor:
+    """Returns (T,) int64 the tokens: valid ones first, then ignored ones, both ascending."""
+    return torch.argsort(vectors.row_factor != 0, descending=True, stable=True)
 
 
 # Number of rows that a forward has computed, by the storage of `computed_rows`, so that its backward need not wait for

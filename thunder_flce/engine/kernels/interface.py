@@ -50,8 +50,6 @@ class TokenVectors(NamedTuple):
     """(2,) int64 number of valid rows, and of rows with a wrong target"""
     is_right: Tensor | None
     """One element, not 0 if no target is wrong; None: see the counts"""
-    order: Tensor | None = None
-    """(T,) int64 the tokens: valid ones first, then ignored ones, both ascending; None for 0 to T"""
 
 
 PER_TOKEN = 5
