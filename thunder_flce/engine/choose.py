@@ -244,19 +244,18 @@ def _hidden_sizes(call: Call, role: str) -> list[int]:
 
 def _logits_bytes(call: Call, plan: Plan) -> int:
     """Bytes of a row of logits, with a teacher's."""
-    names = [name for name in ("input", "teacher_input") if name in call.tensors]
-    dtypes = [plan.logits_dtype(call.tensors[name].dtype) for name in names]
-    return sum(_stride(call, dtype) * dtype.itemsize for dtype in dtypes)
+    inputs = [call.tensors[name] for name in ("input", "teacher_input") if name in call.tensors]
+    return sum(_row_bytes(call, plan.logits_dtype(x.dtype)) for x in inputs)
 
 
 def _dlogits_bytes(call: Call, plan: Plan) -> int:
     """Bytes of a row of dlogits; 0 if they overwrite the logits."""
     is_apart = call.needs_grad and plan.logits_dtype(call.dtype) is not call.dtype
-    return _stride(call, call.dtype) * call.dtype.itemsize if is_apart else 0
+    return _row_bytes(call, call.dtype) if is_apart else 0
 
 
-def _stride(call: Call, dtype: torch.dtype) -> int:
-    return row_stride(call.vocab, dtype=dtype, device_type=call.device.type)
+def _row_bytes(call: Call, dtype: torch.dtype) -> int:
+    return row_stride(call.vocab, dtype=dtype, device_type=call.device.type) * dtype.itemsize
 
 
 def _scratch_bytes(call: Call, plan: Plan, device: Device, rows: int) -> int:
@@ -327,7 +326,7 @@ class _Choice:
     def plan(self) -> Plan:
         """Returns the plan, and warns if it takes more memory than the budget."""
         if self.options.batch_invariant:
-            _check_batch_invariant(self.call, self.options, self.device)
+            _check_batch_invariant(self.call, self.common, self.device)
         if self.common.strategy == LOSS_ONLY:
             plan = self._plan_with_largest_chunk(self._default_rows(), self._plan_in_16_bits)
         elif self.common.strategy == SAVE_LOGITS:
@@ -519,7 +518,7 @@ class _Choice:
         return plan_saving(tiles) if tiles * TILE_ROWS >= max(SMALLEST_SAVED_PART * self.tokens, 1) else None
 
 
-def _check_batch_invariant(call: Call, options: Options, device: Device) -> None:
+def _check_batch_invariant(call: Call, plan: Plan, device: Device) -> None:
     """Checks that rows can have the same bits in any batch.
 
     Raises:
@@ -527,8 +526,7 @@ def _check_batch_invariant(call: Call, options: Options, device: Device) -> None
     """
     reason = ""
     if device.kind == "cuda":
-        dtype = torch.float32 if options.has_float32_logits(call.dtype) else call.dtype
-        if backend(options.row_kernels, dtype=dtype, device_type="cuda") != "triton":
+        if backend(plan.row_kernels, dtype=plan.logits_dtype(call.dtype), device_type="cuda") != "triton":
             reason = 'on CUDA it needs Triton and row_kernels="auto" or "triton"'
         elif device.is_nvidia and (device.capability or BFLOAT16_CAPABILITY) < BFLOAT16_CAPABILITY:
             reason = "it needs a GPU of compute capability 8.0 or newer"
