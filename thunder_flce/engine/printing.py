@@ -35,10 +35,9 @@ WIDTH = 112
 
 LETTERS = {
     "input": "x", "linear_weight": "W", "target": "y", "linear_bias": "b", "weight": "w", "token_weights": "w_t",
-    "target_weights": "q", "num_items": "num_items", "expected_gradient": "expected_gradient",
-    "teacher_input": "x'", "teacher_weight": "W'",
+    "target_weights": "q", "teacher_input": "x'", "teacher_weight": "W'",
 }  # fmt: skip
-"""The letters that stand for the tensors of a call in the lines."""
+"""The letters that stand for the tensors of a call in the lines; others keep their names."""
 
 _DTYPES = {
     torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32", torch.float64: "f64", torch.int64: "i64",
@@ -50,10 +49,11 @@ Line = tuple[str, str]
 
 def letter(name: str) -> str:
     """Returns the letter that stands for a tensor of a call in the lines."""
-    if name in LETTERS:
-        return LETTERS[name]
-    number = int(name[name.index("[") + 1 : name.index("]")])
-    if name.startswith("token_inputs"):
+    sequence, bracket, item = name.partition("[")
+    if not bracket:
+        return LETTERS.get(name, name)
+    number = int(item.partition("]")[0])
+    if sequence == "token_inputs":
         return f"i{number}"
     return f"{'x' if name.endswith('input') else 'W'}{number + 1}"
 
