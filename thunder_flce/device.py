@@ -79,7 +79,8 @@ class Device:
     """16-bit operations per second"""
     bandwidth: float
     """Bytes per second"""
-    capability: tuple[int, int] | None = None
+    capability: tuple[int, int] = (0, 0)
+    """Compute capability of a GPU"""
     is_hip: bool = False
     memory: int | None = None
     """Total bytes; None if unknown, or shared with other programs, as on a CPU"""
@@ -96,14 +97,14 @@ class Device:
     @property
     def is_hopper(self) -> bool:
         """Whether this is a Hopper GPU. The capability alone does not tell: AMD's MI300 has 9.4."""
-        return self.is_nvidia and self.capability is not None and self.capability[0] == HOPPER
+        return self.is_nvidia and self.capability[0] == HOPPER
 
     def multiplies_into_float32(self, dtype: torch.dtype) -> bool:
         """Whether PyTorch's matmul of operands of a 16-bit dtype can return float32.
 
         It cannot on a CPU, in some versions for ROCm, and for bfloat16 on GPUs without instructions for that dtype.
         """
-        is_new = dtype is not torch.bfloat16 or (self.capability or BFLOAT16_CAPABILITY) >= BFLOAT16_CAPABILITY
+        is_new = dtype is not torch.bfloat16 or self.capability >= BFLOAT16_CAPABILITY
         return self.is_nvidia and is_new
 
     @classmethod

@@ -36,7 +36,7 @@ def measure(shape: Shape, methods: list[str], run: Run) -> None:
     """
     torch_device = torch.device(run.device)
     assumed = Device.of(torch_device)
-    if run.device == "cuda" and not (torch.version.hip or (assumed.capability or (8, 0)) >= (8, 0)):
+    if run.device == "cuda" and not (torch.version.hip or assumed.capability >= (8, 0)):
         shape = replace(shape, dtype=torch.float16)
     call = Call.of_mean(shape.tokens, shape.vocab, shape.hidden, dtype=shape.dtype, device=torch_device)
     measured = measured_rates(assumed, shape.dtype)

@@ -528,7 +528,7 @@ def _check_batch_invariant(call: Call, plan: Plan, device: Device) -> None:
     if device.kind == "cuda":
         if backend(plan.row_kernels, dtype=plan.logits_dtype(call.dtype), device_type="cuda") != "triton":
             reason = 'on CUDA it needs Triton and row_kernels="auto" or "triton"'
-        elif device.is_nvidia and (device.capability or BFLOAT16_CAPABILITY) < BFLOAT16_CAPABILITY:
+        elif device.is_nvidia and device.capability < BFLOAT16_CAPABILITY:
             reason = "it needs a GPU of compute capability 8.0 or newer"
         for name in ("input", "teacher_input"):
             if name in call.tensors and (dtype := call.tensors[name].dtype).itemsize != 2:

@@ -93,7 +93,7 @@ def _missing_requirement(name: str) -> str | None:
             return None
         return f"it needs Triton {'.'.join(map(str, OLDEST_ON_HIP))} or newer, with PyTorch 2.9 or newer for ROCm"
     device = Device.of(torch.device("cuda"))
-    if device.is_nvidia and (device.capability or OLDEST_CAPABILITY) < OLDEST_CAPABILITY:
+    if device.is_nvidia and device.capability < OLDEST_CAPABILITY:
         return f"it needs a GPU of compute capability {'.'.join(map(str, OLDEST_CAPABILITY))} or newer"
     return None if is_installed(name) else BACKENDS[name].install
 
