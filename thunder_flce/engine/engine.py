@@ -13,6 +13,7 @@ computed, C tokens in a chunk, H hidden size, V vocabulary.
 
 from collections.abc import Mapping
 from copy import copy
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ def forward(ops: Primitives) -> dict[str, Tensor]:
         gradient_rows.at_target, gradient_rows.s = None, torch.ones_like(rows.s)
     coefficients = Coefficients(call, gradient_rows) if plan.finishes_in_forward else None
     chunk_results, gradients = run(ops, rows, coefficients, logits=logits)
-    return _results(ops, rows, row_loss.joined(call, rows, chunk_results), gradients, logits.kept)
+    return _results(ops, rows, row_loss.joined(call, rows, chunk_results), gradients, logits)
 
 
 def backward(ops: Primitives, saved: Mapping[str, Tensor], upstream: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
@@ -132,10 +133,15 @@ class _Logits:
         self._ops, self._linears = ops, linears
         self._keeps_first = ops.plan.rows_saved(ops.call.tokens) > 0
         self._buffer: Tensor | None = None
-        self._started = 0 if saved is None else saved.shape[0]
+        self._started = 0
         """Number of first rows whose logits were saved, or computed before the number of valid rows was known"""
-        self.kept = None if saved is None else saved[:, : ops.call.vocab]
-        """(S, V) the logits of the first chunk, if the backward needs them"""
+        if saved is not None:
+            self.kept, self._started = saved[:, : ops.call.vocab], saved.shape[0]
+
+    @cached_property
+    def kept(self) -> Tensor:
+        """(S, V) the logits of the first chunk, if the backward needs them."""
+        return self._ops.logits_buffer(self._ops.plan.rows_saved(self._ops.call.tokens))
 
     def start(self, order: Tensor) -> None:
         """Computes the logits of the tokens in `order`, (C,), before it is known which of them are valid."""
@@ -157,8 +163,6 @@ class _Logits:
         """Returns a buffer of at least `count` rows for the chunk whose first row is `start`."""
         ops = self._ops
         if self._keeps_first and not start:
-            if self.kept is None:
-                self.kept = ops.logits_buffer(ops.plan.saved_logits_shape(ops.call)[0])
             return self.kept
         # After the first chunk, all chunks have the same size, except for a smaller last one.
         if self._buffer is None or self._buffer.shape[0] < count:
@@ -197,7 +201,7 @@ def _row_work(
 
 
 def _results(
-    ops: Primitives, rows: Rows, row_results: RowResults, gradients: dict[str, Tensor], logits: Tensor | None
+    ops: Primitives, rows: Rows, row_results: RowResults, gradients: dict[str, Tensor], logits: _Logits
 ) -> dict[str, Tensor]:
     call, plan = ops.call, ops.plan
     loss, outputs = ops.loss(rows, row_results)
@@ -214,10 +218,9 @@ def _results(
     if plan.strategy in (SAVE_LOGITS, RECOMPUTE_LOGITS):
         results["computed_rows"] = torch.tensor(rows.count)
     if plan.strategy == SAVE_LOGITS:
-        rows_kept, stride = plan.saved_logits_shape(call)
-        logits = ops.empty((rows_kept, stride), ops.region.logits_dtype) if logits is None else logits
+        shape = plan.saved_logits_shape(call)
         # Whole rows, with their padding, are contiguous for any number of rows.
-        results["logits"] = logits.as_strided((logits.shape[0], stride), (stride, 1))
+        results["logits"] = logits.kept.as_strided(shape, (shape[1], 1))
     for name, gradient in gradients.items():
         results[gradient_name(name)] = gradient
     return results
