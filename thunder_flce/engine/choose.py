@@ -19,7 +19,7 @@ from thunder_flce.device import ABSENT_DEVICE, BFLOAT16_CAPABILITY, ROW_MULTIPLE
 from thunder_flce.engine.kernels.dispatch import backend, check_available
 from thunder_flce.engine.kernels.interface import row_stride
 from thunder_flce.engine.matmul.matmul import FLOAT32_COLUMNS
-from thunder_flce.engine.plan import LOSS_ONLY, Plan, is_small
+from thunder_flce.engine.plan import LOSS_ONLY, Plan, balanced, is_small
 from thunder_flce.operation.call import COLUMN, HIDDEN, Call, argument
 from thunder_flce.options import GRADIENTS_IN_FORWARD, RECOMPUTE_LOGITS, SAVE_LOGITS, STRATEGIES, Options
 
@@ -391,11 +391,8 @@ class _Choice:
 
     def _balanced(self, largest: int) -> int:
         """Rows of a chunk that make all chunks about equal, in whole tiles of the matmul, and none above `largest`."""
-        if self.tokens <= largest:
-            return max(self.tokens, 1)
-        tile = 1 if self.is_on_cpu else min(TILE_ROWS, largest)
-        chunks = -(-self.tokens // (largest // tile * tile))
-        return -(-self.tokens // (chunks * tile)) * tile
+        is_tiled = self.tokens > largest and not self.is_on_cpu
+        return balanced(self.tokens, largest, tile=min(TILE_ROWS, largest) if is_tiled else 1)
 
     def _plan_with_largest_chunk(self, default: int, plan_with: Callable[[int], Plan]) -> Plan:
         """Returns the plan with the chosen chunk size, else with the largest in the budget, else with the default."""

@@ -24,6 +24,15 @@ def is_small(call: Call, hidden: int) -> bool:
     return hidden * SMALL_LINEAR <= call.tensors["input"].shape[-1]
 
 
+def balanced(rows: int, largest: int, *, tile: int = 1) -> int:
+    """Returns the size of chunks of some rows that are about equal, in whole tiles, and none above `largest`.
+
+    A small last chunk would read all of W and dW for a few rows.
+    """
+    chunks = -(-rows // (largest // tile * tile)) or 1
+    return (-(-rows // (chunks * tile)) or 1) * tile
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan(PlainValues):
     """How a region runs: every strategy is the same loop over chunks of tokens."""

@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from thunder_flce.device import TILE_ROWS
 from thunder_flce.engine.kernels.interface import PER_TOKEN, TokenVectors
+from thunder_flce.engine.plan import balanced
 from thunder_flce.operation.call import Call
 
 # Number of rows that `Rows.scatter_` copies at a time.
@@ -87,19 +88,13 @@ class Rows:
         return self._counts[0]
 
     def chunks(self, largest: int, first: int = 0) -> Iterator[slice]:
-        """Yields slices that cover all rows: one of `first` rows, unless 0, then about equal ones of at most `largest`.
-
-        Chunks are about equal because a small last chunk would read all of W and dW for a few rows.
-        """
+        """Yields slices that cover all rows: one of `first` rows, unless 0, then about equal ones up to `largest`."""
         first = min(first, self.count)
         if first:
             yield slice(0, first)
-        rest = self.count - first
-        if not rest:
+        if first == self.count:
             return
-        rows = -(-rest // -(-rest // largest))
-        if largest % TILE_ROWS == 0:
-            rows = -(-rows // TILE_ROWS) * TILE_ROWS
+        rows = balanced(self.count - first, largest, tile=1 if largest % TILE_ROWS else TILE_ROWS)
         for start in range(first, self.count, rows):
             yield slice(start, min(start + rows, self.count))
 

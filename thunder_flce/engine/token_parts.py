@@ -15,6 +15,7 @@ from torch import Tensor
 
 from thunder_flce.engine import collectives
 from thunder_flce.engine.kernels.interface import TokenVectors
+from thunder_flce.engine.plan import balanced
 from thunder_flce.engine.rows import Rows
 from thunder_flce.operation.call import Shard
 
@@ -35,9 +36,8 @@ class RowsOfParts(Rows):
         valid_first = torch.argsort(_valid_by_part(vectors, shard.ranks), dim=1, descending=True, stable=True)
         # Ascending, as `Rows.scatter_` needs it.
         order = torch.cat([valid_first[:, :own_count].sort(1).values, valid_first[:, own_count:]], 1)
-        largest = max(chunk_rows // shard.ranks, 1)
         # A chunk has this many rows of each part, the last one fewer.
-        self.part_chunk = max(-(-own_count // max(-(-own_count // largest), 1)), 1)
+        self.part_chunk = balanced(own_count, max(chunk_rows // shard.ranks, 1))
         offsets = torch.arange(shard.ranks, device=vectors.target.device)[:, None] * tokens
         chunks = (order[:, :own_count] + offsets).split(self.part_chunk, 1)
         super().__init__(vectors, count, order=torch.cat([chunk.reshape(-1) for chunk in chunks]))
