@@ -496,18 +496,13 @@ def _parts(stride: int, itemsize: int, device: Device) -> dict[str, int]:
     if row_bytes > _LARGEST_ROW_BYTES:
         total = min(_ceil(row_bytes, _LARGEST_PART_BYTES) | 1, _MOST_PARTS)
     # Programs wait for the others of their row. They are numbered as they start, so those of the first unfinished row
-    # run or start next: that row makes progress if the device can run all its parts at a time.
-    if total > _parts_at_a_time(device):
+    # run or start next: that row makes progress if the device can run all its parts at a time, by their threads and
+    # registers: 396 on an H200. On AMD's GPUs rows are whole: their compiler hoists the load out of the waiting loop
+    # (tests/kernels), and chiplets have caches of their own.
+    if device.is_hip or total > device.multiprocessors * (_PART_BLOCK.on(device).programs or 1):
         total = 1
     columns = _ceil(stride, total * PADDED_ROW_MULTIPLE) * PADDED_ROW_MULTIPLE
     return {"PARTS": total, "PART": columns, "SLOTS": 1 << (total - 1).bit_length()}  # Slots are a power of two.
-
-
-def _parts_at_a_time(device: Device) -> int:
-    """Returns how many parts fit on the device at a time, by their threads and registers: 396 on an H200."""
-    # 1 for AMD's GPUs: their compiler hoists the load out of the waiting loop (tests/kernels), and chiplets have caches
-    # of their own.
-    return 1 if device.is_hip else device.multiprocessors * (_PART_BLOCK.on(device).programs or 1)
 
 
 def _exchange(rows: int, slots: int, device: torch.device) -> Tensor:
