@@ -10,6 +10,7 @@ from bisect import bisect
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from math import inf, log2
 from typing import Any
 
@@ -328,7 +329,7 @@ class _Choice:
         if self.options.batch_invariant:
             _check_batch_invariant(self.call, self.common, self.device)
         if self.common.strategy == LOSS_ONLY:
-            plan = self._plan_with_largest_chunk(self._default_rows(), self._plan_in_16_bits)
+            plan = self._plan_with_largest_chunk(self._default_rows, self._plan_in_16_bits)
         elif self.common.strategy == SAVE_LOGITS:
             plan = self._plan_of(max(self.tokens, 1))
         else:
@@ -362,6 +363,7 @@ class _Choice:
 
     # Chunks.
 
+    @cached_property
     def _default_rows(self) -> int:
         """Rows of a chunk without a memory budget: as many as pay, within the memory that calls may take by default."""
         call, device = self.call, self.device
@@ -439,15 +441,15 @@ class _Choice:
         A sum in 16 bits is exact enough with few chunks. Otherwise either chunks are larger, so that there are few of
         them, or dW is summed in a float32 accumulator.
         """
-        call, default = self.call, self._default_rows()
+        call = self.call
         if self.options.accumulate == "float32" and self._rounds_sums(0):
-            return self._choose_float32_sum(default)
-        plan = self._plan_with_largest_chunk(default, self._plan_in_16_bits)
+            return self._choose_float32_sum()
+        plan = self._plan_with_largest_chunk(self._default_rows, self._plan_in_16_bits)
         is_exact = plan.chunk_rows >= self._exact_rows
         if self.chosen_rows is not None or self.limit is not None:
             if is_exact:
                 return plan
-            in_float32 = self._choose_float32_sum(default)
+            in_float32 = self._choose_float32_sum()
             if self.limit is None or self._bytes(in_float32) <= self.limit:
                 return in_float32
             self._warn(
@@ -459,7 +461,7 @@ class _Choice:
             return plan
         if not is_exact:
             in_16_bits = self._plan_in_16_bits(self._balanced(self._exact_rows))
-            plan = min(in_16_bits, self._choose_float32_sum(default), key=self._bytes)
+            plan = min(in_16_bits, self._choose_float32_sum(), key=self._bytes)
         # One chunk of all tokens, if their logits take little memory.
         one_chunk = self._plan_in_16_bits(max(self.tokens, 1))
         most_bytes = max(ONE_CHUNK * call.gradient_bytes, ONE_CHUNK_BYTES)
@@ -471,13 +473,13 @@ class _Choice:
                 return one_chunk
         return plan
 
-    def _choose_float32_sum(self, default: int) -> Plan:
+    def _choose_float32_sum(self) -> Plan:
         """Returns a plan that sums dW in float32, with as many rows in a chunk as pay.
 
         A chunk may be as large as the rounded dW, which takes its memory afterwards. A float32 sum moves twice the
         bytes of one in 16 bits: chunks that are only as large as the matmuls need are doubled, if memory allows.
         """
-        rows = default
+        rows = default = self._default_rows
         if not self.is_on_cpu:
             elements = self.call.weight_rows * sum(_hidden_sizes(self.call, COLUMN))
             rows = max(default, self.call.dtype.itemsize * elements // self.row_bytes)
@@ -501,7 +503,7 @@ class _Choice:
             return all_saved
         if shard is not None and shard.sequence_parallel:
             return None
-        largest = min(self._default_rows(), max(allowed // (4 * self.row_bytes), self.smallest))
+        largest = min(self._default_rows, max(allowed // (4 * self.row_bytes), self.smallest))
         # Other logits are saved, so the rest is never all rows, and dW is a sum.
         rows = min(self.chosen_rows or self._balanced(largest), max(self.tokens - TILE_ROWS, 1))
         chunked = (self._plan_in_16_bits if rows >= self._exact_rows else self._plan_in_float32)(rows)
