@@ -5,7 +5,7 @@ import operator
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any
 
@@ -66,14 +66,13 @@ def read(gm: GraphModule) -> Program:
     left it, and logits that are read for their sizes alone are not read. It computes the same as before.
     """
     reader = _Reader()
-    reader.read(gm, {}, inside=None)
-    return Program(reader.ops, reader.results)
+    results = reader.read(gm, inside=None)
+    return Program(reader.ops, tensors_in(results))
 
 
 class _Reader:
     def __init__(self) -> None:
         self.ops: list[Op] = []
-        self.results: list[Tensor] = []
         self._values: dict[Node, Any] = {}
         self._numbers: dict[Node, tuple[Tensor, ...]] = {}
         """The tensors from which a number is read and computed"""
@@ -82,9 +81,8 @@ class _Reader:
         self._grad_mode = torch.is_grad_enabled()
         """Whether autograd records the next node; at first, as at the entry of the graph"""
 
-    def read(self, gm: GraphModule, arguments: Mapping[Node, Any], inside: Node | None) -> Any:
+    def read(self, gm: GraphModule, inside: Node | None) -> Any:
         """Reads all nodes of a graph; returns the graph's output."""
-        self._values.update(arguments)
         _erase_checks(gm)
         for node in gm.graph.nodes:
             _write_joined(node)
@@ -98,25 +96,20 @@ class _Reader:
             elif node in self._values or node.op == "output":
                 continue
             elif node.op in ("placeholder", "get_attr"):
-                self._values[node] = tree_map(lambda value, node=node: _tensor(value, node), value_of(node))
+                self._values[node] = tree_map(lambda value, node=node: tensor_of(value, node), value_of(node))
             elif is_checkpoint(node):
                 self._read_checkpoint(gm, node, inside)
             else:
                 self._add(node, inside)
         (output,) = gm.graph.find_nodes(op="output")
-        returned = map_arg(output.args[0], self._values.__getitem__)
-        if inside is None:
-            self.results = tensors_in(returned)
-        return returned
+        return map_arg(output.args[0], self._values.__getitem__)
 
     def _read_checkpoint(self, gm: GraphModule, node: Node, inside: Node | None) -> None:
         body, (_, *operands) = body_of(gm, node), node.args
-        values = map_arg(tuple(operands), self._values.__getitem__)
-        placeholders = body.graph.find_nodes(op="placeholder")
-        arguments = dict(zip(placeholders, values, strict=True))
-        for inner, outer in zip(placeholders, operands, strict=True):
+        for inner, outer in zip(body.graph.find_nodes(op="placeholder"), operands, strict=True):
+            self._values[inner] = map_arg(outer, self._values.__getitem__)
             self._numbers[inner] = self._numbers.get(outer, ())  # type: ignore[arg-type]
-        self._values[node] = self.read(body, arguments, inside or node)
+        self._values[node] = self.read(body, inside or node)
         # The results of the node are tensors of the body; outside of it, they have nodes of their own.
         for user in node.users:
             result = self._values[user] = self._values[node][user.args[1]]
@@ -152,7 +145,7 @@ class _Reader:
             self._write_casts(node, value.dtype, inside)
         args, kwargs = map_arg((tuple(node.args), dict(node.kwargs)), self._values.__getitem__)
         name, args, kwargs = _as_function(node, name, args, kwargs)
-        output = tree_map(lambda each: _tensor(each, node), value)
+        output = tree_map(lambda each: tensor_of(each, node), value)
         for tensor, out in zip(tensors_in(output), outs, strict=True):
             tensor.needs_grad = out.requires_grad and (self._grad_mode or _has_grad_fn(out))
             tensor.is_reshaped = self._reshapes[id(out)] > 0
@@ -414,7 +407,7 @@ def _write_fill(node: Node) -> None:
         node.op, node.target, node.meta = "call_method", "masked_fill_", {**node.meta, "example_value": written}
 
 
-def _tensor(value: Any, node: Node) -> Any:
+def tensor_of(value: Any, node: Node) -> Any:
     """Returns the program's tensor for a fake tensor; symbolic sizes and other values stay as they are."""
     if not isinstance(value, torch.Tensor):
         return value

@@ -22,13 +22,12 @@ from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx import Graph, GraphModule, Node, Proxy
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from thunder_flce.dynamo.lengths import may_save_logits
-from thunder_flce.dynamo.reading import name_of, value_of
+from thunder_flce.dynamo.reading import name_of, tensor_of, value_of
 from thunder_flce.matching.decisions import Decision, PlannedRegion
 from thunder_flce.matching.interpreter import Interpreter
 from thunder_flce.matching.program import Op, Tensor, depends_on_values, hint
@@ -71,13 +70,11 @@ class _Graph:
 
     def __init__(self, graph: Graph, options: Options):
         self._graph, self._options = graph, options
-        nodes = self._nodes = list(graph.nodes)
+        nodes = list(graph.nodes)
         self._positions = {node: position for position, node in enumerate(nodes)}
         self._modes_after = _modes_after_each(nodes)
-        self._last: Node | None = None
-        """The last node that is at its final place"""
-        self._at = -1
-        """Position of that node or, if it was added, of the node that it was added behind"""
+        self._last = self._place = nodes[0]
+        """The last node that is at its final place; and that node or, if it was added, the one it was added behind"""
         self._replaced: dict[Tensor, Tensor] = {}
         values = [value_of(node) for node in nodes]
         # The fake mode of the graph's own values: that of the tracing context is another one, for AOTAutograd.
@@ -88,19 +85,15 @@ class _Graph:
     def keep(self, op: Op) -> None:
         """Leaves the node of an operation where it is, or moves it behind the nodes that it reads."""
         node = _node_of(op)
-        if self._positions[node] < self._at:
+        if self._positions[node] < self._positions[self._place]:
             self._read_sizes_elsewhere(node)
             with self._modes(*self._modes_after[node]):
-                for moved in [node, *_readers_of_parts(node)]:
-                    assert self._last is not None
-                    self._last.append(moved)
-                    self._last = moved
+                self._put(node, *_readers_of_parts(node))
         else:
-            self._at, self._last = self._positions[node], node
+            self._last = self._place = node
             # Nodes that are put behind it may read one of its several results.
-            for reader in _readers_of_parts(node) if not isinstance(value_of(node), torch.Tensor) else ():
-                self._last.append(reader)
-                self._last = reader
+            if not isinstance(value_of(node), torch.Tensor):
+                self._put(*_readers_of_parts(node))
 
     @contextmanager
     def behind(self, op: Op, *, has_grad: bool) -> Iterator[None]:
@@ -108,11 +101,10 @@ class _Graph:
 
         Gradients are on if any region has them, since regions share nodes; tensors without a gradient are detached.
         """
-        if self._positions[op.handle] > self._at:
-            self._at, self._last = self._positions[op.handle], op.handle
-        assert self._last is not None
+        if self._positions[op.handle] > self._positions[self._place]:
+            self._last = self._place = op.handle
         node = self._last
-        is_on, autocast = self._modes_after[self._nodes[self._at]]
+        is_on, autocast = self._modes_after[self._place]
         # Without autocast: the nodes that are added cast explicitly.
         with self._modes(has_grad or is_on, dict.fromkeys(autocast, _NO_AUTOCAST)):
             self._end = self._last.next
@@ -125,23 +117,22 @@ class _Graph:
     @contextmanager
     def _modes(self, has_grad: bool, autocast: "_Autocast") -> Iterator[None]:
         """Context in which nodes that are put behind the last one run in these modes."""
-        has_grad_here, autocast_here = self._modes_after[self._nodes[self._at]]
-        is_other = has_grad_here != has_grad
-        if is_other:
-            self._put(torch._C._set_grad_enabled, has_grad)
+        has_grad_here, autocast_here = self._modes_after[self._place]
+        add = self._graph.call_function
+        if has_grad_here != has_grad:
+            self._put(add(torch._C._set_grad_enabled, (has_grad,)))
         changed = [(device, *state) for device, state in autocast.items() if state != autocast_here[device]]
-        entered = [self._put(_enter_autocast, *each) for each in changed]
+        entered = [add(_enter_autocast, each) for each in changed]
+        self._put(*entered)
         yield
-        for node in reversed(entered):
-            self._put(_exit_autocast, node)
-        if is_other:
-            self._put(torch._C._set_grad_enabled, not has_grad)
+        self._put(*(add(_exit_autocast, (node,)) for node in reversed(entered)))
+        if has_grad_here != has_grad:
+            self._put(add(torch._C._set_grad_enabled, (has_grad_here,)))
 
-    def _put(self, function: Callable, *args: Any) -> Node:
-        assert self._last is not None
-        with self._graph.inserting_after(self._last):
-            self._last = self._graph.call_function(function, args)
-        return self._last
+    def _put(self, *nodes: Node) -> None:
+        for node in nodes:
+            self._last.append(node)
+            self._last = node
 
     def replace(self, results: dict[Tensor, Tensor]) -> None:
         """Replaces the program's tensors by new ones in all users, except for sizes, which may be read before."""
@@ -192,8 +183,7 @@ class _Graph:
 
     def _new_tensor(self, node: Node, value: torch.Tensor) -> Tensor:
         node.meta["example_value"] = value
-        storage = StorageWeakRef(value.untyped_storage())
-        return Tensor(node.name, tuple(value.shape), value.dtype, value.device, value.requires_grad, node, storage)
+        return tensor_of(value, node)
 
     def _argument(self, value: Any) -> Any:
         if isinstance(value, Tensor):
