@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from thunder.core.compile_data import using_symbolic_values
 from thunder.core.jit_ext import register_general_jit_lookaside
-from thunder.core.trace import TraceCtx
 from thunder.core.transform_common import Transform
 from thunder.dynamo.compiler import ThunderCompiler, ThunderFXCompiledObject
 from thunder.extend import Executor
@@ -22,10 +20,7 @@ from thunder_flce.graph.plugin import with_fusion
 from thunder_flce.graph.thunder_fixes import traced_by
 from thunder_flce.graph.transform import FuseLinearCrossEntropy
 from thunder_flce.matching.decisions import Decision, NotFusedError
-from thunder_flce.matching.interpreter import Interpreter
-from thunder_flce.matching.program import Program
-from thunder_flce.matching.regions import Region
-from thunder_flce.options import Options, as_options
+from thunder_flce.options import Options
 
 
 def thunderfx(
@@ -59,29 +54,19 @@ def thunderfx(
     torch_arguments = inspect.signature(torch.compile).parameters
     torch_options = {name: value for name, value in compile_options.items() if name in torch_arguments}
     thunder_options = {name: value for name, value in compile_options.items() if name not in torch_options}
-    fusion = _PlanRegions(options, strict=strict)
-    backend = _Compiler(options, strict=strict, **with_fusion(fusion, executors, transforms, **thunder_options))
+    fusion = FuseLinearCrossEntropy(options, strict=strict)
+    # Without known sizes, no region can be planned: the transform says so.
+    fusion.fuses = thunder_options.get("cache") == "symbolic values"
+    backend = _Compiler(fusion, **with_fusion(fusion, executors, transforms, **thunder_options))
     return ThunderFXCompiledObject(backend, torch.compile(fn, backend=backend, **torch_options))
 
 
-class _PlanRegions(FuseLinearCrossEntropy):
-    """Plans the regions of a trace; it fuses nothing, since Dynamo's graph has been fused before."""
-
-    def match(self, program: Program) -> tuple[Interpreter, list[Region], list[Decision]]:
-        """Returns no regions and no decisions."""
-        return Interpreter(program), [], []
-
-    def unknown_losses(self, trace: TraceCtx) -> list[Decision]:
-        """Returns nothing unless values are symbolic; in other cases, `fuse` has reported on Dynamo's graph."""
-        return super().unknown_losses(trace) if using_symbolic_values() else []
-
-
 class _Compiler(ThunderCompiler):
-    """thunder's backend; fuses a Dynamo graph before it passes the graph to thunder."""
+    """thunder's backend; fuses a Dynamo graph before it passes the graph to thunder, unless the transform fuses."""
 
-    def __init__(self, options: Options | None, *, strict: bool, transforms: list[Transform], **thunder_options: Any):
+    def __init__(self, fusion: FuseLinearCrossEntropy, *, transforms: list[Transform], **thunder_options: Any):
         super().__init__(transforms=transforms, **thunder_options)
-        self._options, self._strict, self._transforms = as_options(options), strict, tuple(transforms)
+        self._fusion, self._transforms = fusion, tuple(transforms)
         self.decisions: list[list[Decision]] = []
         """One list for each graph"""
 
@@ -89,9 +74,8 @@ class _Compiler(ThunderCompiler):
         # thunder appends its own transform to the list for each graph; a fresh list keeps it from growing.
         self.thunder_options["transforms"] = list(self._transforms)
         try:
-            # Without known sizes, no region can be planned.
-            if self.thunder_options.get("cache") != "symbolic values":
-                self.decisions.append(fuse(gm, self._options, strict=self._strict))
+            if not self._fusion.fuses:
+                self.decisions.append(fuse(gm, self._fusion.options, strict=self._fusion.strict))
                 _replace_aten_operations(gm)
         except NotFusedError as error:
             return raising(error)

@@ -21,8 +21,7 @@ from thunder_flce.graph.reading import is_static, read, source_of, tensors_writt
 from thunder_flce.graph.writing import write_regions
 from thunder_flce.matching.decisions import Decision, Reason, in_order, report
 from thunder_flce.matching.interpreter import LOSSES, NORMALISERS, Interpreter
-from thunder_flce.matching.program import Program
-from thunder_flce.matching.regions import Region, match
+from thunder_flce.matching.regions import match
 from thunder_flce.options import Options, as_options, checked_strict
 
 
@@ -66,6 +65,8 @@ class FuseLinearCrossEntropy(Transform):
         self.options = as_options(options)
         self.strict = checked_strict(strict)
         self.compilations: list[Compilation] = []
+        self.fuses = True
+        """False if the program has been fused before, in Dynamo's graph: then its regions only get plans"""
         self.original: TraceCtx | None = None
         """The program as the user wrote it, if this fusion runs after a transform that rewrites linears"""
 
@@ -93,25 +94,18 @@ class FuseLinearCrossEntropy(Transform):
         trace = dce(_inline_checkpoints(computation_trace))
         _keep_forwards_out_of_backward(trace)
         if not _is_static_trace(trace):
-            return computation_trace, self.unknown_losses(trace)
+            return computation_trace, _unknown_losses(trace) if self.fuses else []
         # The trace has autocast's casts already; without this, autocast would cast the region's arguments once more.
         with disable_autocast():
-            interpreter, regions, refused = self.match(read(trace))
+            program = read(trace)
+            interpreter, regions, refused = (
+                match(program, self.options) if self.fuses else (Interpreter(program), [], [])
+            )
             if not regions and not any(map(symbols.is_region, trace.bound_symbols)):
                 return computation_trace, in_order(refused)
             trace, decisions = write_regions(trace, regions, interpreter, options=self.options)
         trace.set_provenance(TraceProvenance("Fuse linear and cross-entropy"))
         return trace, in_order([*decisions, *refused])
-
-    def match(self, program: Program) -> tuple[Interpreter, list[Region], list[Decision]]:
-        """Returns a program's interpreter, the regions that can be fused, and decisions about losses that cannot."""
-        return match(program, self.options)
-
-    def unknown_losses(self, trace: TraceCtx) -> list[Decision]:
-        """Returns decisions about a program with unknown sizes or numbers, in which nothing is fused."""
-        reason = Reason.DYNAMIC if using_symbolic_values() else Reason.NUMBER_READ
-        losses = [bsym for bsym in trace.bound_symbols if bsym.sym.name in (*LOSSES, *NORMALISERS)]
-        return [Decision(source_of(bsym), reason=reason) for bsym in losses]
 
     def _check_regions(self, trace: TraceCtx) -> None:
         """Raises if the user wrote a region on a divided weight: thunder would gather losses instead of logits."""
@@ -138,6 +132,13 @@ def _warn_of_many_compilations() -> None:
             "compiles a program twice for all lengths",
             stacklevel=2,
         )
+
+
+def _unknown_losses(trace: TraceCtx) -> list[Decision]:
+    """Returns decisions about a program with unknown sizes or numbers, in which nothing is fused."""
+    reason = Reason.DYNAMIC if using_symbolic_values() else Reason.NUMBER_READ
+    losses = [bsym for bsym in trace.bound_symbols if bsym.sym.name in (*LOSSES, *NORMALISERS)]
+    return [Decision(source_of(bsym), reason=reason) for bsym in losses]
 
 
 def _is_static_trace(trace: TraceCtx) -> bool:
