@@ -43,28 +43,23 @@ _RECORDED = vars(functional.linear_cross_entropy)["__wrapped__"]
 def _lookaside(*args: Any, **kwargs: Any) -> Any:
     """Called by thunder's interpreter, with wrapped values, in place of `functional.linear_cross_entropy`."""
     thunder_fixes.apply()
+    try:
+        return _traced(*args, **kwargs)
+    except (NotImplementedError, TypeError, ValueError) as error:
+        return do_raise(error)
+
+
+def _traced(*args: Any, **kwargs: Any) -> Any:
     if any(hasattr(wrapped.value, "device_mesh") for wrapped in (*args, *kwargs.values())):
-        return do_raise(NotImplementedError(ONLY_EAGER))
+        raise NotImplementedError(ONLY_EAGER)
     for string in (wrapped.value for wrapped in kwargs.values() if isinstance(wrapped.value, StringProxy)):
         # With symbolic values, thunder itself adds no check of a string.
         get_jit_ctx().add_constraint((clang.check_string_value, string, string.value))
     token_loss = kwargs.get("token_loss")
     if token_loss is not None and token_loss.value is not None:
-        try:
-            check_function(token_loss.value)
-        except TypeError as error:
-            return do_raise(error)
+        check_function(token_loss.value)
     kwargs.pop("autocast", None)  # In Dynamo's graphs.
-    constants = {}
-    if (parallel := kwargs.pop("vocab_parallel", None)) is not None:
-        is_literal = isinstance(parallel.value, str)  # In Dynamo's graphs.
-        try:
-            literal = parallel.value if is_literal else _literal(parallel.value)
-        except (NotImplementedError, TypeError, ValueError) as error:
-            return do_raise(error)
-        if not is_literal and not _guard_vocab_parallel(parallel) and literal is not None:
-            return do_raise(NotImplementedError(UNGUARDED))
-        constants["vocab_parallel"] = literal
+    vocab_parallel = _guarded_literal(kwargs.pop("vocab_parallel", None))
     # In a sequence, recursively_proxy stops after the first item that holds a tensor.
     for item in _wrapped_items(kwargs.get("terms")):
         recursively_proxy(item, *_wrapped_items(item))
@@ -74,14 +69,13 @@ def _lookaside(*args: Any, **kwargs: Any) -> Any:
         inputs = list(map(unwrap, _wrapped_items(named.get("token_inputs"))))
         for number, value in enumerate(inputs):
             if not isinstance(value, TensorProxy):
-                kind = type(value).__name__
-                return do_raise(TypeError(f"token_inputs[{number}] must be a tensor, but got {kind}"))
+                raise TypeError(f"token_inputs[{number}] must be a tensor, but got {type(value).__name__}")
         result = interpreted_token_loss(token_loss, unwrap(named["input"]), unwrap(named["target"]), inputs=inputs)
         if result is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
             return result
         kwargs = {**kwargs, "token_loss": result}
-    region = record_source_loc_in_symbol_header(partial(symbols.linear_cross_entropy, **constants))
-    return interpreter_needs_wrap(region)(*args, **kwargs)
+    region = partial(symbols.linear_cross_entropy, vocab_parallel=vocab_parallel)
+    return interpreter_needs_wrap(record_source_loc_in_symbol_header(region))(*args, **kwargs)
 
 
 @register_general_jit_lookaside(torch.ops.thunder_flce.linear_cross_entropy.default)
@@ -104,13 +98,19 @@ torch_to_thunder_functions[_RECORDED] = lambda *args, autocast=None, **kwargs: s
 )
 
 
-def _guard_vocab_parallel(wrapped: Any) -> bool:
-    """Has thunder recompile if vocab_parallel changes. False if thunder cannot look the value up again."""
-    if not should_register_for_prologue(wrapped.provenance):
-        return False
-    proxy = AnyProxy(wrapped.value, history=wrapped.provenance)
-    get_jit_ctx().add_constraint((_check_vocab_parallel, proxy, _literal(wrapped.value)))
-    return True
+def _guarded_literal(wrapped: Any) -> str | None:
+    """Returns a wrapped vocab_parallel as a string, and has thunder recompile if it changes."""
+    if wrapped is None:
+        return None
+    if isinstance(wrapped.value, str):  # In Dynamo's graphs.
+        return wrapped.value
+    literal = _literal(wrapped.value)
+    if should_register_for_prologue(wrapped.provenance):
+        proxy = AnyProxy(wrapped.value, history=wrapped.provenance)
+        get_jit_ctx().add_constraint((_check_vocab_parallel, proxy, literal))
+    elif literal is not None:
+        raise NotImplementedError(UNGUARDED)
+    return literal
 
 
 def _literal(vocab_parallel: Any) -> str | None:

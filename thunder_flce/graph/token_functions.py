@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from thunder.core import dtypes
-from thunder.core.interpreter import INTERPRETER_SIGNALS, do_raise, unwrap, wrap_const
+from thunder.core.interpreter import INTERPRETER_SIGNALS, unwrap, wrap_const
 from thunder.core.interpreter import _interpret_call as interpret_call
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
@@ -36,7 +36,7 @@ def interpreted_token_loss(
 ) -> Any:
     """Returns the result of `pointwise.text_of` for a wrapped function, wrapped too; or the signal of an exception."""
     if not is_static(input, target):
-        return do_raise(NotImplementedError(_SYMBOLIC))
+        raise NotImplementedError(_SYMBOLIC)
     row_dtype = loss_dtype(input)
     input_dtypes = [row_dtype if dtypes.is_float_dtype(tensor.dtype) else tensor.dtype for tensor in inputs]
     trace = get_tracectx()
@@ -62,7 +62,5 @@ def interpreted_token_loss(
                 )
             names |= {out.name for out in bsym.flat_proxy_outs}
         return wrap_const(text_of(unwrap(function), [*map(dtypes.to_torch_dtype, input_dtypes)]))
-    except TypeError as error:
-        return do_raise(error)
     finally:
         trace.pop_scope()
