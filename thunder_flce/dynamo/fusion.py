@@ -34,16 +34,13 @@ def fuse(gm: GraphModule, options: Options, *, strict: bool, leaves_small: bool 
         NotFusedError: if `strict`, with the source and the reason of each result that is not fused.
     """
     decisions: list[Decision] = []
-    bodies = {id(body_of(each, node)) for each in _graphs(gm) for node in each.graph.nodes if is_checkpoint(node)}
-    for module in _graphs(gm):
-        if id(module) not in bodies:
-            decisions += _fuse(module, options, leaves_small=leaves_small)
+    graphs = [module for module in gm.modules() if isinstance(module, GraphModule)]
+    bodies = {body_of(each, node) for each in graphs for node in each.graph.nodes if is_checkpoint(node)}
+    for each in graphs:
+        if each not in bodies:
+            decisions += _fuse(each, options, leaves_small=leaves_small)
     report(decisions, strict=strict)
     return decisions
-
-
-def _graphs(gm: GraphModule) -> list[GraphModule]:
-    return [module for module in gm.modules() if isinstance(module, GraphModule)]
 
 
 def _fuse(gm: GraphModule, options: Options, *, leaves_small: bool) -> list[Decision]:

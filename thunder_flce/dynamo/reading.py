@@ -5,7 +5,6 @@ import operator
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any
 
@@ -304,7 +303,7 @@ def _redirect_reads(gm: GraphModule) -> None:
     """Has nodes that read a tensor after an in-place change read the result of the change, which is the same tensor."""
     for node in gm.graph.nodes:
         _write_fill(node)
-        written = list(written_by(node))
+        written = written_by(node)
         # Another library's operator may return another tensor than it changes.
         is_same = isinstance(value_of(node), torch.Tensor) and _is_of_torch(node) and not _is_numpy_call(node)
         if is_same and written and written == list(node.args[:1]):
@@ -440,19 +439,17 @@ _WRITING_OPERATORS = {operator.setitem, eager_transforms._set_tensor_requires_gr
 }
 
 
-def written_by(node: Node) -> Iterator[Node]:
-    """Yields the tensors that an operation changes in place."""
-    target, out = node.target, node.kwargs.get("out")
-    yield from (each for each in tree_flatten(out)[0] if isinstance(each, Node))
+def written_by(node: Node) -> list[Node]:
+    """Returns the tensors that an operation changes in place."""
+    target, written = node.target, [node.kwargs.get("out")]
     if isinstance(target, torch._ops.OpOverloadPacket) and len(target.overloads()) == 1:
         target = getattr(target, *target.overloads())
     if name_of(node) == "triton_kernel_wrapper_mutation" or _is_numpy_call(node):
-        yield from node.all_input_nodes  # The user's kernel, or NumPy's function, may write to any argument.
+        written += node.all_input_nodes  # The user's kernel, or NumPy's function, may write to any argument.
     elif isinstance(target, torch._ops.OpOverload):
         schema = target._schema.arguments
         args = {**dict(zip([each.name for each in schema], node.args, strict=False)), **node.kwargs}
-        written = [args.get(each.name) for each in schema if each.alias_info is not None and each.alias_info.is_write]
-        yield from (each for each in tree_flatten(written)[0] if isinstance(each, Node))
+        written += [args.get(each.name) for each in schema if each.alias_info is not None and each.alias_info.is_write]
     elif isinstance(first := node.args[0] if node.args else node.kwargs.get("input"), Node | list | tuple):
         name = name_of(node)
         # The names of some of Python's operators, such as and_, have an underscore only to avoid a keyword.
@@ -461,9 +458,10 @@ def written_by(node: Node) -> Iterator[Node]:
         is_operator = not _WRITING_OPERATORS.isdisjoint((target, vars(operator).get(name.strip("_"))))
         if is_by_name or is_operator:
             # If the first argument is a list, as for torch._fused_adamw_, further arguments may change, too.
-            yield from [first] if isinstance(first, Node) else node.all_input_nodes
+            written += [first] if isinstance(first, Node) else node.all_input_nodes
         elif getattr(target, "__module__", "") == F.__name__:
-            yield from (each for each in _written_by_functional(node) if isinstance(each, Node))
+            written += _written_by_functional(node)
+    return [each for each in tree_flatten(written)[0] if isinstance(each, Node)]
 
 
 def _is_numpy_call(node: Node) -> bool:
@@ -471,14 +469,15 @@ def _is_numpy_call(node: Node) -> bool:
     return getattr(node.target, "__module__", "") == "torch._dynamo.utils"
 
 
-def _written_by_functional(node: Node) -> Iterator[Any]:
-    """Yields what a function of torch.nn.functional changes: input, running statistics, or an embedding's weight."""
+def _written_by_functional(node: Node) -> list[Any]:
+    """Returns what a function of torch.nn.functional changes: input, running statistics, or an embedding's weight."""
     bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]
     bound.apply_defaults()
-    arguments = bound.arguments
+    arguments, names = bound.arguments, []
     if arguments.get("inplace"):
-        yield arguments["input"]
+        names += ["input"]
     if arguments.get("training") or arguments.get("use_input_stats"):
-        yield from (arguments.get("running_mean"), arguments.get("running_var"))
+        names += ["running_mean", "running_var"]
     if arguments.get("max_norm") is not None:
-        yield arguments["weight"]
+        names += ["weight"]
+    return [arguments.get(name) for name in names]
