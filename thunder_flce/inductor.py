@@ -39,8 +39,10 @@ def _scale(gradient: Tensor, factor: Tensor, valid_count: Tensor) -> None:
 
 
 # No kernel reads `operands`; `autograd` says why they are arguments.
-_SCALE = "(Tensor gradient, Tensor factor, Tensor valid_count, Tensor[] operands) -> Tensor"
-define("scale_gradient", _SCALE, _scaled, _scaled_fake)
+define(
+    "scale_gradient", "(Tensor gradient, Tensor factor, Tensor valid_count, Tensor[] operands) -> Tensor",
+    _scaled, _scaled_fake,
+)  # fmt: skip
 define(
     "scale_gradient_", "(Tensor(a!) gradient, Tensor factor, Tensor valid_count) -> ()", _scale, lambda *operands: None
 )

@@ -12,7 +12,6 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 from unittest import mock
 
 import torch
@@ -60,12 +59,7 @@ def _importable() -> Iterator[None]:
                 names.enter_context(mock.patch.object(torch.Tensor, name, method, create=True))
         # Since torch 2.14, `Function.apply` is a builtin; thunder registers a rule for the function behind the method.
         if not hasattr(Function.apply, "__func__"):
-            names.enter_context(mock.patch.object(Function, "apply", _apply_of(vars(Function)["apply"])))
+            builtin = vars(Function)["apply"]
+            apply = classmethod(lambda cls, *args, **kwargs: builtin.__get__(None, cls)(*args, **kwargs))
+            names.enter_context(mock.patch.object(Function, "apply", apply))
         yield
-
-
-def _apply_of(builtin: Any) -> classmethod:
-    def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-        return builtin.__get__(None, cls)(*args, **kwargs)
-
-    return classmethod(apply)

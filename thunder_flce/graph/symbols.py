@@ -151,12 +151,12 @@ def _region_grad(tensors: Sequence[TensorProxy], **settings: Any) -> tuple[Tenso
         parsed = _planned_settings(replace(call, needs_grad=needs_grad), parsed.vocab_parallel)
     results = dict(zip(parsed.result_names, linear_cross_entropy_fwd(tensors, **parsed.non_defaults()), strict=True))
     if parsed.needs_grad:
-        grad, saved = get_grad(results["loss"]), tuple(results[name] for name in parsed.saved_names)
+        upstream = tuple(get_grad(results[name]) for name in parsed.upstream_names)
+        saved = tuple(results[name] for name in parsed.saved_names)
         if parsed.backward_only_scales:
             expected = {name: value for name, value in call.tensors.items() if name == "expected_gradient"}
-            gradients = scale_gradients(grad, *saved, **expected)
+            gradients = scale_gradients(*upstream, *saved, **expected)
         else:
-            upstream = (grad, *(get_grad(results[name]) for name in parsed.loss.differentiable_outputs))
             gradients = linear_cross_entropy_bwd(upstream, saved, tensors, **parsed.non_defaults())
         for position, gradient in zip(parsed.grad_positions, gradients, strict=True):
             put_grad(tensors[position], gradient)

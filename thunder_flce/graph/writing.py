@@ -119,14 +119,19 @@ class _Writer:
         self, ops: Sequence[Op], operands: Sequence[Tensor], result: Tensor, *, values: Sequence[Tensor | None] | None
     ) -> list[Tensor]:
         """Returns the operations' gradients by thunder's vjp; with `values`, also the result."""
-        produced = {out.name for op in ops for out in op.outs}
-        operand_proxies = [operand.handle for operand in operands]
-        names = {proxy.name for proxy in operand_proxies}
-        constants = {tensor.name: tensor for op in ops for tensor in op.operands if tensor.name not in produced | names}
-        constant_proxies = [self._proxy(tensor) for tensor in constants.values()]
+        # A linear function has the same derivative at 0. If the derivative reads only shapes, thunder drops the zeros.
+        inputs: dict[str, TensorProxy] = {}
+        for operand, value in zip(operands, values or [None] * len(operands), strict=True):
+            like, dtype = operand.handle, _at_least_float32(operand.handle.dtype)
+            if value is None:
+                inputs[operand.name] = ltorch.zeros(like.shape, device=like.device, dtype=dtype)
+            else:
+                inputs[operand.name] = ltorch.to(value.handle, dtype)
+        made = {*inputs, *(out.name for op in ops for out in op.outs)}
+        inputs |= {each.name: self._proxy(each) for op in ops for each in op.operands if each.name not in made}
 
-        def linear_function(*inputs: TensorProxy) -> TensorProxy:
-            env = dict(zip([*(proxy.name for proxy in operand_proxies), *constants], inputs, strict=True))
+        def linear_function(*proxies: TensorProxy) -> TensorProxy:
+            env = dict(zip(inputs, proxies, strict=True))
 
             def replaced(arg: Any) -> Any:
                 return env.get(arg.name, arg) if isinstance(arg, TensorProxy) else arg
@@ -141,21 +146,14 @@ class _Writer:
                 env.update(zip((out.name for out in op.outs), outs, strict=True))
             return env[result.name]
 
-        # A linear function has the same derivative at 0. If the derivative reads only shapes, thunder drops the zeros.
-        points = [
-            ltorch.zeros(proxy.shape, device=proxy.device, dtype=_at_least_float32(proxy.dtype)) if point is None
-            else ltorch.to(point.handle, _at_least_float32(proxy.dtype))
-            for proxy, point in zip(operand_proxies, values or [None] * len(operand_proxies), strict=True)
-        ]  # fmt: skip
-        like = operand_proxies[0]
-        one = ltorch.full((), 1.0, device=like.device, dtype=_at_least_float32(result.handle.dtype))
+        one = ltorch.full((), 1.0, device=operands[0].handle.device, dtype=_at_least_float32(result.handle.dtype))
         scope = self.trace.peek_scope()
         start = len(scope)
-        value, gradients = vjp(linear_function)((*points, *constant_proxies), (one,))
+        total, gradients = vjp(linear_function)((*inputs.values(),), (one,))
         for bsym in scope[start:]:
             for out in bsym.flat_proxy_outs:
                 out.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
-        proxies = [*gradients[: len(points)], *([] if values is None else [value])]
+        proxies = [*gradients[: len(operands)], *([] if values is None else [total])]
         return [tensor_of(proxy, needs_grad=False) for proxy in proxies]
 
     def region(self, call: Call, group: Any) -> tuple[list[Tensor], PlannedRegion]:

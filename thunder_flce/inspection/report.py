@@ -171,8 +171,7 @@ def _decision_lines(decision: Decision) -> Iterator[str]:
 
 def _programs(region: PlannedRegion) -> dict[str, list[str]]:
     """Returns the program of each direction as lines of text."""
-    texts = program(*region)
-    return {name: list(lines) for name, lines in (("forward", texts.forward), ("backward", texts.backward)) if lines}
+    return {direction: list(lines) for direction, lines in vars(program(*region)).items() if lines}
 
 
 # Measured for the default plan on an H200, with hidden sizes of 768 to 4096: the loss takes 2% to 10% longer with
