@@ -155,6 +155,15 @@ def test_second_backward_over_a_retained_graph():
         torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("operation", [operator.add, operator.mul])
+def test_a_loss_beside_a_number_of_each_row(operation):
+    """thunder by itself takes a scalar on a CPU for a number, and does not sum its gradient."""
+    program = lambda h, w, y: operation(F.cross_entropy(F.linear(h, w), y), h.sum(-1)).sum()  # noqa: E731
+    tensors = operands(7)
+    results = [run(function, tensors) for function in (thunder_flce.jit(program, strict=True), program)]
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
 def test_a_grad_mode_of_the_program_itself():
     """At the end, of which thunder knows the mode, there is none."""
     program = torch.enable_grad()(lambda h, w, y: F.cross_entropy(F.linear(h, w), y))
