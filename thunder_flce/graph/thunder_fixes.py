@@ -94,7 +94,7 @@ def _zeros(*shape: int, device: Any, dtype: Any) -> TensorProxy:
 
 def _sum(*args: Any, dtype: Any = None, **kwargs: Any) -> TensorProxy:
     """Accepts a dtype of thunder as well as one of PyTorch: thunder's derivatives pass the former."""
-    return _torch_sum(*args, dtype=None if dtype is None else dtypes.to_torch_dtype(dtype), **kwargs)
+    return _torch_sum(*args, dtype=dtypes.to_torch_dtype(dtype), **kwargs)
 
 
 def _minimum_grad(a: TensorProxy, b: TensorProxy, /) -> TensorProxy:

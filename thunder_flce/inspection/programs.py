@@ -34,7 +34,7 @@ def functional(hidden, weight, labels):
     return thunder_flce.linear_cross_entropy(hidden, weight, labels)
 
 
-PROGRAMS: tuple[Callable, ...] = (litgpt, reduction_none, logits_returned, functional)
+EXAMPLES: dict[str, Callable] = {each.__name__: each for each in (litgpt, reduction_none, logits_returned, functional)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -129,49 +129,39 @@ class Report(list[Compilation]):
         return f"<Report: {len(self)} compilations, {self._fused_counts()}>"
 
 
-def _source_line(decision: Decision) -> str:
-    """Returns the line of code that a decision is about; "" if it is unknown."""
-    file, line = decision.line
-    return linecache.getline(file, line).strip() if file and line else ""
-
-
 def _decision_dict(decision: Decision) -> dict[str, Any]:
-    region = decision.region
+    region, (file, line) = decision.region, decision.line
+    runs = vars(program(*region)) if region else {}
     return {
         "kind": decision.kind,
         "source": decision.source,
-        "line": _source_line(decision),
+        "line": linecache.getline(file, line).strip() if file and line else "",
         "fused": decision.fused,
-        "plan": None if region is None else asdict(region.plan),
+        "plan": asdict(region.plan) if region else None,
         "missing_row_kernels": _missing_row_kernels(region) if region else None,
         "reason": None if decision.reason is None else decision.reason.name,
         "sentence": str(decision).removeprefix(f"{decision.source}: "),
         "plans": [{**predicted._asdict(), "plan": asdict(predicted.plan)} for predicted in Compilation.plans(decision)],
-        "runs": _programs(region) if region else {},
+        "runs": {direction: list(lines) for direction, lines in runs.items() if lines},
     }
 
 
 def _decision_lines(decision: Decision) -> Iterator[str]:
     """Yields a decision with its place and reason, the user's line and, for a fused loss, its program and all plans."""
+    values = _decision_dict(decision)
     yield str(decision)
-    if line := _source_line(decision):
+    if line := values["line"]:
         yield f"  {line}"
-    if decision.region is None:
-        return
-    if missing := _missing_row_kernels(decision.region):
+    if missing := values["missing_row_kernels"]:
         yield missing
-    for direction, lines in _programs(decision.region).items():
+    for direction, lines in values["runs"].items():
         yield "\n".join([f"  {direction}:", *(f"    {line}" for line in lines)])
     rows = [
         ("▸" if predicted.chosen else "", predicted.plan.describe(), format_bytes(predicted.temporary_bytes))
         for predicted in Compilation.plans(decision)
     ]
-    yield _table(("", "plan", "memory, predicted"), rows, right=(2,))
-
-
-def _programs(region: PlannedRegion) -> dict[str, list[str]]:
-    """Returns the program of each direction as lines of text."""
-    return {direction: list(lines) for direction, lines in vars(program(*region)).items() if lines}
+    if rows:
+        yield _table(("", "plan", "memory, predicted"), rows, right=(2,))
 
 
 # Measured for the default plan on an H200, with hidden sizes of 768 to 4096: the loss takes 2% to 10% longer with

@@ -22,11 +22,10 @@ from thunder_flce.inspection.trace_text import commented, compile_only, readable
 from thunder_flce.matching.decisions import PLURALS, NotFusedWarning
 from thunder_flce.options import ROW_KERNELS, Options
 
-EXAMPLES = {program.__name__: program for program in programs.PROGRAMS}
 _DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 _SIZES = {"batch": "sequences", "sequence": "tokens in a sequence", "hidden": "hidden size", "vocab": "vocabulary"}
 _EPILOG = f"""\
-examples: {", ".join(EXAMPLES)}
+examples: {", ".join(programs.EXAMPLES)}
 
 module:function is one of two things:
   a loss with arguments named hidden, weight, bias, labels and so on, which are created in the given sizes
@@ -80,7 +79,7 @@ def _traces_text(name: str, header: list[str], jitted: Callable) -> str:
 
 
 def _program_and_arguments(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> tuple[Callable, Any]:
-    program = EXAMPLES.get(parsed.example) or _import_function(parsed.example, parser)
+    program = programs.EXAMPLES.get(parsed.example) or _import_function(parsed.example, parser)
     names = list(inspect.signature(program).parameters)
     if not names:
         returned = program()
@@ -105,7 +104,7 @@ def _program_and_arguments(parsed: argparse.Namespace, parser: argparse.Argument
 def _import_function(name: str, parser: argparse.ArgumentParser) -> Callable:
     module, _, function = name.partition(":")
     if not module or not function:
-        parser.error(f"an example must be one of {', '.join(EXAMPLES)}, or module:function, but got {name!r}")
+        parser.error(f"an example must be one of {', '.join(programs.EXAMPLES)}, or module:function, but got {name!r}")
     try:
         program = getattr(importlib.import_module(module), function)
     except (ModuleNotFoundError, AttributeError) as error:
