@@ -253,7 +253,7 @@ class _Graph:
                 results |= zip(others, other_values, strict=True)
                 results |= {node: results[node].clone() for node in written if node in results}
                 for node in (*starts, *others, *nodes):
-                    if not isinstance(value_of(node), torch.SymInt | torch.SymFloat):
+                    if not isinstance(value_of(node), _SYMBOLIC):
                         _run_node(node, results)
                 total = results[result.handle]
             row_gradients = torch.autograd.grad(total, rows, torch.ones((), dtype=total.dtype, device=total.device))
@@ -313,19 +313,14 @@ class _Graph:
         if may_save_logits(specs, math.prod(call.tensors["input"].shape[:-1]), options):
             options = replace(options, strategy=SAVE_LOGITS)
         settings = Settings.unplanned(specs, options)
+        run_forward = torch.ops.thunder_flce.linear_cross_entropy.default
         tensors = [self._operand(name, call) for name in settings.names]
         with self._graph.inserting_before(self._end):
-            node = self._graph.call_function(
-                torch.ops.thunder_flce.linear_cross_entropy.default, (tensors, str(settings))
-            )
-            values = [value_of(each) for each in tensors]
-            with self._fake_mode, torch.enable_grad():
-                results = node.target(values, str(settings))  # type: ignore[operator]
-            count = 1 + len(call.loss.outputs)
-            parts = [self._graph.call_function(operator.getitem, (node, position)) for position in range(count)]
-        node.meta["example_value"] = tuple(results)
+            node = self._graph.call_function(run_forward, (tensors, str(settings)))
+        with self._fake_mode, torch.enable_grad():
+            node.meta["example_value"] = tuple(run_forward([*map(value_of, tensors)], str(settings)))
         planned = PlannedRegion(specs, plan_for(specs, settings.options or self._options))
-        return [self._new_tensor(part, results[position]) for position, part in enumerate(parts)], planned
+        return [self.call(operator.getitem, node, position) for position in range(1 + len(call.loss.outputs))], planned
 
     def _spec(self, tensor: Any, call: Call) -> Spec:
         if isinstance(tensor, Tensor):
