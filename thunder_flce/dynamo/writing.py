@@ -432,8 +432,7 @@ def _readers_of_parts(node: Node) -> list[Node]:
     users = [] if isinstance(value_of(node), _SYMBOLIC) else [each for each in node.users if name_of(each) != "item"]
     for user in users:
         value = value_of(user)
-        is_size = not any(isinstance(each, torch.Tensor) for each in tree_flatten(value)[0]) and user.op != "output"
-        is_size = is_size and value is not None
+        is_size = value is not None and not any(isinstance(each, torch.Tensor) for each in tree_flatten(value)[0])
         if is_size or (not is_one and user.target is operator.getitem):
             readers += [user, *(_readers_of_parts(user) if not isinstance(value, torch.Tensor | torch.SymInt) else [])]
     return readers

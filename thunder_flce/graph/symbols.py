@@ -30,7 +30,7 @@ from thunder.extend import OperatorExecutor, register_executor
 from thunder.transforms.autocast import maybe_downcast_to
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten
 
 from thunder_flce import calls, functional, operators
 from thunder_flce.agreement import agreed_call
@@ -217,12 +217,11 @@ def linear_cross_entropy(
     values = dict(bound.arguments)
     if values.pop("options") is not None:
         raise ValueError("options cannot be given inside thunder.jit: give them to thunder_flce.jit")
-    data, dtype = get_compile_data(), None
+    data = get_compile_data()
     if data is not None and isinstance(input, TensorProxy):
         dtype = data.autocast_stack.get_dtype_for_device_if_enabled(input.device.type)
-    for name in ("input", "linear_weight", "linear_bias", "terms"):
-        if dtype is not None and values[name] is not None:
-            values[name] = tree_map(lambda value: maybe_downcast_to(dtypes.to_dtype(dtype), (value,))[0], values[name])
+        for name in ("input", "linear_weight", "linear_bias", "terms") if dtype is not None else ():
+            values[name] = maybe_downcast_to(dtypes.to_dtype(dtype), values[name])
     settings = {name: plain(values[name]) for name in LOSS_ARGUMENTS}
     loss = Loss(**settings | {"token_loss": settings["token_loss"] or ""})
     call, vocab_parallel = Call(tensors=named_tensors(values), loss=loss), values["vocab_parallel"]
