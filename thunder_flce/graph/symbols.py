@@ -91,17 +91,11 @@ def _backward_impl(
     return tuple(operators.backward(parsed, upstream, saved, operands, may_overwrite=not graph_is_kept()))
 
 
-def _scaling_impl(
-    grad: Tensor, valid_count: Tensor, *gradients: Tensor, expected_gradient: Tensor | float | None = None
-) -> tuple[Tensor, ...]:
-    """See `scaled_gradients`."""
-    expected = None
-    if expected_gradient is not None:
-        _, expected = _as_tensors(("input", "expected_gradient"), (gradients[0], expected_gradient))
-    scaled = scaled_gradients(
-        gradients, grad, valid_count=valid_count, expected=expected, may_overwrite=not graph_is_kept()
-    )
-    return tuple(scaled)
+def _scaling_impl(grad: Tensor, valid_count: Tensor, *gradients: Tensor, **expected: Any) -> tuple[Tensor, ...]:
+    """See `scaled_gradients`; `expected` has the expected gradient, a tensor or a number, if there is one."""
+    number = calls.scalars_as_tensors({"input": gradients[0], **expected}).get("expected_gradient")
+    may_overwrite = not graph_is_kept()
+    return scaled_gradients(gradients, grad, valid_count=valid_count, expected=number, may_overwrite=may_overwrite)
 
 
 linear_cross_entropy_fwd = executor.register_operator(

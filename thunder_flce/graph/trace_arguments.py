@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from thunder import clang
 from thunder.core import devices, dtypes
 from thunder.core.jit_ext import get_jit_ctx
@@ -56,9 +55,9 @@ def _check_origins(number: NumberProxy) -> None:
 
 def specs(call: Call) -> Call:
     """Returns a call with specs in place of proxies, and of numbers that were given in place of tensors."""
-    like = spec_of(call.tensors["input"])
-    number = Spec((), torch.float64 if like.dtype is torch.float64 else torch.float32, like.device)
-    return call.map(lambda _, value: spec_of(value) if isinstance(value, TensorProxy) else number)
+    call = call.map(lambda _, value: spec_of(value) if isinstance(value, TensorProxy) else value)
+    number = Spec((), call.row_dtype, call.device)
+    return call.map(lambda _, value: value if isinstance(value, Spec) else number)
 
 
 def spec_of(proxy: TensorProxy) -> Spec:
