@@ -22,7 +22,7 @@ from dataclasses import fields, replace
 from hashlib import blake2b
 from math import prod
 from numbers import Real
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -34,10 +34,7 @@ from thunder_flce.operation.call import COLUMN, TOKEN_ROLES, Call, Shard, is_ten
 from thunder_flce.operation.checks import check_call, check_is_dense
 from thunder_flce.operation.loss import Loss
 from thunder_flce.options import Options
-from thunder_flce.vocab_parallel import VocabParallel
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+from thunder_flce.vocab_parallel import VocabParallel, is_dtensor
 
 # Environment variable: any value but "" and "0" makes ranks also compare the values of target and of num_items.
 CHECK_EVERY_CALL = "THUNDER_FLCE_CHECK_RANKS"
@@ -62,38 +59,35 @@ _NONE = -1
 
 # Agreements of earlier calls, by this rank's contribution, for captured CUDA graphs. None if the same contribution has
 # led to different agreements.
-_agreements: "WeakKeyDictionary[ProcessGroup, dict[_Contribution, Shard | None]]" = WeakKeyDictionary()
+_agreements: "WeakKeyDictionary[dist.ProcessGroup, dict[_Contribution, Shard | None]]" = WeakKeyDictionary()
 _REMEMBERED = 256
 
 
-def agreed_call(call: Call, vocab_parallel: str, options: Options) -> Call:
-    """Has the ranks agree on a call in a graph; returns it with this rank's shard, checked."""
-    parallel = VocabParallel.of(vocab_parallel)
-    call = replace(call, shard=agreement_on(parallel, call, options)())
+def agreed_call(call: Call, options: Options) -> Call:
+    """Has the ranks agree on a call with `vocab_parallel`; returns it with this rank's shard instead, checked."""
+    shard = agreement_on(VocabParallel.of(call.vocab_parallel), call, options)()
+    call = replace(call, shard=shard, vocab_parallel=None)
     check_call(call)
     return call
 
 
-def agreement_on(
-    parallel: VocabParallel, call: Call, options: Options, *, placements: Mapping[str, str] | None = None
-) -> Callable[[], Shard]:
+def agreement_on(parallel: VocabParallel, call: Call, options: Options) -> Callable[[], Shard]:
     """Returns a function that has the ranks agree on a call; it compares their calls and returns this rank's `Shard`.
 
     Errors before that function is called are errors of this rank alone, so `share_error` must tell the other ranks.
 
     Args:
         parallel: the ranks.
-        call: a call of tensors or specs, not checked yet. `needs_grad` is set for the call of a program; in an eager
-            call, the operands' `requires_grad` holds.
+        call: a call of tensors, DTensors or specs, not checked yet. `needs_grad` is set for the call of a program; in
+            an eager call, the operands' `requires_grad` holds.
         options: the options of the call.
-        placements: in words, by name, those of DTensors, of which `call` has specs; the weight's has this rank's rows.
 
     Raises:
         ValueError: on all ranks, by the returned function, if their calls differ; the message names the difference.
     """
     group, weight, input = parallel.process_group, call.tensors.get("linear_weight"), call.tensors.get("input")
     device, exchange_device = Device.of(weight.device) if is_tensor(weight) else None, _exchange_device(group, weight)
-    description = _description(parallel, call, options, placements or {})
+    description = _description(parallel, call, options)
     if os.environ.get(CHECK_EVERY_CALL, "") not in ("", "0"):
         description |= _value_descriptions(parallel, call.tensors)
     contribution = _Contribution(
@@ -149,13 +143,13 @@ def _digest(value: Any) -> int:
     return int.from_bytes(blake2b(repr(value).encode(), digest_size=8).digest(), "big", signed=True)
 
 
-def _exchange_device(group: "ProcessGroup", weight: Any) -> torch.device:
+def _exchange_device(group: "dist.ProcessGroup", weight: Any) -> torch.device:
     """Returns the device of exchanged numbers: its type depends on the group alone, not on a rank's arguments."""
     device = torch.device(dist.distributed_c10d._get_object_coll_device(group))
     return weight.device if is_tensor(weight) and weight.device.type == device.type else device
 
 
-def _all_gather(group: "ProcessGroup", numbers: Tensor) -> Tensor:
+def _all_gather(group: "dist.ProcessGroup", numbers: Tensor) -> Tensor:
     """Returns the numbers of all R ranks, (R, numbers)."""
     gathered = numbers.new_empty(dist.get_world_size(group) * numbers.numel())
     dist.all_gather_into_tensor(gathered, numbers, group=group)
@@ -163,14 +157,14 @@ def _all_gather(group: "ProcessGroup", numbers: Tensor) -> Tensor:
 
 
 def _all_gather_contributions(
-    group: "ProcessGroup", contribution: _Contribution, device: torch.device
+    group: "dist.ProcessGroup", contribution: _Contribution, device: torch.device
 ) -> list[_Contribution]:
     # The copy from pinned memory is asynchronous, so that the host waits only once, for the result.
     tensor = torch.tensor(contribution, device="cpu", pin_memory=device.type == "cuda").to(device, non_blocking=True)
     return [_Contribution(*numbers) for numbers in _all_gather(group, tensor).tolist()]
 
 
-def _remembered_agreement(group: "ProcessGroup", contribution: _Contribution, device: torch.device) -> Shard:
+def _remembered_agreement(group: "dist.ProcessGroup", contribution: _Contribution, device: torch.device) -> Shard:
     """Returns an earlier agreement. Each replay takes part in the collective, which other ranks may run eagerly."""
     shard = _agreements[group].get(contribution) if group in _agreements else None
     if shard is None:
@@ -185,14 +179,14 @@ def _remembered_agreement(group: "ProcessGroup", contribution: _Contribution, de
     return shard
 
 
-def _remember(group: "ProcessGroup", contribution: _Contribution, shard: Shard) -> None:
+def _remember(group: "dist.ProcessGroup", contribution: _Contribution, shard: Shard) -> None:
     agreements = _agreements.setdefault(group, {})
     agreements[contribution] = shard if agreements.pop(contribution, shard) == shard else None
     if len(agreements) > _REMEMBERED:
         agreements.pop(next(iter(agreements)))
 
 
-def _all_gather_objects(group: "ProcessGroup", value: Any) -> list[Any]:
+def _all_gather_objects(group: "dist.ProcessGroup", value: Any) -> list[Any]:
     objects: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(objects, value, group=group)
     return objects
@@ -216,9 +210,7 @@ def _raise_difference(descriptions: list[Any]) -> NoReturn:
 # Descriptions of calls.
 
 
-def _description(
-    parallel: VocabParallel, call: Call, options: Options, placements: Mapping[str, str]
-) -> dict[str, str]:
+def _description(parallel: VocabParallel, call: Call, options: Options) -> dict[str, str]:
     """Describes everything that must be equal on all ranks, in words, by the names of arguments."""
     for name, value in call.tensors.items():
         check_is_dense(name, value)
@@ -235,17 +227,18 @@ def _description(
                 details[f"the value of {name}"] = str(value)
             continue
         role, shape = call.roles[name], tuple[Any, ...](value.shape)
-        if role == COLUMN and (name in placements or _rows(value) == rows):
+        if role == COLUMN and (is_dtensor(value) or _rows(value) == rows):
             shape = ("V", *shape[1:])
         elif tokens is not None and role in TOKEN_ROLES and shape[: len(tokens)] == tokens:
             shape = ("T", *shape[len(tokens) :])
         needs_grad = value.requires_grad and (torch.is_grad_enabled() or name not in operands)
         needs_grad = needs_grad or name in call.needs_grad
-        kind, dtype = "a DTensor, " if name in placements else "", str(value.dtype).removeprefix("torch.")
+        kind, dtype = "a DTensor, " if is_dtensor(value) else "", str(value.dtype).removeprefix("torch.")
         location = value.device.type if device == value.device else value.device
         gradient = ", which requires a gradient" if needs_grad else ""
         descriptions[name] = f"{kind}{dtype} ({', '.join(map(str, shape))}) on {location}{gradient}"
-    details |= {f"the placement of {name}": placement for name, placement in placements.items()}
+    dtensors = {name: value for name, value in call.tensors.items() if is_dtensor(value)}
+    details |= {f"the placement of {name}": f"{d.placements} on {d.device_mesh}" for name, d in dtensors.items()}
     # A compiled program agrees again in its backward; ranks that run eagerly would not take part.
     details["whether a program computes gradients"] = str(bool(call.needs_grad))
     names = [field.name for field in fields(parallel) if field.name not in ("group", "start")]
@@ -259,7 +252,7 @@ def _value_descriptions(parallel: VocabParallel, tensors: Mapping[str, Any]) -> 
     """Describes the values of tensors that must be equal on all ranks. In words, since a NaN does not equal itself."""
     target, number = tensors.get("target"), tensors.get("num_items")
     values = {}
-    # Specs, as of DTensors, and a trace's stand-ins for tensors have no values.
+    # Specs and a trace's stand-ins for tensors have no values, and a DTensor's would have to be gathered.
     if type(target) is Tensor and not parallel.divides_tokens:
         weights = torch.arange(1, target.numel() + 1, device=target.device)
         values["the values of target"] = str(int((target.reshape(-1).long() * weights).sum()))
@@ -270,7 +263,8 @@ def _value_descriptions(parallel: VocabParallel, tensors: Mapping[str, Any]) -> 
 
 def _rows(weight: Any) -> int:
     """Returns the number of rows in this rank's part of a weight; 0 if it is no tensor with rows."""
-    return weight.shape[0] if is_tensor(weight) and len(weight.shape) else 0
+    part = weight.to_local() if is_dtensor(weight) else weight
+    return part.shape[0] if is_tensor(part) and len(part.shape) else 0
 
 
 # Parts of the vocabulary.

@@ -4,7 +4,7 @@ The settings of a call are kept. Calls with the same planned number of tokens (`
 in nothing but the number of tokens reuse them, and are neither checked nor planned again.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,41 +12,36 @@ import torch
 from torch import Tensor
 
 from thunder_flce.autograd import differentiable_forward, names_needing_grad
-from thunder_flce.operation.call import Call, RankPart, have_token_dimensions, is_traced
+from thunder_flce.operation.call import Call, have_token_dimensions, is_traced
 from thunder_flce.operation.checks import check_call, check_scalar
 from thunder_flce.operators import Settings, is_watched, plan_for, planned_tokens
 from thunder_flce.options import Options, plain
 
 _settings_cache: dict[Any, Settings] = {}
 """Settings of direct calls that were checked and planned before. The key is `_cache_key` of the tensors, the loss's id,
-the options, the shard and the grad mode. The settings keep the loss alive, so that no other object gets its id."""
+the options, the ranks and the grad mode. The settings keep the loss alive, so that no other object gets its id."""
 _MOST_CACHED = 4096
 _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 """Tensor types that the engine may take without the dispatcher; subclasses may have a `__torch_dispatch__`"""
 
 
-def run(call: Call, options: Options, ranks: Callable[[], RankPart] | str | None = None) -> Sequence[Tensor]:
+def run(call: Call, options: Options) -> Sequence[Tensor]:
     """Runs a call; returns the loss and its outputs.
 
     Args:
         call: not checked yet, with tensors from `named_tensors` and a loss from `loss_of`; num_items and
             expected_gradient may be numbers.
         options: choices about time and memory.
-        ranks: for a call of several ranks, what `ranks.on_ranks` returns.
     """
-    whole_results: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = None
-    if callable(ranks):
-        call, whole_results = ranks()
-        ranks = None
     tensors, loss = scalars_as_tensors(call.tensors), call.loss
     # Inside transforms of torch.func, `requires_grad` does not tell whether an outer transform needs the gradient.
     key = None if torch._C._are_functorch_transforms_active() else _cache_key(tensors)
     if key is not None:
         # By id, since an equal loss may have a number of another type, which has to be checked.
-        key = (key, id(loss), options, call.shard, ranks, torch.is_grad_enabled())
+        key = (key, id(loss), options, call.shard, call.vocab_parallel, torch.is_grad_enabled())
     settings = _settings_cache.get(key)
     if settings is None:
-        settings = _settings_for(replace(call, tensors=tensors), options, vocab_parallel=ranks)
+        settings = _settings_for(replace(call, tensors=tensors), options)
         if settings.options is not None:  # The operator makes the plan.
             key = None
         if key is not None:
@@ -54,8 +49,7 @@ def run(call: Call, options: Options, ranks: Callable[[], RankPart] | str | None
                 _settings_cache.clear()
             _settings_cache[key] = settings
     is_direct = key is not None and not is_watched()
-    results = differentiable_forward(settings, [*tensors.values()], is_direct=is_direct)[: 1 + len(loss.outputs)]
-    return results if whole_results is None else whole_results(results)
+    return differentiable_forward(settings, [*tensors.values()], is_direct=is_direct)[: 1 + len(loss.outputs)]
 
 
 def _cache_key(tensors: Mapping[str, Any]) -> tuple[Any, ...] | None:
@@ -82,13 +76,13 @@ def _cache_key(tensors: Mapping[str, Any]) -> tuple[Any, ...] | None:
     return tuple(key)
 
 
-def _settings_for(call: Call, options: Options, *, vocab_parallel: str | None) -> Settings:
+def _settings_for(call: Call, options: Options) -> Settings:
     """Checks and plans a call; returns its settings."""
-    if vocab_parallel is None:  # Otherwise the ranks agree, and check the call, when the operator runs.
+    if call.vocab_parallel is None:  # Otherwise the ranks agree, and check the call, when the operator runs.
         check_call(call)
     call = replace(call, needs_grad=names_needing_grad(call.tensors))
-    if vocab_parallel is not None or (call.shard is None and is_traced(call.tensors["input"])):
-        return Settings.unplanned(call, options, vocab_parallel=vocab_parallel)
+    if call.vocab_parallel is not None or (call.shard is None and is_traced(call.tensors["input"])):
+        return Settings.unplanned(call, options)
     return Settings.planned(call, plan_for(call, options))
 
 

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from thunder_flce.agreement import agreement_on
-from thunder_flce.operation.call import COLUMN, HIDDEN, SCALAR, TOKEN, Call, RankPart, Spec
+from thunder_flce.operation.call import CLASS, COLUMN, HIDDEN, TOKEN, Call, RankPart
 from thunder_flce.operation.loss import OUTPUTS, Loss
 from thunder_flce.options import Options
 from thunder_flce.vocab_parallel import VocabParallel
@@ -46,44 +46,26 @@ def with_local_weights(call: Call, parallel: VocabParallel) -> Call:
     Raises:
         ValueError: if a DTensor is not a weight, or its rows are not divided among these ranks.
     """
+    ranks = dist.get_process_group_ranks(parallel.process_group)
 
     def local(name: str, value: Any) -> Any:
-        return _local_weight(name, value, parallel, call.roles[name]) if isinstance(value, DTensor) else value
+        role = call.roles[name]
+        if not isinstance(value, DTensor) or role == CLASS:
+            return value
+        if role != COLUMN:
+            raise ValueError(
+                f"{name} must be a plain tensor with vocab_parallel, but got a DTensor; leave vocab_parallel out, and "
+                "the placements of the DTensors say which rank has which part"
+            )
+        mesh = value.device_mesh
+        if value.placements != (Shard(0),) or dist.get_process_group_ranks(mesh.get_group()) != ranks:
+            raise ValueError(
+                f"{name} must be Shard(0) over the ranks of vocab_parallel and no others, but is {value.placements} on "
+                f"{mesh}"
+            )
+        return _waited(value.to_local())
 
     return call.map(local)
-
-
-def _local_weight(name: str, value: DTensor, parallel: VocabParallel, role: str) -> Tensor:
-    mesh = value.device_mesh
-    if role in (HIDDEN, TOKEN, SCALAR):
-        raise ValueError(
-            f"{name} must be a plain tensor with vocab_parallel, but got a DTensor; leave vocab_parallel out, and the "
-            "placements of the DTensors say which rank has which part"
-        )
-    if role != COLUMN:
-        return value
-    ranks = dist.get_process_group_ranks(parallel.process_group)
-    if value.placements != (Shard(0),) or dist.get_process_group_ranks(mesh.get_group()) != ranks:
-        raise ValueError(
-            f"{name} must be Shard(0) over the ranks of vocab_parallel and no others, but is {value.placements} on "
-            f"{mesh}"
-        )
-    return _waited(value.to_local())
-
-
-def agreement_with_dtensors(parallel: VocabParallel, call: Call, options: Options) -> Callable[[], Any]:
-    """Does what `agreement_on` does for a call in which some tensors are DTensors."""
-    placements: dict[str, str] = {}
-
-    def described(name: str, value: Any) -> Any:
-        if not isinstance(value, DTensor):
-            return value
-        placements[name] = f"{value.placements} on {value.device_mesh}"
-        # Ranks may have different numbers of the weight's rows.
-        rows = (value.to_local() if name == "linear_weight" else value).shape[:1]
-        return Spec((*rows, *value.shape[1:]), value.dtype, value.device, value.requires_grad)
-
-    return agreement_on(parallel, call.map(described), options, placements=placements)
 
 
 def on_mesh(call: Call, options: Options) -> Callable[[], RankPart]:
@@ -116,7 +98,7 @@ def on_mesh(call: Call, options: Options) -> Callable[[], RankPart]:
         at = divides_columns.index(True)
         _check_even(input, at)
         parallel = VocabParallel(group=mesh.get_group(at), sequence_parallel=divides_tokens[at])
-        agree = agreement_with_dtensors(parallel, call, options)
+        agree = agreement_on(parallel, call, options)
     weight_grads = tuple(Partial() if at in summed else placement for at, placement in enumerate(weight_placements))
     sum_placements = tuple(Partial() if at in summed else Replicate() for at in range(mesh.ndim))
     shape = input.shape[:-1]

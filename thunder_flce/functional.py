@@ -2,9 +2,10 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from thunder_flce.agreement import share_error
@@ -17,9 +18,6 @@ from thunder_flce.options import FIELDS, OPTIONS, Options, as_options
 from thunder_flce.ranks import on_ranks
 from thunder_flce.token_losses import token_loss_of
 from thunder_flce.vocab_parallel import ONLY_EAGER, VocabParallel, as_literal, has_dtensor
-
-if TYPE_CHECKING:
-    from torch.distributed import DeviceMesh, ProcessGroup
 
 
 def one_call(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -87,7 +85,7 @@ def linear_cross_entropy(
     outputs: tuple[str, ...] = (),
     detached: tuple[str, ...] = (),
     terms: Sequence[tuple[Tensor, Tensor]] = (),
-    vocab_parallel: "VocabParallel | ProcessGroup | DeviceMesh | None" = None,
+    vocab_parallel: "VocabParallel | dist.ProcessGroup | dist.DeviceMesh | None" = None,
     options: Options | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Computes the cross-entropy of a linear layer's output chunk by chunk, so that the logits are not materialised.
@@ -195,11 +193,15 @@ def linear_cross_entropy(
             softcap=softcap, z_loss=z_loss, vocab_size=vocab_size, outputs=outputs, detached=detached,
             token_loss=token_loss or "",
         )  # fmt: skip
-        call, ranks = Call(tensors=tensors, loss=loss), None
-        if parallel is not None or has_dtensor([*tensors.values()]):
-            ranks = on_ranks(call, options, parallel)
+        call = Call(tensors=tensors, loss=loss)
+        has_ranks = parallel is not None or has_dtensor([*tensors.values()])
+        agree = on_ranks(call, options, parallel) if has_ranks else None
     except Exception as error:
         share_error(error, parallel, linear_weight)
         raise
-    results = run(call, options, ranks)
+    if agree is None:
+        results = run(call, options)
+    else:
+        part, whole_results = agree()
+        results = whole_results(run(part, options))
     return tuple(results) if outputs else results[0]

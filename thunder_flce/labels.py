@@ -1,7 +1,5 @@
 """Labels for training on several ranks: counting the valid ones, and shifting them by one token."""
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -9,11 +7,10 @@ from torch import Tensor
 from thunder_flce.operation.checks import dtype_name
 from thunder_flce.vocab_parallel import group_of
 
-if TYPE_CHECKING:
-    from torch.distributed import DeviceMesh, ProcessGroup
 
-
-def count_items(target: Tensor, ignore_index: int = -100, group: "ProcessGroup | DeviceMesh | None" = None) -> Tensor:
+def count_items(
+    target: Tensor, ignore_index: int = -100, group: "dist.ProcessGroup | dist.DeviceMesh | None" = None
+) -> Tensor:
     """Computes the `num_items` with which data parallel training takes the mean of the loss over all ranks' tokens.
 
     DDP and FSDP average gradients over ranks. If each rank took the mean over its own tokens, the tokens of a rank with

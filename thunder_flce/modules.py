@@ -4,9 +4,10 @@ import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from thunder_flce.functional import linear_cross_entropy
@@ -15,9 +16,6 @@ from thunder_flce.operation.loss import LOSS_ARGUMENTS, Loss
 from thunder_flce.options import Options, as_options
 from thunder_flce.token_losses import check_function
 from thunder_flce.vocab_parallel import VocabParallel
-
-if TYPE_CHECKING:
-    from torch.distributed import DeviceMesh, ProcessGroup
 
 # token_loss is a function here, but a text in `Loss`.
 _LOSS_FIELDS = tuple(name for name in LOSS_ARGUMENTS if name != "token_loss")
@@ -77,7 +75,7 @@ class LinearCrossEntropyLoss(nn.Module):
         outputs: tuple[str, ...] = (),
         detached: tuple[str, ...] = (),
         token_loss: Callable[..., Tensor] | None = None,
-        vocab_parallel: "VocabParallel | ProcessGroup | DeviceMesh | None" = None,
+        vocab_parallel: "VocabParallel | dist.ProcessGroup | dist.DeviceMesh | None" = None,
         options: Options | None = None,
     ):
         super().__init__()

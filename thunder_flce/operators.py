@@ -55,20 +55,21 @@ class Settings(PlainValues):
     """Options from which the operator makes the plan when it runs; None if the plan is complete"""
     shard: Shard | None = None
     vocab_parallel: str | None = None
-    """The ranks that divide the vocabulary, from `as_literal`; they agree when the operator runs"""
+    """See `Call`"""
     regions: dict[Any, Region] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Cached regions of calls with these settings, by planned number of tokens (0: any), sizes, dtypes and devices"""
     _text: str = field(init=False, repr=False, compare=False)
 
     @classmethod
-    def planned(cls, call: Call, plan: Plan, **fields: Any) -> "Settings":
-        """Returns the settings of a call with its plan; `fields` are further ones."""
+    def planned(cls, call: Call, plan: Plan, options: Options | None = None) -> "Settings":
+        """Returns the settings of a call with its plan."""
         return cls(
-            names=tuple(call.tensors), loss=call.loss, needs_grad=call.needs_grad, plan=plan, shard=call.shard, **fields
-        )
+            names=tuple(call.tensors), loss=call.loss, needs_grad=call.needs_grad, plan=plan, options=options,
+            shard=call.shard, vocab_parallel=call.vocab_parallel,
+        )  # fmt: skip
 
     @classmethod
-    def unplanned(cls, call: Call, options: Options, *, vocab_parallel: str | None = None) -> "Settings":
+    def unplanned(cls, call: Call, options: Options) -> "Settings":
         """Returns settings for any number of tokens: the operator makes the plan when it runs.
 
         Raises:
@@ -76,7 +77,7 @@ class Settings(PlainValues):
                 columns.
         """
         strategy = strategy_of(call, options)
-        if strategy == SAVE_LOGITS and vocab_parallel is not None and call.loss.vocab_size is not None:
+        if strategy == SAVE_LOGITS and call.vocab_parallel is not None and call.loss.vocab_size is not None:
             raise ValueError(
                 'strategy must not be "save_logits" with vocab_size and vocab_parallel in a program that is traced or '
                 "compiled, which has to know how many columns of the logits this rank saves"
@@ -84,7 +85,7 @@ class Settings(PlainValues):
         if strategy != LOSS_ONLY:
             options = replace(options, strategy=strategy)
         plan = Plan(strategy=strategy, float32_logits=options.has_float32_logits(call.dtype))
-        return cls.planned(call, plan, options=options, vocab_parallel=vocab_parallel)
+        return cls.planned(call, plan, options)
 
     def __post_init__(self) -> None:
         # Not in `__str__`: a backward that Dynamo traces, for compiled autograd, cannot set an attribute.
@@ -111,7 +112,7 @@ class Settings(PlainValues):
         """Returns the call of these tensors."""
         return Call(
             tensors=dict(zip(self.names, tensors, strict=True)), loss=self.loss, needs_grad=self.needs_grad,
-            shard=self.shard,
+            shard=self.shard, vocab_parallel=self.vocab_parallel,
         )  # fmt: skip
 
     @cached_property
@@ -209,8 +210,8 @@ def backward(
 def _planned(settings: Settings, tensors: Sequence[Tensor]) -> tuple[Call, Plan]:
     """Returns the call and its plan; if ranks divide the tokens, targets and other numbers per token are gathered."""
     call, options = settings.call(tensors), settings.options
-    if settings.vocab_parallel is not None:
-        call = agreed_call(call, settings.vocab_parallel, options or Options())
+    if call.vocab_parallel is not None:
+        call = agreed_call(call, options or Options())
     return gathered(call), settings.plan if options is None else plan_for(call, options)
 
 

@@ -15,8 +15,8 @@ from thunder_flce.options import Options
 from thunder_flce.vocab_parallel import ONLY_EAGER, VocabParallel, as_literal, has_dtensor, is_dtensor
 
 
-def on_ranks(call: Call, options: Options, parallel: VocabParallel | None) -> Callable[[], RankPart] | str:
-    """Returns the function that has the ranks agree on a call; in a traced program, the ranks that will agree.
+def on_ranks(call: Call, options: Options, parallel: VocabParallel | None) -> Callable[[], RankPart]:
+    """Returns the function that has the ranks agree on a call; in a traced program, they agree when the operator runs.
 
     The call is not checked yet. Errors that are raised before the returned function is called are errors of this rank
     alone, so the caller has to `share_error`.
@@ -30,15 +30,13 @@ def on_ranks(call: Call, options: Options, parallel: VocabParallel | None) -> Ca
     if is_traced(call.tensors.get("input")) and all(map(is_traced, tensors)):
         if has_dtensors:
             raise NotImplementedError(ONLY_EAGER)
-        # The ranks agree, and the arguments are checked, when the operator runs.
-        return as_literal(parallel)
+        traced = replace(call, vocab_parallel=as_literal(parallel))
+        return lambda: (traced, tuple)
     if has_dtensors:
-        from thunder_flce.dtensor import agreement_with_dtensors, with_local_weights
+        from thunder_flce.dtensor import with_local_weights
 
         call = with_local_weights(call, parallel)
-        agree = agreement_with_dtensors(parallel, call, options)
-    else:
-        agree = agreement_on(parallel, call, options)
+    agree = agreement_on(parallel, call, options)
 
     def agreed_part() -> RankPart:
         part = replace(call, shard=agree())

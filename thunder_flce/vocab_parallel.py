@@ -5,17 +5,13 @@ import operator
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 
 from thunder_flce.importing import when_imported
 from thunder_flce.options import PlainValues
-
-if TYPE_CHECKING:
-    from torch.distributed import DeviceMesh, ProcessGroup
-    from torch.distributed.tensor import DTensor
 
 ONLY_EAGER = (
     "DTensors and VocabParallel.data_parallel work in eager calls only: torch.compile breaks the graph there, or fails "
@@ -32,7 +28,7 @@ class VocabParallel(PlainValues):
         TypeError, ValueError: if a field has a wrong type or value; the message names it.
     """
 
-    group: "ProcessGroup | DeviceMesh"
+    group: "dist.ProcessGroup | dist.DeviceMesh"
     """The ranks: a process group, or a device mesh of one dimension."""
 
     start: int | None = None
@@ -81,7 +77,7 @@ class VocabParallel(PlainValues):
         return self
 
     @property
-    def process_group(self) -> "ProcessGroup":
+    def process_group(self) -> "dist.ProcessGroup":
         """The process group of the ranks."""
         return group_of("group", self.group)
 
@@ -104,7 +100,7 @@ class VocabParallel(PlainValues):
 _FIELDS = tuple(field.name for field in fields(VocabParallel))
 
 
-def is_dtensor(value: Any) -> TypeGuard["DTensor"]:
+def is_dtensor(value: Any) -> TypeGuard[Any]:
     """Whether a value is a DTensor. This imports nothing: if there is a DTensor, its module has been imported."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
@@ -157,7 +153,7 @@ def _from_literal(literal: str) -> VocabParallel:
     return VocabParallel(group=group, input_grad_dtype=None if dtype is None else getattr(torch, dtype), **values)
 
 
-def group_of(name: str, group: Any) -> "ProcessGroup":
+def group_of(name: str, group: Any) -> "dist.ProcessGroup":
     """Returns the process group of an argument: the argument itself, or the group of a device mesh.
 
     Raises:

@@ -142,7 +142,7 @@ def _region_grad(tensors: Sequence[TensorProxy], **settings: Any) -> tuple[Tenso
     if parsed.options is not None:
         # Only the transform knows exactly which operands need a gradient. Without it, `may_need_grad` decides.
         needs_grad = tuple(name for name in operand_names(call.tensors) if may_need_grad(call.tensors[name]))
-        parsed = _planned_settings(replace(call, needs_grad=needs_grad), parsed.vocab_parallel)
+        parsed = _planned_settings(replace(call, needs_grad=needs_grad))
     results = dict(zip(parsed.result_names, linear_cross_entropy_fwd(tensors, **parsed.non_defaults()), strict=True))
     if parsed.needs_grad:
         upstream = tuple(get_grad(results[name]) for name in parsed.upstream_names)
@@ -160,31 +160,29 @@ def _region_grad(tensors: Sequence[TensorProxy], **settings: Any) -> tuple[Tenso
 register_grad(flce_linear_cross_entropy.id, _region_grad)
 
 
-def _planned_settings(call: Call, vocab_parallel: str | None) -> Settings:
+def _planned_settings(call: Call) -> Settings:
     """Returns settings with a plan by default options; if sizes are unknown, the operator plans when it runs."""
     if is_static(*call.tensors.values()):
-        return Settings.planned(*_plan_region(call, vocab_parallel, Options()))
-    return Settings.unplanned(specs(call), Options(), vocab_parallel=vocab_parallel)
+        return Settings.planned(*_plan_region(call, Options()))
+    return Settings.unplanned(specs(call), Options())
 
 
-def _plan_region(call: Call, vocab_parallel: str | None, options: Options) -> PlannedRegion:
+def _plan_region(call: Call, options: Options) -> PlannedRegion:
     """Returns the call on specs, and its plan. Ranks that divide the vocabulary communicate here and agree on it."""
-    if vocab_parallel is None:
+    if call.vocab_parallel is None:
         check_call(call)
         call = specs(call)
     else:
         spec_call = call.map(lambda _, value: spec_of(value) if isinstance(value, TensorProxy) else value)
         with unset_fake_temporarily():
-            agreed = agreed_call(spec_call, vocab_parallel, options)
-        call = replace(specs(call), shard=agreed.shard)
+            agreed = agreed_call(spec_call, options)
+        call = replace(specs(call), shard=agreed.shard, vocab_parallel=None)
     return PlannedRegion(call, plan_for(call, options))
 
 
-def add_region(
-    call: Call, options: Options, *, vocab_parallel: str | None = None
-) -> tuple[tuple[TensorProxy, ...], PlannedRegion]:
+def add_region(call: Call, options: Options) -> tuple[tuple[TensorProxy, ...], PlannedRegion]:
     """Adds a region with its plan to a trace; returns the loss and its outputs, and the planned region."""
-    planned = _plan_region(call, vocab_parallel, options)
+    planned = _plan_region(call, options)
     settings = Settings.planned(*planned)
     return flce_linear_cross_entropy(tuple(call.tensors.values()), **settings.non_defaults()), planned
 
@@ -218,9 +216,9 @@ def linear_cross_entropy(
             values[name] = maybe_downcast_to(dtypes.to_dtype(dtype), values[name])
     settings = {name: plain(values[name]) for name in LOSS_ARGUMENTS}
     loss = Loss(**settings | {"token_loss": settings["token_loss"] or ""})
-    call, vocab_parallel = Call(tensors=named_tensors(values), loss=loss), values["vocab_parallel"]
-    if vocab_parallel is None and is_static(*tree_flatten(values)[0]):
+    call = Call(tensors=named_tensors(values), loss=loss, vocab_parallel=values["vocab_parallel"])
+    if call.vocab_parallel is None and is_static(*tree_flatten(values)[0]):
         check_call(call)
-    unplanned = Settings.unplanned(specs(call), Options(), vocab_parallel=vocab_parallel)
+    unplanned = Settings.unplanned(specs(call), Options())
     results = flce_linear_cross_entropy(tuple(call.tensors.values()), **unplanned.non_defaults())
     return results if loss.outputs else results[0]

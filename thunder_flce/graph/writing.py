@@ -93,7 +93,7 @@ class _Writer:
             call = replace(call, needs_grad=needs_grad)
         if call.needs_grad and (expected := self._options.expected_gradient) is not None:
             call = replace(call, tensors={**call.tensors, "expected_gradient": expected, **call.tensors})
-        results, planned = self._region(call, settings.vocab_parallel)
+        results, planned = self._region(call)
         return dict(zip(op.outs, results, strict=True)), Decision(op.source, planned)
 
     # See `matching.writing.Writer`.
@@ -158,11 +158,11 @@ class _Writer:
 
     def region(self, call: Call, group: Any) -> tuple[list[Tensor], PlannedRegion]:
         """Adds the region's symbol with its plan; `group` are the ranks that divide the vocabulary, if any."""
-        return self._region(call, None if group is None else as_literal(group))
+        return self._region(call if group is None else replace(call, vocab_parallel=as_literal(group)))
 
-    def _region(self, call: Call, vocab_parallel: str | None) -> tuple[list[Tensor], PlannedRegion]:
+    def _region(self, call: Call) -> tuple[list[Tensor], PlannedRegion]:
         proxy_call = call.map(lambda _, value: self._to_thunder(value))
-        results, planned = symbols.add_region(proxy_call, self._options, vocab_parallel=vocab_parallel)
+        results, planned = symbols.add_region(proxy_call, self._options)
         with_grad = ("loss", *call.loss.differentiable_outputs) if call.needs_grad else ()
         names = ("loss", *call.loss.outputs)
         return [

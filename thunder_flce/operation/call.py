@@ -200,6 +200,8 @@ class Call:
     """Names of the tensors whose gradient is needed, in their order"""
     shard: Shard | None = None
     """This rank's columns, if ranks divide the vocabulary"""
+    vocab_parallel: str | None = None
+    """In a program, the ranks that divide the vocabulary, from `as_literal`; the operator has them agree on `shard`"""
 
     @classmethod
     def of_mean(cls, tokens: int, vocab: int, hidden: int, *, dtype: torch.dtype, device: torch.device) -> "Call":
@@ -324,7 +326,7 @@ class Call:
         return self.map(spec)
 
     def _values(self) -> tuple[Any, ...]:
-        return tuple(self.tensors.items()), self.loss, self.needs_grad, self.shard
+        return tuple(self.tensors.items()), self.loss, self.needs_grad, self.shard, self.vocab_parallel
 
     def __eq__(self, other: Any) -> bool:
         return isinstance(other, Call) and self._values() == other._values()
