@@ -108,7 +108,7 @@ def _method(inputs: Inputs) -> Method:
         raise Unavailable("runs on GPUs only")
     if inputs.bias is not None:
         raise Unavailable("takes no bias")
-    return lambda inputs: lean(inputs.x, inputs.weight, inputs.target)
+    return lean
 
 
 IGNORED_EVERY = 7
@@ -133,7 +133,7 @@ def _token_loss(inputs: Inputs) -> Method:
 
 def _log_probs(inputs: Inputs) -> Method:
     method = ours(outputs=("log_prob",), detached=("log_prob",))
-    return lambda inputs: method(inputs)[0]
+    return lambda *operands, **bias: method(*operands, **bias)[0]
 
 
 NO_GRAD = "flce, no_grad"
@@ -149,7 +149,7 @@ METHODS: dict[str, Callable[[Inputs], Method]] = {
     "flce, token loss": _token_loss,
     NO_GRAD: lambda inputs: torch.no_grad()(ours()),
 }
-"""Makers of methods: called with the inputs, they return a function of inputs whose result is () or (T,)"""
+"""Makers of methods: called with the inputs, they return a function of the operands whose result is () or (T,)"""
 
 MEANS = {"eager", "torch.compile", "flce", "flce, compute", "lean"}
 """Methods whose results are compared with the reference"""

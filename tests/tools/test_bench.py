@@ -74,10 +74,10 @@ def failing(error, *, calls=0):
     """Returns a method that raises an error after some calls."""
     count, eager = itertools.count(), METHODS["eager"]()
 
-    def method(inputs):
+    def method(*operands, **bias):
         if next(count) >= calls:
             raise error
-        return eager(inputs)
+        return eager(*operands, **bias)
 
     return method
 
@@ -89,7 +89,7 @@ BROKEN = {
     "RuntimeError: broken": lambda: failing(RuntimeError("broken\nand more"))(None),
     "out of memory": lambda: failing(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate …")),
     "RuntimeError: the backward computed no dw": lambda: (
-        lambda inputs: F.cross_entropy(F.linear(inputs.x, inputs.weight.detach(), inputs.bias), inputs.target)
+        lambda x, weight, target, bias: F.cross_entropy(F.linear(x, weight.detach(), bias), target)
     ),
 }
 """Makers of methods that fail, by what a row says of them."""

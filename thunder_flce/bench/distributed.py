@@ -27,9 +27,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from thunder_flce.bench.measure import TOTAL, Mark, Run, Step, Unavailable
+from thunder_flce.bench.methods import ours
 from thunder_flce.bench.regions import Results, add, add_matmuls, mean_reference, run_step
 from thunder_flce.bench.shapes import Inputs, Shape
-from thunder_flce.functional import linear_cross_entropy
 from thunder_flce.modules import LinearCrossEntropyLoss
 from thunder_flce.vocab_parallel import VocabParallel
 
@@ -57,11 +57,8 @@ class Part:
 def _vocab_parallel(part: Part, **settings: Any) -> Step:
     """Our function. No rank ever has the whole weight."""
     parallel = VocabParallel(group=part.mesh, **settings)
-
-    def method(inputs: Inputs) -> Tensor:
-        return linear_cross_entropy(inputs.x, inputs.weight, inputs.target, vocab_parallel=parallel)
-
-    return partial(run_step, part.own_tokens() if parallel.divides_tokens else part.inputs, method)
+    inputs = part.own_tokens() if parallel.divides_tokens else part.inputs
+    return partial(run_step, inputs, ours(vocab_parallel=parallel))
 
 
 def _loss_parallel(part: Part, *, is_compiled: bool = False) -> Step:
@@ -73,11 +70,11 @@ def _loss_parallel(part: Part, *, is_compiled: bool = False) -> Step:
 
     program = torch.compile(loss, dynamic=False) if is_compiled else loss
 
-    def method(inputs: Inputs) -> Tensor:
-        x, target = (DTensor.from_local(tensor, part.mesh, [Replicate()]) for tensor in (inputs.x, inputs.target))
+    def method(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
         # The weight is sharded as by `ColwiseParallel`.
         size, stride = torch.Size((part.vocab, x.shape[1])), (x.shape[1], 1)
-        weight = DTensor.from_local(inputs.weight, part.mesh, [Shard(0)], shape=size, stride=stride)
+        weight = DTensor.from_local(weight, part.mesh, [Shard(0)], shape=size, stride=stride)
+        x, target = (DTensor.from_local(tensor, part.mesh, [Replicate()]) for tensor in (x, target))
         return cast(DTensor, program(x, weight, target)).to_local()
 
     def step(mark: Mark) -> Results:
@@ -95,9 +92,8 @@ def _liger(part: Part) -> Step:
         raise Unavailable("runs on GPUs only")
     fused = import_module("liger_kernel.transformers.functional").liger_fused_linear_scaled_cross_entropy_tp
 
-    def method(inputs: Inputs) -> Tensor:
-        losses = fused(inputs.x, inputs.weight, inputs.target, tp_group=part.mesh.get_group())
-        return losses.sum() / (inputs.target != -100).sum()
+    def method(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        return fused(x, weight, target, tp_group=part.mesh.get_group()).sum() / (target != -100).sum()
 
     return partial(run_step, part.inputs, method)
 
@@ -112,7 +108,7 @@ def _fully_shard(part: Part) -> Step:
     weight.to_local().detach().copy_(part.inputs.weight.detach())
 
     def step(mark: Mark) -> Results:
-        results = run_step(own_inputs._replace(weight=weight), lambda inputs: head(inputs.x, inputs.target), mark)
+        results = run_step(own_inputs._replace(weight=weight), lambda x, weight, target: head(x, target), mark)
         return {**results, "dw": cast(DTensor, results["dw"]).to_local()}
 
     return step

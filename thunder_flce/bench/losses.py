@@ -24,9 +24,6 @@ from thunder_flce.kl_divergence import linear_kl_divergence
 SEQUENCES = 8
 """Number of sequences of a preference loss: the first half are chosen, the second half rejected."""
 
-Program = Callable[..., Tensor]
-"""Computes a loss from x (T, H), weight (V, H), target (T,) and tensors such as token weights (T,) or a teacher."""
-
 
 def _log_probs(logits: Tensor, target: Tensor, *extras: Tensor) -> Tensor:
     return logits.log_softmax(-1).gather(-1, target[:, None]).squeeze(-1)
@@ -55,7 +52,7 @@ class Loss:
     make_extras: Callable[[Inputs], tuple[Tensor, ...]] = _weights
     token_extras: int = 1  # how many of the extra tensors, the first ones, have a row per token
     matmuls: int = 3  # logits, dX, dW, a teacher's logits; no gradients with 1
-    own: Mapping[str, Program] = field(default_factory=dict)  # our "function" and Liger's, "liger"
+    own: Mapping[str, Method] = field(default_factory=dict)  # our "function" and Liger's, "liger"; they take extras
 
     @property
     def ways(self) -> tuple[str, ...]:
@@ -79,7 +76,7 @@ class Loss:
             program = lambda x, weight, target, *extras: reduce(log_probs(x, weight, target), *extras)  # noqa: E731
         else:
             program = COMPILERS[way](written)
-        return lambda inputs: program(inputs.x, inputs.weight, inputs.target, *extras)
+        return lambda x, weight, target: program(x, weight, target, *extras)
 
 
 def _mean(log_probs: Tensor, *extras: Tensor) -> Tensor:

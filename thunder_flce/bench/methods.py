@@ -1,4 +1,4 @@
-"""This project and its peers, each as a function of the inputs that returns the mean loss, ready for backward.
+"""This project and its peers, each as a function of the operands that returns the mean loss, ready for backward.
 
 All methods do the same work: one loss from x, weight, bias and target, and after `loss.backward()` all gradients in
 `.grad`. A peer that skips part of the work by default has a second entry that does all of it.
@@ -17,10 +17,10 @@ from torch import Tensor
 
 import thunder_flce
 from thunder_flce.backend import compile_graph
-from thunder_flce.bench.shapes import Inputs
 from thunder_flce.options import Options
 
-Method = Callable[[Inputs], Tensor]
+Method = Callable[..., Tensor]
+"""Computes a loss from x (T, H), weight (V, H), target (T,) and, for shapes with a bias, the keyword bias (V,)."""
 
 
 def _program(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -43,38 +43,25 @@ COMPILERS: dict[str, Callable[..., Callable[..., Tensor]]] = {
 """Compilers of a program in PyTorch; ours also accept `options`, an `Options`"""
 
 
-def _compiled(compiler: str, **settings: Any) -> Method:
-    """Returns the mean loss, written in PyTorch, compiled by one of `COMPILERS`."""
-    return _method(COMPILERS[compiler](_program, **settings))
-
-
 def ours(
     options: Any = None, *, function: Callable[..., Any] = thunder_flce.linear_cross_entropy, **settings: Any
 ) -> Method:
     """Returns a method that calls `linear_cross_entropy`; its result is (), (T,) or a tuple, as `settings` demand."""
-    return _method(partial(function, options=options, **settings), bias="linear_bias")
-
-
-def _method(function: Callable[..., Any], *, bias: str = "bias") -> Method:
-    """Makes a method of a function of x, weight, target and, if there is a bias, a keyword argument of that name."""
-
-    def method(inputs: Inputs) -> Any:
-        bias_argument = {} if inputs.bias is None else {bias: inputs.bias}
-        return function(inputs.x, inputs.weight, inputs.target, **bias_argument)
-
-    return method
+    return lambda x, weight, target, bias=None: function(
+        x, weight, target, linear_bias=bias, options=options, **settings
+    )
 
 
 def _peer(path: str, **settings: Any) -> Method:
     """Makes a method of a peer's function, given as "module:name"."""
     module, name = path.split(":")
-    return _method(partial(attrgetter(name)(import_module(module)), **settings))
+    return partial(attrgetter(name)(import_module(module)), **settings)
 
 
 def _torch_linear_cross_entropy(**settings: Any) -> Method:
     # Only newer versions of torch have the function and its options.
     options = torch.nn.LinearCrossEntropyOptions(**settings)  # type: ignore[attr-defined]
-    return _method(partial(F.linear_cross_entropy, options=options), bias="linear_bias")  # type: ignore[attr-defined]
+    return ours(options, function=F.linear_cross_entropy)  # type: ignore[attr-defined]
 
 
 def _trl_log_probs() -> Callable[..., Tensor]:
@@ -111,7 +98,7 @@ def _trl() -> Method:
         valid = target != -100
         return -log_probs(x[valid], weight, target[valid], bias).sum() / valid.sum()
 
-    return _method(function)
+    return function
 
 
 OURS = "flce", "flce backend", "function"
@@ -123,7 +110,7 @@ _CUT = "cut_cross_entropy:linear_cross_entropy"
 _QUACK = "quack.linear_cross_entropy:chunked_linear_cross_entropy"
 
 METHODS: dict[str, Callable[..., Method]] = {
-    **{name: partial(_compiled, name) for name in COMPILERS},
+    **{name: partial(compiler, _program) for name, compiler in COMPILERS.items()},
     "function": ours,
     "torch linear_cross_entropy": _torch_linear_cross_entropy,
     "torch linear_cross_entropy, 2048 rows": partial(_torch_linear_cross_entropy, batch_chunk_size=2048),

@@ -58,7 +58,7 @@ def run_step(inputs: Inputs, method: Method, mark: Mark, *, upstream: Tensor | N
     """
     operands = inputs.named_operands()
     try:
-        loss = method(inputs)
+        loss = inputs.apply(method)
         mark("forward")
         if operands:
             loss.backward(upstream if loss.ndim else None)

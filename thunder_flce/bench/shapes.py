@@ -142,6 +142,11 @@ class Inputs(NamedTuple):
         """Returns inputs with changed operands; after `map(Tensor.detach)`, no operand requires a gradient."""
         return Inputs(*(tensor if tensor is None or tensor is self.target else change(tensor) for tensor in self))  # type: ignore[arg-type]
 
+    def apply(self, method: Callable[..., Any]) -> Any:
+        """Returns what a method computes from these inputs; the keyword bias is given only if there is a bias."""
+        bias = {} if self.bias is None else {"bias": self.bias}
+        return method(self.x, self.weight, self.target, **bias)
+
     def logits(self, rows: slice) -> Tensor:
         """Returns the logits of some tokens, (n, V)."""
         return F.linear(self.x[rows], self.weight, self.bias)
