@@ -27,7 +27,7 @@ from thunder_flce.engine.plan import LOSS_ONLY, Plan
 from thunder_flce.engine.primitives import Primitives, Region
 from thunder_flce.engine.rows import remember
 from thunder_flce.importing import when_imported
-from thunder_flce.operation.call import Call, Shard, gradient_name, have_token_dimensions
+from thunder_flce.operation.call import TEACHER, Call, Shard, gradient_name, have_token_dimensions
 from thunder_flce.operation.divergence import Divergence
 from thunder_flce.operation.loss import Loss
 from thunder_flce.options import RECOMPUTE_LOGITS, SAVE_LOGITS, Options, PlainValues
@@ -176,7 +176,12 @@ def _primitives(settings: Settings, tensors: Sequence[Tensor]) -> Primitives:
     key = (tokens, *sizes)
     region = settings.regions.get(key)
     if region is None or settings.shard is not None or settings.vocab_parallel is not None:
-        call, plan = _planned(settings, tensors)
+        call, plan = settings.call(tensors), settings.plan
+        if settings.options is not None:
+            if call.vocab_parallel is not None:
+                call = agreed_call(call, settings.options)
+            plan = plan_for(call, settings.options)
+        call = gathered(call)
         tensors = [*call.tensors.values()]
         if region is None or (region.plan, region.call.shard) != (plan, call.shard):
             if len(settings.regions) >= _MOST_REGIONS:
@@ -205,14 +210,6 @@ def backward(
         gradients[name].view(tensors[at].shape)
         for name, at in zip(settings.needs_grad, settings.grad_positions, strict=True)
     ]
-
-
-def _planned(settings: Settings, tensors: Sequence[Tensor]) -> tuple[Call, Plan]:
-    """Returns the call and its plan; if ranks divide the tokens, targets and other numbers per token are gathered."""
-    call, options = settings.call(tensors), settings.options
-    if call.vocab_parallel is not None:
-        call = agreed_call(call, options or Options())
-    return gathered(call), settings.plan if options is None else plan_for(call, options)
 
 
 # Larger numbers of tokens are rounded up to whole tiles, so that few plans cover sequences of varying length.
@@ -291,9 +288,7 @@ def _padded(gradients: list[Tensor]) -> tuple[Tensor, ...]:
 def _backward_fake(
     upstream: list[Tensor | None], saved: list[Tensor], tensors: list[Tensor], settings: str
 ) -> list[Tensor]:
-    parsed = Settings.parse(settings)
-    operands = dict(zip(parsed.names, tensors, strict=True))
-    return [operands[name].new_empty(operands[name].shape) for name in parsed.needs_grad]
+    return [tensors[at].new_empty(tensors[at].shape) for at in Settings.parse(settings).grad_positions]
 
 
 library = torch.library.Library("thunder_flce", "FRAGMENT")
@@ -328,7 +323,7 @@ def _flops(*arguments: Any, is_forward: bool, **_: Any) -> int:
     call, plan = parsed.call(tensors), parsed.plan
     logits = is_forward or plan.strategy == RECOMPUTE_LOGITS
     gradients = plan.finishes_in_forward == is_forward
-    linears = [*call.linears, *([("teacher_input", "teacher_weight")] if call.loss.divergence is not None else [])]
+    linears = call.linears if call.loss.divergence is None else (*call.linears, TEACHER)
     products = [
         (logits + gradients * sum(name in call.needs_grad for name in linear)) * call.tensors[linear[0]].shape[-1]
         for linear in linears
