@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from thunder_flce.autograd import differentiable_forward, names_needing_grad
-from thunder_flce.operation.call import Call, have_token_dimensions, is_traced
+from thunder_flce.operation.call import COLUMN, HIDDEN, Call, argument, have_token_dimensions, is_traced
 from thunder_flce.operation.checks import check_call, check_scalar
 from thunder_flce.operators import Settings, is_watched, plan_for, planned_tokens
 from thunder_flce.options import Options, plain
@@ -106,19 +106,17 @@ def scalars_as_tensors(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
     return tensors
 
 
-def autocast(operands: tuple[Any, ...]) -> tuple[Any, ...]:
+def autocast(tensors: dict[str, Any]) -> dict[str, Any]:
     """Casts the linears' operands as `torch.autocast` does for `torch.nn.functional.linear`: all but float64 ones."""
     if not torch._C._is_any_autocast_enabled():  # Which takes the host less time than the next lines.
-        return operands
-    device_type = operands[0].device.type if isinstance(operands[0], Tensor) else "cpu"
+        return tensors
+    device_type = tensors["input"].device.type if isinstance(tensors.get("input"), Tensor) else "cpu"
     if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
-        return operands
+        return tensors
     dtype = torch.get_autocast_dtype(device_type)
 
-    def cast(operand: Any) -> Any:
-        if isinstance(operand, list | tuple):
-            return tuple(map(cast, operand))
-        is_cast = isinstance(operand, Tensor) and operand.is_floating_point() and operand.dtype is not torch.float64
-        return operand.to(dtype) if is_cast else operand
+    def is_cast(name: str, tensor: Any) -> bool:
+        is_operand = argument(name).role in (HIDDEN, COLUMN) and isinstance(tensor, Tensor)
+        return is_operand and tensor.is_floating_point() and tensor.dtype is not torch.float64
 
-    return cast(operands)
+    return {name: tensor.to(dtype) if is_cast(name, tensor) else tensor for name, tensor in tensors.items()}

@@ -182,12 +182,11 @@ def linear_cross_entropy(
             expected_gradient = options.expected_gradient
         if token_loss is not None:
             token_loss = token_loss_of(token_loss, token_inputs)
-        input, linear_weight, linear_bias, terms = autocast((input, linear_weight, linear_bias, terms))
-        tensors = named_tensors({
+        tensors = autocast(named_tensors({
             "input": input, "linear_weight": linear_weight, "target": target, "linear_bias": linear_bias,
             "weight": weight, "token_weights": token_weights, "target_weights": target_weights, "num_items": num_items,
             "expected_gradient": expected_gradient, "token_inputs": token_inputs, "terms": terms,
-        })  # fmt: skip
+        }))  # fmt: skip
         loss = loss_of(
             reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing, logit_scale=logit_scale,
             softcap=softcap, z_loss=z_loss, vocab_size=vocab_size, outputs=outputs, detached=detached,

@@ -78,8 +78,6 @@ def linear_kl_divergence(
     options = as_options(options)
     if options.strategy is not None:
         raise ValueError(f"options.strategy must be None for linear_kl_divergence, but got {options.strategy!r}")
-    input, linear_weight = autocast((input, linear_weight))
-    teacher_input, teacher_weight = autocast((teacher_input, teacher_weight))
     tensors = {
         "input": input, "linear_weight": linear_weight, "target": target,
         "expected_gradient": options.expected_gradient,
@@ -91,4 +89,4 @@ def linear_kl_divergence(
         ignore_index = NOTHING_IGNORED
     kind = Divergence(kind=divergence, beta=plain(beta), temperature=plain(temperature))
     loss = loss_of(reduction=reduction, ignore_index=ignore_index, divergence=kind)
-    return run(Call(tensors=named_tensors(tensors), loss=loss), options)[0]
+    return run(Call(tensors=autocast(named_tensors(tensors)), loss=loss), options)[0]

@@ -360,14 +360,15 @@ class Recorder(TorchDispatchMode):
         is_neutral = not isinstance(operands.get(1), Handle) and operands.get(1) == _NEUTRAL.get(name, math.nan)
         if is_neutral and len(operands) == 2 and isinstance(operands[0], Handle) and inputs[0].dtype == dtype:
             return operands[0]
-        like, *others = (key for key, operand in operands.items() if isinstance(operand, Handle))
-        has_fractions = any(inputs[key].is_floating_point() for key in (like, *others))
+        handles = [key for key, operand in operands.items() if isinstance(operand, Handle)]
+        like, has_fractions = handles[0], any(inputs[key].is_floating_point() for key in handles)
         for key, operand in operands.items():
-            is_last = key == len(operands) - 1 or (name == "where" and key == 1 and isinstance(operands[2], Handle))
-            may_be_number = isinstance(operand, Handle) or (name in _WITH_NUMBER and is_last)
-            if isinstance(inputs[key], Tensor) and inputs[key].is_floating_point() and not has_fractions:
-                may_be_number = isinstance(operand, Handle)  # With a float, integers become PyTorch's default dtype.
-            if isinstance(inputs[key], Tensor) and not may_be_number:
+            if key in handles or not isinstance(inputs[key], Tensor):
+                continue
+            is_last = key == len(operands) - 1 or (name == "where" and key == 1 and 2 in handles)
+            # With a float, integers become PyTorch's default dtype.
+            keeps_dtype = has_fractions or not inputs[key].is_floating_point()
+            if not (name in _WITH_NUMBER and is_last and keeps_dtype):
                 dtype_text = _literal(inputs[key].dtype)
                 cast = "" if dtype_text == _literal(inputs[like].dtype) else f", dtype={dtype_text}"
                 operands[key] = self._line(f"aten.full_like({operands[like]}, {operand!r}{cast})")
