@@ -14,9 +14,10 @@ from torch import Tensor
 from thunder_flce.bench.cli import Subset
 from thunder_flce.bench.measure import TOTAL, Mark, Run, Step, no_mark, progress, release, spread
 from thunder_flce.bench.output import TIME
-from thunder_flce.bench.shapes import DTYPES, dtype_name
+from thunder_flce.bench.shapes import DTYPES
 from thunder_flce.engine.kernels.dispatch import BACKENDS, check_available, kernels_of
 from thunder_flce.engine.kernels.interface import RowKernels, empty_logits, row_stride, whole_rows
+from thunder_flce.operation.checks import dtype_name
 from thunder_flce.operation.loss import LogitMap, RowCoefficients
 from thunder_flce.operation.moments import MOMENTS
 

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from thunder_flce.device import Device, is_capturing
 from thunder_flce.operation.call import COLUMN, TOKEN_ROLES, Call, Shard, is_tensor, operand_names
-from thunder_flce.operation.checks import check_call, check_is_dense
+from thunder_flce.operation.checks import check_call, check_is_dense, dtype_name
 from thunder_flce.operation.loss import Loss
 from thunder_flce.options import Options
 from thunder_flce.vocab_parallel import VocabParallel, is_dtensor
@@ -233,7 +233,7 @@ def _description(parallel: VocabParallel, call: Call, options: Options) -> dict[
             shape = ("T", *shape[len(tokens) :])
         needs_grad = value.requires_grad and (torch.is_grad_enabled() or name not in operands)
         needs_grad = needs_grad or name in call.needs_grad
-        kind, dtype = "a DTensor, " if is_dtensor(value) else "", str(value.dtype).removeprefix("torch.")
+        kind, dtype = "a DTensor, " if is_dtensor(value) else "", dtype_name(value.dtype)
         location = value.device.type if device == value.device else value.device
         gradient = ", which requires a gradient" if needs_grad else ""
         descriptions[name] = f"{kind}{dtype} ({', '.join(map(str, shape))}) on {location}{gradient}"

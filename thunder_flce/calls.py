@@ -14,7 +14,7 @@ from torch import Tensor
 from thunder_flce.autograd import differentiable_forward, names_needing_grad
 from thunder_flce.operation.call import COLUMN, HIDDEN, Call, argument, have_token_dimensions, is_traced
 from thunder_flce.operation.checks import check_call, check_scalar
-from thunder_flce.operators import Settings, is_watched, plan_for, planned_tokens
+from thunder_flce.operators import Settings, plan_for, planned_tokens
 from thunder_flce.options import Options, plain
 
 _settings_cache: dict[Any, Settings] = {}
@@ -48,8 +48,14 @@ def run(call: Call, options: Options) -> Sequence[Tensor]:
             if len(_settings_cache) >= _MOST_CACHED:
                 _settings_cache.clear()
             _settings_cache[key] = settings
-    is_direct = key is not None and not is_watched()
+    is_direct = key is not None and not _is_watched()
     return differentiable_forward(settings, [*tensors.values()], is_direct=is_direct)[: 1 + len(loss.outputs)]
+
+
+def _is_watched() -> bool:
+    """Whether a mode or a profiler is active, which has to see the operator."""
+    stacks = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
+    return stacks > 0 or torch.autograd._profiler_enabled()
 
 
 def _cache_key(tensors: Mapping[str, Any]) -> tuple[Any, ...] | None:

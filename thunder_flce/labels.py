@@ -63,7 +63,7 @@ def shift_labels(labels: Tensor, ignore_index: int = -100) -> Tensor:
         ValueError: if labels has no dimension, or its dtype cannot hold ignore_index.
     """
     _check("labels", labels, ignore_index)
-    limits = torch.iinfo(getattr(torch, dtype_name(labels)))
+    limits = torch.iinfo(getattr(torch, dtype_name(labels.dtype)))
     if not limits.min <= ignore_index <= limits.max:
         raise ValueError(
             f"labels are {labels.dtype}, which cannot hold ignore_index, {ignore_index}; pass labels.long()"
@@ -75,7 +75,7 @@ def shift_labels(labels: Tensor, ignore_index: int = -100) -> Tensor:
 
 
 def _check(name: str, tensor: Tensor, ignore_index: int) -> None:
-    if not isinstance(tensor, Tensor) or "int" not in dtype_name(tensor):
+    if not isinstance(tensor, Tensor) or "int" not in dtype_name(tensor.dtype):
         kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
         raise TypeError(f"{name} must be a tensor of integers, but got {kind}")
     if not isinstance(ignore_index, int) and not hasattr(ignore_index, "__index__"):

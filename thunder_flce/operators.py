@@ -342,13 +342,3 @@ def _register_flops() -> None:
 
 # Registered lazily: importing it imports Triton from torch 2.15 on.
 when_imported("torch.utils.flop_counter", _register_flops)
-
-
-def is_watched() -> bool:
-    """Whether a mode, a profiler or a transform of torch.func is active, which has to see the operator."""
-    return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._len_torch_function_stack() > 0
-        or torch._C._are_functorch_transforms_active()
-        or torch.autograd._profiler_enabled()
-    )

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from thunder_flce.importing import when_imported
+from thunder_flce.operation.checks import dtype_name
 from thunder_flce.options import PlainValues
 
 ONLY_EAGER = (
@@ -137,7 +138,7 @@ def _as_literal(**fields: Any) -> str:
         raise NotImplementedError(ONLY_EAGER)
     changed = parallel.non_defaults()
     if parallel.input_grad_dtype is not None:
-        changed["input_grad_dtype"] = str(parallel.input_grad_dtype).removeprefix("torch.")
+        changed["input_grad_dtype"] = dtype_name(parallel.input_grad_dtype)
     # The number of ranks is for PyTorch's disk cache: shapes of results follow from it.
     return repr({**changed, "group": parallel.process_group.group_name, "ranks": parallel.process_group.size()})
 

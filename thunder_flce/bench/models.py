@@ -21,7 +21,8 @@ from torch._inductor.utils import fresh_cache
 import thunder_flce
 from thunder_flce.backend import compile_graph
 from thunder_flce.bench.measure import Mark, Run, no_mark, peak_bytes, release, synchronize
-from thunder_flce.bench.shapes import dtype_name, given_fields
+from thunder_flce.bench.shapes import given_fields
+from thunder_flce.operation.checks import dtype_name
 
 LENGTHS = 8
 """Number of lengths in a run of changing lengths: evenly spaced from three to five quarters of the model's length"""

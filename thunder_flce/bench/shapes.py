@@ -10,11 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Returns a dtype's name, such as "bfloat16" for torch.bfloat16."""
-    return str(dtype).removeprefix("torch.")
-
+from thunder_flce.operation.checks import dtype_name
 
 DTYPES = {dtype_name(dtype): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
 

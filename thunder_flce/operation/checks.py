@@ -20,9 +20,9 @@ from thunder_flce.operation.pointwise import VARIABLES
 REDUCTIONS = ("mean", "sum", "none")
 
 
-def dtype_name(tensor: Any) -> str:
-    """Returns the dtype of a tensor or proxy as a plain name, such as "bfloat16"."""
-    return str(tensor.dtype).split(".")[-1].rstrip("_").replace("bool8", "bool")
+def dtype_name(dtype: Any) -> str:
+    """Returns the plain name, such as "bfloat16", of a dtype of PyTorch or thunder."""
+    return str(dtype).split(".")[-1].rstrip("_").replace("bool8", "bool")
 
 
 def check_call(call: Call) -> None:
@@ -77,11 +77,11 @@ def _check_tensor(name: str, tensors: Mapping[str, Any]) -> None:
     if hasattr(tensor, "device_mesh"):
         advice = "pass what to_local() or full_tensor() returns"
         raise TypeError(f"{name} must be a tensor on one device, but got {type(tensor).__name__}; {advice}")
-    dtype = dtype_name(tensor)
+    dtype = dtype_name(tensor.dtype)
     if dtype not in properties.dtypes:
         advice = "; pass mask.to(input.dtype)" if name.endswith("_weights") and dtype == "bool" else ""
         raise TypeError(f"{name} must have one of the dtypes {', '.join(properties.dtypes)}, but got {dtype}{advice}")
-    if properties.dtype_of is not None and dtype != (expected := dtype_name(tensors[properties.dtype_of])):
+    if properties.dtype_of is not None and dtype != (expected := dtype_name(tensors[properties.dtype_of].dtype)):
         # Class weights are not an operand of a matmul, so they may be float32 with 16-bit operands.
         if properties.role != CLASS or dtype != "float32" or expected == "float64":
             raise TypeError(f"{name} must have {properties.dtype_of}'s dtype, {expected}, but got {dtype}")
