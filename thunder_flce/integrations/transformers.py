@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, NoReturn
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -159,22 +160,17 @@ class LossTrainerMixin:
             # The Trainer's own compute_loss is not compiled: Dynamo cannot trace it in every version.
             stand_in = _StandIn(call if custom is None else dict)
             # With a compute_loss_func, the stand-in returns the inputs, which the Trainer passes on as outputs.
-            self.compute_loss_func = None if custom is None else partial(self._loss_inside_wrappers, model, custom)
-            try:
+            loss_func = None if custom is None else partial(self._loss_inside_wrappers, model, custom)
+            with mock.patch.object(self, "compute_loss_func", loss_func):
                 loss = super().compute_loss(stand_in, inputs, num_items_in_batch=num_items_in_batch)  # type: ignore[misc]
-            finally:
-                self.compute_loss_func = custom
         return (loss, {}) if return_outputs else loss
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> Any:
         """Runs the Trainer's step; tells `compute_loss` whether the Trainer uses the outputs that it asks for."""
-        self._needs_loss_only = prediction_loss_only
-        try:
+        with mock.patch.object(self, "_needs_loss_only", prediction_loss_only):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]
-        finally:
-            self._needs_loss_only = False
 
     @contextmanager
     def _traceable_checkpoints(self) -> Iterator[None]:
@@ -191,12 +187,8 @@ class LossTrainerMixin:
                 )
             self.model.disable_input_require_grads()
         # With checkpoints, the model itself turns the cache off, but logs a warning that Dynamo cannot trace.
-        config = self.model.config
-        use_cache, config.use_cache = getattr(config, "use_cache", None), False
-        try:
+        with mock.patch.object(self.model.config, "use_cache", False, create=True):
             yield
-        finally:
-            config.use_cache = use_cache
 
     def _loss_inside_wrappers(
         self,
@@ -224,7 +216,7 @@ class LossTrainerMixin:
             with nullcontext() if decoder is None else self._decoder_run_before(decoder, forward, inputs):
                 return self.compiled_loss(forward, loss_of, inputs, labels, num_items_in_batch)
 
-        with _forward_of(inner, loss):
+        with mock.patch.object(inner, "forward", loss):
             return model(**inputs)
 
     @contextmanager
@@ -240,19 +232,19 @@ class LossTrainerMixin:
         def interrupting(*args: Any, **kwargs: Any) -> NoReturn:
             nonlocal draws_before
             draws_before = _random_states(inputs) != states
-            with _forward_of(decoder, decoder_forward):  # A decoder may call itself.
+            with mock.patch.object(decoder, "forward", decoder_forward):  # A decoder may call itself.
                 self._decoded.append(decoder_forward(*args, **kwargs))
             raise _Decoded
 
         try:
-            with _forward_of(decoder, interrupting):
+            with mock.patch.object(decoder, "forward", interrupting):
                 forward(**inputs)
             # The model calls the layers itself. Later steps skip this trial, which costs a forward.
             self._calls_decoder = False
         except _Decoded:
             pass
         states = _random_states(inputs)
-        with _forward_of(decoder, self._decoded_forward) if self._decoded else nullcontext():
+        with mock.patch.object(decoder, "forward", self._decoded_forward) if self._decoded else nullcontext():
             try:
                 yield
             finally:
@@ -313,26 +305,8 @@ def _untraced_logs() -> Iterator[None]:
     """
     ignored = {*torch._dynamo.config.ignore_logger_methods, logging.Logger.warning_once}  # type: ignore[attr-defined]
     metrics = logging.getLogger("torch._dynamo.metrics_context")
-    before, metrics.disabled = metrics.disabled, True
-    try:
-        with torch._dynamo.config.patch(ignore_logger_methods=ignored):
-            yield
-    finally:
-        metrics.disabled = before
-
-
-@contextmanager
-def _forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replaces a module's forward inside the context."""
-    original = vars(module).get("forward")
-    module.forward = forward
-    try:
+    with mock.patch.object(metrics, "disabled", True), torch._dynamo.config.patch(ignore_logger_methods=ignored):
         yield
-    finally:
-        if original is None:
-            del module.forward
-        else:
-            module.forward = original
 
 
 def _layers_of(model: nn.Module) -> nn.Module | None:
