@@ -152,14 +152,15 @@ class LossTrainerMixin:
             loss_of, labels = self._smoothed, inputs["labels"]
             inputs = {name: value for name, value in inputs.items() if name != "labels"}
 
-        def call(inputs: dict[str, Any]) -> dict[str, Tensor]:
+        def call(**inputs: Any) -> dict[str, Tensor]:
             loss = self._loss_inside_wrappers(model, loss_of, inputs, labels, num_items_in_batch)
             return {} if loss is None else {"loss": loss}
 
         with _untraced_logs(), self._traceable_checkpoints():
             # The Trainer's own compute_loss is not compiled: Dynamo cannot trace it in every version.
-            stand_in = _StandIn(call if custom is None else dict)
+            stand_in = nn.Module()
             # With a compute_loss_func, the stand-in returns the inputs, which the Trainer passes on as outputs.
+            stand_in.forward = call if custom is None else dict
             loss_func = None if custom is None else partial(self._loss_inside_wrappers, model, custom)
             with mock.patch.object(self, "compute_loss_func", loss_func):
                 loss = super().compute_loss(stand_in, inputs, num_items_in_batch=num_items_in_batch)  # type: ignore[misc]
@@ -284,17 +285,6 @@ class LossTrainerMixin:
             reduction="mean" if num_items_in_batch is None else "sum",
         )
         return loss if num_items_in_batch is None else loss / num_items_in_batch
-
-
-class _StandIn(nn.Module):
-    """A module that the Trainer calls in place of the model."""
-
-    def __init__(self, call: Callable[[dict[str, Any]], Any]):
-        super().__init__()
-        self._call = call
-
-    def forward(self, **inputs: Any) -> Any:
-        return self._call(inputs)
 
 
 @contextmanager
