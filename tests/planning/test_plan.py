@@ -60,7 +60,9 @@ def call(
     def spec(*shape, dtype=dtype):
         return Spec(shape, dtype, torch.device(device))
 
-    columns, own = (vocab, tokens) if shard is None else (shard.columns, tokens // shard.token_parts)
+    columns, own = vocab if shard is None else shard.columns, tokens
+    if shard is not None and shard.sequence_parallel:
+        own //= shard.ranks
     specs = {"input": spec(own, hidden), "linear_weight": spec(columns, hidden)}
     specs["target"] = spec(tokens, *([targets] if targets else []), dtype=torch.int64)
     if bias:

@@ -296,8 +296,7 @@ class _Choice:
         bound_rows = int(CHUNK_ROWS * 2.0 ** max(min(round(log2(balance / h200_balance)), 1), -1))
         self.compute_bound_rows = bound_rows * (1 if call.shard is None else call.shard.ranks)
         # If ranks divide the tokens, a chunk has at least one row of each rank's part.
-        parts = 1 if call.shard is None else call.shard.token_parts
-        self.chosen_rows = None if options.chunk_rows is None else max(options.chunk_rows, parts)
+        self.chosen_rows = None if options.chunk_rows is None else max(options.chunk_rows, call.token_parts)
         budget = options.memory_budget
         if isinstance(budget, float):
             if device.memory is None:

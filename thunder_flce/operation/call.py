@@ -180,11 +180,6 @@ class Shard(PlainValues):
     most_tokens: int = field(default=0, repr=False)
     """Number of tokens of the rank with the most, with `data_parallel`."""
 
-    @property
-    def token_parts(self) -> int:
-        """Number of ranks that divide the tokens."""
-        return self.ranks if self.sequence_parallel else 1
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Call:
@@ -256,9 +251,14 @@ class Call:
         return prod(self.shape)
 
     @cached_property
+    def token_parts(self) -> int:
+        """Number of ranks that divide the tokens."""
+        return 1 if self.shard is None or not self.shard.sequence_parallel else self.shard.ranks
+
+    @cached_property
     def tokens(self) -> int:
         """T, the number of tokens of all ranks that divide them."""
-        return self.own_tokens * (1 if self.shard is None else self.shard.token_parts)
+        return self.own_tokens * self.token_parts
 
     @cached_property
     def targets_per_token(self) -> int | None:
@@ -357,8 +357,7 @@ class Call:
                 tensor = tensor if tensor.dtype is row_dtype else tensor.to(row_dtype)
             flat[name] = tensor
         own_tokens = flat["input"].shape[0]
-        tokens = own_tokens if self.shard is None else own_tokens * self.shard.token_parts
-        return self.with_tensors(flat, own_tokens=own_tokens, tokens=tokens)
+        return self.with_tensors(flat, own_tokens=own_tokens, tokens=own_tokens * self.token_parts)
 
     def with_tensors(self, tensors: Mapping[str, Any], **tokens: int) -> "Call":
         """Returns the call with tensors of the same sizes, or another number `tokens`; keeps cached properties."""
