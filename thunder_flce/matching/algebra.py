@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from thunder_flce.matching.program import Source, Tensor, hint, same, stored, tensors_in
+from thunder_flce.operation.loss import NOTHING_IGNORED
 
 
 class Unknown(Exception):
@@ -260,6 +261,46 @@ def _row_operands(steps: Sequence[RowStep]) -> dict[Tensor, int]:
 
 
 @dataclass(frozen=True)
+class Labels:
+    """Labels of rows, which are equal if their tensors are known to have equal values."""
+
+    tensors: tuple[Tensor, ...] = field(compare=False)
+    """Several if rows were joined: each in its shape of `shapes`, concatenated along `dim`"""
+    numbers: tuple[tuple[int, int], ...]
+    """`Program.number_at` of each tensor"""
+    read_at: int = field(compare=False)
+    """Position of the operation that reads them first"""
+    line: Source = field(compare=False)
+    """Line of the user's code that takes the classes at the labels"""
+    wraps: str = ""
+    """"end" if labels from -V to -1 count from the end, "modulo" if all are taken modulo V"""
+    per_row: Any = field(default=1, compare=False)
+    """Number of labels of each row. If there are several, tensors of labels, and of numbers at these, end with them"""
+    ignore_index: int = NOTHING_IGNORED
+    """The label of the rows in which a cross-entropy is 0"""
+    fills: tuple[tuple[int, int], int | None] | None = field(default=None, compare=False)
+    """If these are other labels with 0 in place of one label, or of all negative ones: the other labels' `number_at`,
+    and the replaced label (None for all negative ones)"""
+    shapes: tuple[tuple[Any, ...], ...] = field(default=(), compare=False)
+    dim: int = 0
+
+    @property
+    def has_ignored(self) -> bool:
+        """Whether rows may be left out: those of one label."""
+        return self.ignore_index != NOTHING_IGNORED
+
+    def are_filled(self, others: "Labels") -> bool:
+        """Whether these are the other labels with 0 in place of their ignore_index."""
+        if self.fills is None or others.ignore_index >= 0 or not others.has_ignored:
+            return False
+        return (self.fills[0],) == others.numbers and self.fills[1] in (None, others.ignore_index)
+
+
+NO_LABELS = Labels((), (), 0, Source())
+"""The labels of numbers that belong to no class, such as an entropy"""
+
+
+@dataclass(frozen=True)
 class Class:
     """A tensor that has a number for each class of each row."""
 
@@ -274,7 +315,7 @@ class Class:
     factor: Fraction = Fraction(1)
     p_has_grad: bool = True
     """For the form "p": whether softmax(u) has its gradient"""
-    labels: "Labels | None" = None
+    labels: Labels = NO_LABELS
     """If given, all classes but each row's label are 0, and the program only sums over the classes"""
 
     def __post_init__(self) -> None:
@@ -327,45 +368,13 @@ class Class:
         """Whether it is softmax(u)."""
         return self.form == "exp" and self.factor == 1 and _equals(LOG_PROBABILITY, self.sum)
 
-    def row(self, name: str, shape: tuple[Any, ...], labels: "Labels | None" = None) -> "Row":
+    def row(self, name: str, shape: tuple[Any, ...], labels: Labels = NO_LABELS) -> "Row":
         """Returns the number of each row with the atom `name`, such as "y" for u_y, in place of u."""
         return Row(self.logits, shape, with_u_as(name, self.sum), self.form, self.factor, labels)
 
     def detached(self) -> "Class":
         """Returns the description without gradients."""
         return replace(self, sum=without_grad(self.sum), p_has_grad=False)
-
-
-@dataclass(frozen=True)
-class Labels:
-    """Labels of rows, which are equal if their tensors are known to have equal values."""
-
-    tensors: tuple[Tensor, ...] = field(compare=False)
-    """Several if rows were joined: each in its shape of `shapes`, concatenated along `dim`"""
-    numbers: tuple[tuple[int, int], ...]
-    """`Program.number_at` of each tensor"""
-    read_at: int = field(compare=False)
-    """Position of the operation that reads them first"""
-    line: Source = field(compare=False)
-    """Line of the user's code that takes the classes at the labels"""
-    wraps: str = ""
-    """"end" if labels from -V to -1 count from the end, "modulo" if all are taken modulo V"""
-    per_row: Any = field(default=1, compare=False)
-    """Number of labels of each row. If there are several, tensors of labels, and of numbers at these, end with them"""
-    ignore_index: int | None = None
-    """The label of the rows in which a cross-entropy is 0"""
-    fills: tuple[tuple[int, int], int | None] | None = field(default=None, compare=False)
-    """If these are other labels with 0 in place of one label, or of all negative ones: the other labels' `number_at`,
-    and the replaced label (None for all negative ones)"""
-    shapes: tuple[tuple[Any, ...], ...] = field(default=(), compare=False)
-    dim: int = 0
-
-    def are_filled(self, others: "Labels | None") -> bool:
-        """Whether these are the other labels with 0 in place of their ignore_index."""
-        index = None if others is None else others.ignore_index
-        if self.fills is None or others is None or index is None or index >= 0:
-            return False
-        return (self.fills[0],) == others.numbers and self.fills[1] in (None, index)
 
 
 @dataclass(frozen=True)
@@ -378,7 +387,7 @@ class Row:
     form: str = ""
     """"" for the sum itself, "exp" for factor * exp(sum)"""
     factor: Fraction = Fraction(1)
-    labels: Labels | None = None
+    labels: Labels = NO_LABELS
     class_weight: Tensor | None = None
     """(V,): the class weights of a cross-entropy, if it has any"""
     reduction: str = "none"
@@ -389,11 +398,6 @@ class Row:
         return replace(self, sum=without_grad(self.sum))
 
     @property
-    def ignore_index(self) -> int | None:
-        """The label of the rows in which it is 0; None if there are no such rows."""
-        return None if self.labels is None else self.labels.ignore_index
-
-    @property
     def as_loss(self) -> tuple[Fraction, Fraction] | None:
         """Factor c and label smoothing s if it is c times a cross-entropy, L - (1 - s) u_y - s U; else None."""
         factors = value(self.sum)
@@ -401,7 +405,7 @@ class Row:
         smoothing = -mean_factor / factor if factor else Fraction(-1)
         is_loss = factor + label_factor + mean_factor == 0 and 0 <= smoothing <= 1
         has_one_grad = len({atom.has_grad for atom, _ in self.sum}) == 1
-        if not is_loss or not has_one_grad or factors or self.form or self.labels is None:
+        if not is_loss or not has_one_grad or factors or self.form or not self.labels.tensors:
             return None
         return factor, smoothing
 
@@ -438,7 +442,7 @@ class Row:
     @property
     def kind(self) -> str:
         """What messages call it: one of `decisions.PLURALS`."""
-        if self.ignore_index is not None:
+        if self.labels.has_ignored:
             return "cross-entropy"
         names = self.variables
         return next((words for name, words in _KINDS.items() if name in names), "log-sum-exp")

@@ -263,7 +263,7 @@ class Interpreter:
         """Makes a cross-entropy, or a sum over tokens, a result; `sums`, and no rule, follows its further use."""
         del self.values[op.output]
         self.results[op.output] = Result(op.output, row)
-        for tensor in (*(row.labels.tensors if row.labels else ()), row.class_weight):
+        for tensor in (*row.labels.tensors, row.class_weight):
             self.demand(tensor, op)
 
     def demand(self, tensor: Tensor | None, user: Op | None, detail: str = "") -> None:

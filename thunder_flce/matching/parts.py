@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from thunder_flce.matching.algebra import Argmax, Labels, Logits, Row, RowStep, atoms, value
+from thunder_flce.matching.algebra import NO_LABELS, Argmax, Labels, Logits, Row, RowStep, atoms, value
 from thunder_flce.matching.decisions import PLURALS, NotFused
 from thunder_flce.matching.interpreter import Interpreter, Result
-from thunder_flce.matching.program import Op, Source, Tensor, same
+from thunder_flce.matching.program import Op, Source, Tensor, same, same_shape
 from thunder_flce.operation.loss import NOTHING_IGNORED
 from thunder_flce.operation.pointwise import Handle, Recorder
 
@@ -19,8 +19,11 @@ from thunder_flce.operation.pointwise import Handle, Recorder
 class TokenInput:
     """A tensor that a token loss reads."""
 
-    tensor: Tensor | None
-    """None for a mask of the tokens that `selections` select, and for a number"""
+    value: Any
+    """A tensor; a symbolic number that all tokens share, such as an argument that changes; or True, for a mask of the
+    tokens that `selections` select"""
+    dtype: torch.dtype
+    """Dtype of the values that the loss reads"""
     shape: tuple[Any, ...]
     """The shape to which it is expanded, with one element for each token"""
     read_at: int
@@ -29,15 +32,8 @@ class TokenInput:
     """If given, the tensor has labels, and the loss reads whether they differ from this one"""
     selections: tuple[Tensor, ...] = ()
     """Set if it belongs to selected tokens, or to all in another order: see `sums.Summand`"""
-    number: tuple[Any, torch.dtype] | None = None
-    """A symbolic number that is the same for all tokens, such as an argument that changes, and its dtype"""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the values that the loss reads."""
-        if self.number is not None:
-            return self.number[1]
-        return torch.bool if self.tensor is None or self.ignored is not None else self.tensor.dtype
+    key: str = ""
+    """If given, equal for inputs that are equal if they have one shape"""
 
 
 @dataclass(eq=False)
@@ -45,7 +41,7 @@ class Part:
     """All results that have the same rows of the same logits, and the same labels."""
 
     logits: Logits
-    labels: Labels | None
+    labels: Labels
     class_weight: Tensor | None
     """The class weights of a cross-entropy, which is then the only one of `rows`"""
     rows: list[Result] = field(default_factory=list)
@@ -66,18 +62,13 @@ class Part:
         return math.prod(self.logits.rows_shape)
 
     @property
-    def labels_per_row(self) -> Any:
-        """Number of labels of each row."""
-        return 1 if self.labels is None else self.labels.per_row
-
-    @property
     def has_several_labels(self) -> bool:
         """Whether each row has several labels."""
-        return not same(self.labels_per_row, 1)
+        return not same(self.labels.per_row, 1)
 
     def labels_shape(self, rows: Sequence[Any]) -> tuple[Any, ...]:
         """Returns the shape of its labels, for rows of a shape."""
-        return (*rows, self.labels_per_row) if self.has_several_labels else (*rows,)
+        return (*rows, self.labels.per_row) if self.has_several_labels else (*rows,)
 
     @property
     def results(self) -> list[Result]:
@@ -89,12 +80,6 @@ class Part:
         """What messages call it: one of `PLURALS`."""
         kinds = {result.row.kind for result in self.rows}
         return next(kind for kind in PLURALS if kind in kinds)
-
-    @property
-    def ignore_index(self) -> int:
-        """The label of the rows that a cross-entropy leaves out; `NOTHING_IGNORED` if there is none."""
-        index = None if self.labels is None else self.labels.ignore_index
-        return NOTHING_IGNORED if index is None else index
 
     @property
     def is_mean_of_logits(self) -> bool:
@@ -116,6 +101,15 @@ class Part:
         """The first operation of its results."""
         return min((result.op for result in self.rows), key=lambda op: op.position)
 
+    def add_input(self, new: TokenInput) -> Handle:
+        """Returns the recorder's handle of an input; equal inputs have one."""
+        for handle, input in self.inputs.items():
+            if new.key and new.key == input.key and same_shape(new.shape, input.shape):
+                return handle
+        handle = self.recorder.add_input(new.dtype)
+        self.inputs[handle] = new
+        return handle
+
     def steps_to(self, argmax: Argmax) -> tuple[RowStep, ...] | None:
         """Returns the steps from the part's rows to those of an argmax; None if they are no slices and reshapes."""
         rows, count = argmax.logits.rows, len(self.logits.rows)
@@ -130,16 +124,16 @@ def parts_of(interpreter: Interpreter) -> list[Part]:
     rows = [result for result in interpreter.results.values() if isinstance(result.value, Row)]
     for result in rows:
         row, labels = result.row, result.row.labels
-        if row.class_weight is None and labels and labels.ignore_index is not None and labels.ignore_index < 0:
+        if row.class_weight is None and labels.ignore_index < 0:
             # Another result gathers these rows at the same labels: none may be negative, so none is ignored.
-            plain = replace(labels, ignore_index=None)
+            plain = replace(labels, ignore_index=NOTHING_IGNORED)
             if any(other.row.labels == plain and other.row.logits == row.logits for other in rows):
                 result.value = replace(row, labels=plain)
     # An entropy has no labels, and joins a part that has: so cross-entropies come first, then others with labels.
-    for result in sorted(
-        rows, key=lambda each: (each.row.labels is None, each.row.ignore_index is None, each.op.position)
+    for row, result in sorted(
+        ((each.row, each) for each in rows),
+        key=lambda pair: (not pair[0].labels.tensors, not pair[0].labels.has_ignored, pair[1].op.position),
     ):
-        row = result.row
         part = next((other for other in parts if _can_return(other, row)), None)
         if part is None:
             part = Part(row.logits, row.labels, row.class_weight)
@@ -147,12 +141,12 @@ def parts_of(interpreter: Interpreter) -> list[Part]:
         part.rows.append(result)
     for part in parts:
         part.rows.sort(key=lambda each: each.op.position)
-        part.line = part.first.source if part.labels is None else part.labels.line
+        part.line = part.labels.line if part.labels.tensors else part.first.source
     return sorted(parts, key=lambda part: part.first.position)
 
 
 def _can_return(part: Part, row: Row) -> bool:
     """Whether a part can return this number, too: it has the same rows, labels that fit, and no class weights."""
     has_weights = part.class_weight is not None or row.class_weight is not None
-    has_labels = row.labels in (None, part.labels) or (row.labels is not None and row.labels.are_filled(part.labels))
+    has_labels = row.labels in (NO_LABELS, part.labels) or row.labels.are_filled(part.labels)
     return part.logits == row.logits and has_labels and not has_weights

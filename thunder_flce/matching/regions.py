@@ -27,9 +27,9 @@ from thunder_flce.matching.program import (
     live,
     may_share,
     same_shape,
+    tensors_in,
 )
 from thunder_flce.matching.sums import NotASum, TokenSum, find_sum
-from thunder_flce.operation.loss import NOTHING_IGNORED
 from thunder_flce.options import GRADIENTS_IN_FORWARD, Options
 
 
@@ -48,7 +48,7 @@ class Region:
     def loss(self) -> Result | None:
         """The cross-entropy, if it is the only result except for argmaxes; else None."""
         results = [result for part in self.parts for result in part.rows]
-        is_loss = len(results) == 1 and results[0].row.ignore_index is not None and results[0].as_loss is not None
+        is_loss = len(results) == 1 and results[0].row.labels.has_ignored and results[0].as_loss is not None
         return results[0] if is_loss else None
 
     @property
@@ -58,8 +58,8 @@ class Region:
 
     @property
     def ignore_index(self) -> int:
-        """`Part.ignore_index`; parts that ignore nothing, the least, may share rows with one that ignores a label."""
-        return max(part.ignore_index for part in self.parts)
+        """`Labels.ignore_index`; parts that ignore nothing, the least, may share rows with one that ignores a label."""
+        return max(part.labels.ignore_index for part in self.parts)
 
     @cached_property
     def keeps_ignored(self) -> bool:
@@ -68,9 +68,9 @@ class Region:
         def is_needed(part: Part) -> bool:
             if self.total is None:
                 return self.loss is None
-            return any(each.row.ignore_index is None for each in part.rows) or self.total.counts_ignored(part)
+            return not all(each.row.labels.has_ignored for each in part.rows) or self.total.counts_ignored(part)
 
-        return any(is_needed(part) for part in self.parts if part.ignore_index != NOTHING_IGNORED)
+        return any(is_needed(part) for part in self.parts if part.labels.has_ignored)
 
     @property
     def has_only_sum(self) -> bool:
@@ -141,14 +141,13 @@ class Region:
             add(logits.bias_read_at, logits.bias)
             for tensor, position in logits.row_operands.items():
                 add(position, tensor)
-            if labels is not None:
-                add(labels.read_at, *labels.tensors, part.class_weight)
+            add(labels.read_at, *labels.tensors, part.class_weight)
         if self.total is not None:
             made = {out for op in self.total.ops for out in op.outs} | {each.tensor for each in self.total.summands}
             for op in self.total.ops:
                 add(op.position, *(operand for operand in op.operands if operand not in made), *op.numbers)
             for input in (input for summand in self.total.summands for input in summand.inputs):
-                add(input.read_at, input.tensor)
+                add(input.read_at, *tensors_in(input.value))
         return positions
 
 
@@ -221,7 +220,7 @@ def _problem(part: Part, interpreter: Interpreter) -> NotFused | None:
         return NotFused(Reason.CLASS_WEIGHTS, "of a loss without the gradient of a cross-entropy")
     if not logits.has_float_factors:
         return NotFused(Reason.TRANSFORMED_LOGITS, "by factors whose product overflows or underflows")
-    tensors = [*logits.operands, *logits.row_operands, *(part.labels.tensors if part.labels else ())]
+    tensors = [*logits.operands, *logits.row_operands, *part.labels.tensors]
     if not all(tensor.is_plain for tensor in tensors):
         return NotFused(Reason.DISTRIBUTED)
     dtypes = {dtype for term in logits.terms for dtype in (term.dtype, term.weight.dtype)}
@@ -313,8 +312,8 @@ def _join_parts(parts: Sequence[Part], interpreter: Interpreter, options: Option
     by_head: dict[Any, list[Part]] = {}
     for part in parts:
         # Labels at which numbers are gathered are never negative, so a negative label may be ignored among them, too.
-        others = [each for each in parts if part.has_several_labels and each.logits == part.logits]
-        ignored = max((each.ignore_index for each in others if each.ignore_index < 0), default=part.ignore_index)
+        indices = [each.labels.ignore_index for each in parts if part.has_several_labels and each.logits == part.logits]
+        ignored = max((index for index in indices if index < 0), default=part.labels.ignore_index)
         by_head.setdefault((ignored, _head_key(part)), []).append(part)
     regions: list[Region] = []
     for head_parts in by_head.values():
@@ -556,6 +555,6 @@ def is_compared_with_labels(indices: Tensor, part: Part, program: Program) -> bo
         others = [operand for operand in user.operands if operand is not indices]
         if user.name not in ("eq", "ne") or len(others) != 1 or not same_shape(others[0].shape, indices.shape):
             return False
-        return (program.number_at(others[0], user),) == (part.labels.numbers if part.labels else None)
+        return (program.number_at(others[0], user),) == part.labels.numbers
 
     return indices not in program.results and all(map(compares, indices.users))

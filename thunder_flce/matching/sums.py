@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import reduce
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -40,7 +40,6 @@ from thunder_flce.matching.program import (
     keeps_elements,
     live,
     same,
-    same_shape,
     tensors_in,
     without_tensors,
 )
@@ -191,40 +190,55 @@ def find_sum(parts: Sequence[Part], interpreter: Interpreter) -> TokenSum:
     return result
 
 
+# Linear in their first operand, if no other argument depends on the tokens.
+_LINEAR_IN_FIRST = {
+    *RESHAPES, *PERMUTATIONS, *COPIES, *SPLITS, "sum", "mean", "neg", "getitem", "select", "narrow", "index_select",
+    "flip", "roll", "expand", "expand_as", "repeat", "repeat_interleave", "cumsum", "diagonal", "masked_select",
+    "gather", "take", "take_along_dim", "broadcast_to", "sum_to_size", "tile", "atleast_1d", "atleast_2d", "tril",
+    "triu",
+}  # fmt: skip
+PRODUCTS = ("mul", "dot", "matmul", "mv", "mm", "bmm", "einsum", "inner", "outer", "vdot", "tensordot", "linear")
+_JOINS = ("cat", "stack", "hstack", "vstack")
+
+
+class _Tokens(NamedTuple):
+    """A tensor that is computed token by token: see `Summand`."""
+
+    part: Part
+    handle: Handle
+    selections: tuple[Tensor, ...] = ()
+
+
 class _Search:
     """Follows a program forwards from the sources, token by token, and back from a scalar, while it is linear."""
 
     def __init__(self, parts: Sequence[Part], interpreter: Interpreter):
         self._interpreter, self._program, self._parts = interpreter, interpreter.program, parts
-        self._sources = {result.tensor: part for part in parts for result in part.rows}
-        self._tokens: dict[Tensor, tuple[Part, Handle]] = {}
-        """For each tensor that is computed token by token: its part, and its handle in the part's recorder"""
-        self._selections: dict[Tensor, tuple[Tensor, ...]] = {}
-        """`Summand.selections` of these tensors"""
+        self._sources: dict[Tensor, _Tokens] = {}
+        self._tokens: dict[Tensor, _Tokens] = {}
+        """The tensors that are computed token by token"""
         self._unselected: dict[tuple[Part, Handle], Handle] = {}
         """For a handle of selected tokens: the handle of all tokens that they were selected from"""
         self._problems: dict[Tensor, NotASum] = {}
         """Why other tensors are not computed token by token"""
-        self._dependent = set(self._sources)
-        self._with_grad = {tensor for tensor in self._sources if tensor.needs_grad}
-        """Tensors from which gradients flow back to the sources"""
         self._writes: set[Op] = set()
         self._is_read: dict[tuple[Tensor, Op], bool] = {}
         for part in parts:
             for result in part.rows:
                 if result.tensor not in part.handles:
                     part.handles[result.tensor] = _record_source(result, part)
+                source = self._sources[result.tensor] = _Tokens(part, part.handles[result.tensor])
                 if result.row.reduction == "none" and not part.has_several_labels:
-                    self._tokens[result.tensor] = part, part.handles[result.tensor]
+                    self._tokens[result.tensor] = source
+        self._dependent = set(self._sources)
+        self._with_grad = {tensor for tensor in self._sources if tensor.needs_grad}
+        """Tensors from which gradients flow back to the sources"""
         for op in self._program.ops:
             self._follow(op)
         self._last_read, self.problem = self._follow_gradients()
 
     def _operands(self, op: Op) -> list[Tensor]:
         return [operand for operand in dict.fromkeys(op.operands) if operand in self._dependent]
-
-    def _is_linear(self, op: Op) -> bool:
-        return _is_linear(op, self._operands(op), self._is_zero)
 
     def _follow(self, op: Op) -> None:
         """Records the result of an operation if it is computed token by token; else notes why not."""
@@ -242,26 +256,20 @@ class _Search:
         if not all(operand in self._tokens for operand in operands):
             self._pass_on_problems(operands, outs[0])
             return
-        part, *others = {self._tokens[operand][0] for operand in operands}
-        by_key = {_key(group): group for group in (self._selections.get(each, ()) for each in operands)}
-        selections, *other_selections = by_key.values()
-        if others or other_selections:
+        *others, tokens = (self._tokens[operand] for operand in operands)
+        if any(each.part is not tokens.part or _key(each.selections) != _key(tokens.selections) for each in others):
             self._problems[outs[0]] = NotASum(f"{op} combines different tokens")
             return
         if is_selection(op) and not keeps_elements(op) and all(map(has_elements, outs)):
-            for out in outs:
-                self._selections[out] = (*selections, out)
-                self._tokens[out] = part, self._record_selection(out, part)
+            self._tokens |= {out: self._selected(out, op, tokens) for out in outs}
             return
         if not isinstance(op.output, Tensor) or op.name in ("sum", "mean", *PERMUTATIONS):
             return
         # PyTorch may not know that a reshape keeps the product of symbolic sizes.
         if not (keeps_elements(op) or same(outs[0].numel, operands[0].numel)):
             return
-        self._selections[outs[0]] = selections
         try:
-            # Any gradient counts, not only the sources': that of another head must not be lost.
-            self._tokens[outs[0]] = part, self._record_operation(op, part, outs[0].needs_grad)
+            self._tokens[outs[0]] = tokens._replace(handle=self._record_operation(op, tokens))
         except NotPointwise as problem:
             self._problems[outs[0]] = NotASum(f"{problem}{op.where} is not an operation on single tokens")
         except NotASum as problem:
@@ -276,38 +284,31 @@ class _Search:
                 if is_unconditional or not self._is_linear(op):
                     self._problems[out] = problem
 
-    def _record_selection(self, out: Tensor, part: Part) -> Handle:
+    def _selected(self, out: Tensor, op: Op, tokens: _Tokens) -> _Tokens:
         """Records selected tokens: all others become 0, and so do their gradients, whatever is computed from them."""
-        op, selections, recorder = out.op, self._selections[out], part.recorder
-        assert op is not None
-        handle = self._tokens[op.operands[0]][1]
-        masks = (
-            each
-            for each, input in part.inputs.items()
-            if input.dtype is torch.bool and input.tensor is None and _key(input.selections) == _key(selections)
+        part, handle, selections = tokens.part, tokens.handle, (*tokens.selections, out)
+        mask = part.add_input(
+            TokenInput(True, torch.bool, out.shape, op.position, selections=selections, key=_key(selections))
         )
-        if (mask := next(masks, None)) is None:
-            mask = recorder.add_input(torch.bool)
-            part.inputs[mask] = TokenInput(None, out.shape, op.position, selections=selections)
-        handle = handle if out.needs_grad else recorder.detached(handle)
-        selected = recorder.write("where", (mask, handle, 0.0 if out.dtype.is_floating_point else False), {})
+        handle = handle if out.needs_grad else part.recorder.detached(handle)
+        selected = part.recorder.write("where", (mask, handle, 0.0 if out.dtype.is_floating_point else False), {})
         self._unselected[part, selected] = self._unselected.get((part, handle), handle)
-        return selected
+        return _Tokens(part, selected, selections)
 
     def scalars(self) -> Iterator[Tensor]:
         """Yields the scalars through which all gradients of the sources flow, in order."""
-        sources = [source for source in self._sources if source in self._last_read]
-        last_source_read = max((self._last_read[source] for source in sources), default=0)
-        last_other_read: float = 0
-        for op in (op for op in self._program.ops if not self._last_read.keys().isdisjoint(op.outs)):
-            out = op.outs[0]
-            has_all_tokens = out in self._tokens and not self._selections.get(out)
-            if len(op.outs) == 1 and out.ndim == 0 and out in self._with_grad and not has_all_tokens:
-                if out in self._sources:
-                    last_source_read = max((self._last_read[each] for each in sources if each is not out), default=0)
-                if max(last_source_read, last_other_read) <= op.position:
+        for op in (op for op in self._program.ops if len(op.outs) == 1 and op.outs[0] in self._last_read):
+            (out,) = op.outs
+            has_all_tokens = out in self._tokens and not self._tokens[out].selections
+            if out.ndim == 0 and out in self._with_grad and not has_all_tokens:
+                # Of the sources, and of what is computed before it.
+                other_reads = (
+                    read
+                    for each, read in self._last_read.items()
+                    if each is not out and (each in self._sources or each.op.position < op.position)  # type: ignore[union-attr]
+                )
+                if max(other_reads, default=0) <= op.position:
                     yield out
-            last_other_read = max(last_other_read, *(self._last_read.get(each, 0) for each in op.outs))
 
     def _follow_gradients(self) -> tuple[dict[Tensor, float], str]:
         """Returns, for each tensor that gradients pass on their way to the sources, the position of its last reader.
@@ -369,7 +370,7 @@ class _Search:
         results, computed = self._program.results, {place, *self._sources}
         rest = live(self._program.ops, results, computed=computed, dropped=self._writes)
         kept = {*results, *(each for op in rest for each in op.operands)}.intersection(self._sources) - {place}
-        has_constant = any(_is_affine(op, self._operands(op)) and not self._is_linear(op) for op in order)
+        has_constant = any(self._is_affine(op) and not self._is_linear(op) for op in order)
         total = TokenSum(place, summands, order, self._parts, kept, self._writes, list(others or ()), has_constant)
         # A region runs the same token loss for all its parts: the operations of one part count.
         operations = max(sum(each.text.count(" = ") for each, *_ in total.groups_of(part)) for part in self._parts)
@@ -379,14 +380,14 @@ class _Search:
         return total
 
     def _summand(self, tensor: Tensor) -> Summand:
-        part, handle = self._tokens.get(tensor) or (self._sources[tensor], self._sources[tensor].handles[tensor])
+        part, handle, selections = self._tokens.get(tensor) or self._sources[tensor]
         handle = self._unselected.get((part, handle), handle)
         try:
             text, read = renumber_inputs(part.recorder.copy().finish(handle))
         except NotPointwise:
             raise NotASum(f"{_name(tensor)} does not depend on the logits") from None
         inputs = [*part.inputs.values()]
-        return Summand(part, handle, tensor, text, [inputs[at] for at in read], self._selections.get(tensor, ()))
+        return Summand(part, handle, tensor, text, [inputs[at] for at in read], selections)
 
     def _is_linear_step(self, tensor: Tensor, op: Op, others: dict[Tensor, None] | None) -> bool:
         """Whether a tensor counts as a linear combination of its operands, and not as a summand.
@@ -395,7 +396,7 @@ class _Search:
         weight 0 are left out.
         """
         operands = self._operands(op)
-        is_linear = self._is_linear(op) or (tensor not in self._tokens and _is_affine(op, operands))
+        is_linear = self._is_linear(op) or (tensor not in self._tokens and self._is_affine(op))
         if tensor in self._tokens:
             is_product = is_linear and len(operands) == 1 and operands[0] in self._with_grad and not op.writes
             return is_product and tensor in self._with_grad and tensor.dtype == operands[0].dtype
@@ -425,6 +426,57 @@ class _Search:
         self._check_writes(op)
         return True
 
+    def _is_linear(self, op: Op) -> bool:
+        """Whether an operation is linear in its operands that depend on tokens."""
+        name, args, operands = op.name, op.args, self._operands(op)
+        only: Any = operands[0] if len(operands) == 1 else None
+        if name in PRODUCTS:
+            # With equal factors it is a square, and with a bias not linear.
+            has_bias = name == "linear" and len(op.operands) > 2
+            return op.operands.count(only) == 1 and not has_bias
+        if name in _LINEAR_IN_FIRST:
+            # The sum over no tokens, divided by their number, is NaN.
+            if op.operands[0] is not only or (name == "mean" and not has_elements(only)):
+                return False
+            return all(
+                out.dtype.is_floating_point and (depends_on_values(out.numel) or has_elements(out)) for out in op.outs
+            )
+        if tensors_in(op.kwargs):
+            return False  # The checks below know arguments by their position.
+
+        def is_token_or_zero(each: Any) -> bool:
+            return any(each is operand for operand in operands) or self._is_zero(each, op)
+
+        if name == "div":
+            is_exact = op.kwargs.get("rounding_mode") is None
+            return is_exact and len(args) == 2 and args[0] is only and args[1] is not only
+        if name in ("add", "sub"):
+            return len(args) == 2 and all(map(is_token_or_zero, args)) and is_number(op.kwargs.get("alpha", 1))
+        if name in _JOINS:
+            return all(map(is_token_or_zero, args[0]))
+        if name in ("index_add", "scatter_add") and len(args) == 4:
+            is_weighted = args[2] in operands or not is_number(op.kwargs.get("alpha", 1))
+            return is_token_or_zero(args[0]) and is_token_or_zero(args[3]) and not is_weighted
+        if name == "pad":
+            return args[0] is only and all(each in ("constant", None, 0) for each in (*args[2:], *op.kwargs.values()))
+        if name == "where" and len(args) == 3:
+            return args[0] not in operands and all(map(is_token_or_zero, args[1:]))
+        if name == "masked_fill":
+            filled, _, value = (*args, *op.kwargs.values())
+            return filled is only and self._is_zero(value, op)
+        return False
+
+    def _is_affine(self, op: Op) -> bool:
+        """Whether an operation adds numbers without a gradient to a linear function of its only operand of tokens."""
+        operands = self._operands(op)
+        if len(operands) != 1 or any(each.needs_grad for each in op.operands if each is not operands[0]):
+            return False
+        if op.name == "kl_div":
+            return op.kwargs.get("input", *op.args[:1]) is operands[0]
+        # The program adds a number to a scalar itself.
+        is_sum = op.name in ("add", "sub") and op.output.ndim > 0 and not op.writes
+        return is_sum and len(op.args) == 2 and op.args[0] is not op.args[1] and is_number(op.kwargs.get("alpha", 1))
+
     def _after_text(self, op: Op) -> str:
         """Returns ", after …" with the operation that has mixed the tokens which `op` reads; empty if it is `op`."""
         first: Op | None = op
@@ -433,29 +485,33 @@ class _Search:
             last, first = first, next((each.op for each in mixed), None)
         return "" if last is op else f", after {last}"
 
-    def _record_operation(self, op: Op, part: Part, has_grad: bool) -> Handle:
+    def _record_operation(self, op: Op, tokens: _Tokens) -> Handle:
         """Records an operation on single tokens; returns the handle of its result."""
-        recorder = part.recorder
+        part, _, selections = tokens
+        recorder, shape = part.recorder, op.output.shape
+        # Any gradient counts, not only the sources': that of another head must not be lost.
+        has_grad = op.output.needs_grad
 
         def argument(value: Any) -> Any:
             dtype = op.output.dtype if op.output.dtype.is_floating_point else first.dtype
             # Integers and 16 bits would round it, and a number that is read of a tensor may be known too late.
             is_exact = dtype in (torch.float32, torch.float64) and all(each.op is None for each in op.numbers)
             if isinstance(value, torch.SymFloat | torch.SymInt) and is_exact:
-                handle, selections = recorder.add_input(dtype), self._selections[op.output]
-                number = value, dtype
-                part.inputs[handle] = TokenInput(
-                    None, op.output.shape, op.position, selections=selections, number=number
-                )
-                return handle
+                return part.add_input(TokenInput(value, dtype, shape, op.position, selections=selections))
             if not isinstance(value, Tensor):
                 return [argument(item) for item in value] if isinstance(value, list | tuple) else value
-            return self._tokens[value][1] if value in self._tokens else self._input(value, op, part, has_grad)
+            if value in self._tokens:
+                return self._tokens[value].handle
+            if has_grad:
+                _check_factor(value, op)
+            # A mask and its cast to floats have the same number.
+            key = repr((self._program.value_number(value), value.dtype, value.shape, _key(selections)))
+            return part.add_input(TokenInput(value, value.dtype, shape, op.position, selections=selections, key=key))
 
         first = op.operands[0]
         if first in self._tokens and (op.name in RESHAPES | CASTS or keeps_elements(op)):
             # From further operands, such an operation takes only the shape or the dtype.
-            handle = self._tokens[first][1]
+            handle = self._tokens[first].handle
             if op.output.dtype != first.dtype:
                 handle = recorder.write("to", (handle, op.output.dtype), {})
         else:
@@ -468,24 +524,6 @@ class _Search:
                 dtype = torch.float64 if op.output.dtype.is_floating_point else op.output.dtype
                 handle = recorder.write("to", (handle, dtype), {})
         return handle if has_grad else recorder.detached(handle)
-
-    def _input(self, tensor: Tensor, op: Op, part: Part, has_grad: bool) -> Handle:
-        """Returns the recorder's handle of a tensor that does not depend on the sources."""
-        if has_grad:
-            _check_factor(tensor, op)
-        shape, selections = op.output.shape, self._selections[op.output]
-        for handle, input in part.inputs.items():
-            if input.tensor is None or input.ignored is not None:
-                continue
-            # A mask and its cast to floats have the same number.
-            is_equal = self._program.value_number(input.tensor) == self._program.value_number(tensor)
-            is_equal = is_equal and input.tensor.dtype == tensor.dtype
-            is_equal = is_equal and same_shape(input.tensor.shape, tensor.shape) and same_shape(input.shape, shape)
-            if is_equal and _key(input.selections) == _key(selections):
-                return handle
-        handle = part.recorder.add_input(tensor.dtype)
-        part.inputs[handle] = TokenInput(tensor, shape, op.position, selections=selections)
-        return handle
 
     def _check_writes(self, op: Op) -> None:
         """Raises for an in-place change that another reader sees, so that a new tensor cannot stand for it."""
@@ -564,72 +602,13 @@ def _record_source(result: Result, part: Part) -> Handle:
         number = row.evaluate({name: Handle(name) for name in VARIABLES}, call)
     else:  # All atoms cancel, as in the ratio of a probability to itself.
         number = call(torch.full_like, Handle(VARIABLES[0]), row.constant)
-    if row.labels is not None and row.ignore_index is not None and row.reduction == "none":
-        valid = recorder.add_input(torch.bool)
-        part.inputs[valid] = TokenInput(row.labels.tensors[0], row.shape, row.labels.read_at, row.ignore_index)
+    if row.labels.has_ignored and row.reduction == "none":
+        labels = row.labels
+        valid = part.add_input(
+            TokenInput(labels.tensors[0], torch.bool, row.shape, labels.read_at, ignored=labels.ignore_index)
+        )
         number = call(torch.where, valid, number, 0.0)
     return number if result.tensor.needs_grad else recorder.detached(number)
-
-
-# Linear in their first operand, if no other argument depends on the tokens.
-_LINEAR_IN_FIRST = {
-    *RESHAPES, *PERMUTATIONS, *COPIES, *SPLITS, "sum", "mean", "neg", "getitem", "select", "narrow", "index_select",
-    "flip", "roll", "expand", "expand_as", "repeat", "repeat_interleave", "cumsum", "diagonal", "masked_select",
-    "gather", "take", "take_along_dim", "broadcast_to", "sum_to_size", "tile", "atleast_1d", "atleast_2d", "tril",
-    "triu",
-}  # fmt: skip
-PRODUCTS = ("mul", "dot", "matmul", "mv", "mm", "bmm", "einsum", "inner", "outer", "vdot", "tensordot", "linear")
-_JOINS = ("cat", "stack", "hstack", "vstack")
-
-
-def _is_linear(op: Op, operands: Sequence[Tensor], is_zero: Callable[[Any, Op], bool]) -> bool:
-    """Whether an operation is linear in its operands that depend on tokens."""
-    name, args = op.name, op.args
-    if name in PRODUCTS:
-        # With equal factors it is a square, and with a bias not linear.
-        has_bias = name == "linear" and len(op.operands) > 2
-        return len(operands) == 1 and sum(operand is operands[0] for operand in op.operands) == 1 and not has_bias
-    if name in _LINEAR_IN_FIRST:
-        is_first = len(operands) == 1 and op.operands[0] is operands[0]
-        has_float_results = all(out.dtype.is_floating_point for out in op.outs)
-        # The sum over no tokens, divided by their number, is NaN.
-        has_empty_result = any(not depends_on_values(out.numel) and not has_elements(out) for out in op.outs)
-        return is_first and has_float_results and not has_empty_result and (name != "mean" or has_elements(operands[0]))
-    if tensors_in(op.kwargs):
-        return False  # The checks below know arguments by their position.
-
-    def is_token_or_zero(each: Any) -> bool:
-        return any(each is operand for operand in operands) or is_zero(each, op)
-
-    if name == "div":
-        is_exact = op.kwargs.get("rounding_mode") is None
-        return is_exact and len(operands) == 1 and len(args) == 2 and args[0] is operands[0] and args[1] is not args[0]
-    if name in ("add", "sub"):
-        return len(args) == 2 and all(map(is_token_or_zero, args)) and is_number(op.kwargs.get("alpha", 1))
-    if name in _JOINS:
-        return all(map(is_token_or_zero, args[0]))
-    if name in ("index_add", "scatter_add") and len(args) == 4:
-        is_weighted = args[2] in operands or not is_number(op.kwargs.get("alpha", 1))
-        return is_token_or_zero(args[0]) and is_token_or_zero(args[3]) and not is_weighted
-    if name == "pad":
-        return operands == [args[0]] and all(each in ("constant", None, 0) for each in (*args[2:], *op.kwargs.values()))
-    if name == "where" and len(args) == 3:
-        return args[0] not in operands and all(map(is_token_or_zero, args[1:]))
-    if name == "masked_fill":
-        filled, _, value = (*args, *op.kwargs.values())
-        return len(operands) == 1 and filled is operands[0] and is_zero(value, op)
-    return False
-
-
-def _is_affine(op: Op, operands: Sequence[Tensor]) -> bool:
-    """Whether an operation adds numbers without a gradient to a linear function of its only operand of tokens."""
-    if len(operands) != 1 or any(each.needs_grad for each in op.operands if each is not operands[0]):
-        return False
-    if op.name == "kl_div":
-        return op.kwargs.get("input", *op.args[:1]) is operands[0]
-    # The program adds a number to a scalar itself.
-    is_sum = op.name in ("add", "sub") and op.output.ndim > 0 and not op.writes
-    return is_sum and len(op.args) == 2 and op.args[0] is not op.args[1] and is_number(op.kwargs.get("alpha", 1))
 
 
 def _check_factor(factor: Tensor, op: Op) -> None:

@@ -72,7 +72,7 @@ class _Writing:
         """The program's result that is the region's loss; None if that is a sum, or if results are computed from it"""
         self._keeps_ignored, self._losses, self._groups = region.keeps_ignored, region.plain_losses, region.row_groups
         self._is_joined = len(region.parts) > 1
-        self._most_labels = max(sum(part.labels_per_row for part in group) for group in self._groups)
+        self._most_labels = max(sum(part.labels.per_row for part in group) for group in self._groups)
         """Number of labels of a row, of those that have most"""
         self._constants: list[Tensor] = []
         """Numbers to add to the sum: 0, or NaN if no token counts and the sum is divided by their number"""
@@ -149,8 +149,8 @@ class _Writing:
             return self._joined([self._flat(each) for each in tensors])
         of_part, rows = dict(zip(self._region.parts, tensors, strict=True)), []
         for group in self._groups:
-            columns = [self._call(torch.reshape, of_part[part], (part.count, part.labels_per_row)) for part in group]
-            last, missing = columns[-1], self._most_labels - sum(part.labels_per_row for part in group)
+            columns = [self._call(torch.reshape, of_part[part], (part.count, part.labels.per_row)) for part in group]
+            last, missing = columns[-1], self._most_labels - sum(part.labels.per_row for part in group)
             if not same(missing, 0):
                 more = self._call(operator.getitem, last, (slice(None), slice(-1, None)))
                 more = self._call(torch.zeros_like, more) if are_weights else more
@@ -161,7 +161,7 @@ class _Writing:
     def _operands_of(self, part: Part) -> tuple[list[Tensor], Tensor]:
         inputs = [self._input(term, part) for term in part.logits.terms]
         rows = inputs[0].shape[:-1]
-        if part.labels is None:
+        if not part.labels.tensors:
             zeros = self._call(torch.zeros, rows, dtype=torch.int64, device=inputs[0].device)
             return inputs, zeros
         shape = part.labels_shape(rows)
@@ -169,8 +169,8 @@ class _Writing:
         if shapes := part.labels.shapes:
             pairs = zip(part.labels.tensors, shapes, strict=True)
             labels = self._call(torch.cat, [self._call(torch.reshape, *each) for each in pairs], part.labels.dim)
-        if self._keeps_ignored and part.ignore_index != NOTHING_IGNORED:
-            is_valid = self._call(torch.ne, labels, part.ignore_index)
+        if self._keeps_ignored and part.labels.has_ignored:
+            is_valid = self._call(torch.ne, labels, part.labels.ignore_index)
             labels = self._call(torch.where, is_valid, labels, 0)
         if part.labels.wraps:
             vocab = part.logits.vocab_size or part.logits.terms[0].columns
@@ -248,7 +248,7 @@ class _Writing:
         assert self._loss.as_loss is not None
         return {
             "reduction": self._loss.row.reduction,
-            "ignore_index": self._region.parts[0].ignore_index,
+            "ignore_index": self._region.parts[0].labels.ignore_index,
             "label_smoothing": float(self._loss.as_loss[1]),
         }
 
@@ -307,7 +307,7 @@ class _Writing:
     def _mean_of_ignored(self, summand: Summand) -> Tensor | None:
         """Returns what ignored rows add to a mean: 0, or NaN if all rows are ignored; None for other summands."""
         result = self._interpreter.results.get(summand.tensor)
-        if result is None or result.row.reduction != "mean" or result.row.ignore_index is None or summand.selections:
+        if result is None or result.row.reduction != "mean" or not result.row.labels.has_ignored or summand.selections:
             return None
         return self._call(torch.mul, self._mean_weight(summand.part), 0.0)
 
@@ -361,13 +361,13 @@ class _Writing:
         return self._in_rows(self._scattered(expanded, selections), part)
 
     def _expanded(self, input: TokenInput) -> Tensor:
-        if input.tensor is None:
+        if not isinstance(input.value, Tensor):
             device = self._logits.terms[0].input.device
-            return self._call(torch.full, input.shape, (input.number or (True,))[0], dtype=input.dtype, device=device)
+            return self._call(torch.full, input.shape, input.value, dtype=input.dtype, device=device)
         if input.ignored is not None:
-            tensor = self._call(torch.ne, input.tensor, input.ignored)
+            tensor = self._call(torch.ne, input.value, input.ignored)
         else:
-            tensor = self._call(torch.detach, input.tensor)
+            tensor = self._call(torch.detach, input.value)
         if not same_shape(tensor.shape, input.shape):
             tensor = self._call(torch.Tensor.expand, tensor, input.shape)
         return tensor
@@ -410,7 +410,7 @@ class _Writing:
         part, result = summand.part, self._interpreter.results.get(summand.tensor)
         if result is None or result.row.reduction == "none":
             return weight
-        if result.row.ignore_index is None:
+        if not result.row.labels.has_ignored:
             return weight if result.row.reduction == "sum" else self._call(torch.div, weight, part.count)
         if result.row.reduction == "mean":
             weight = self._call(torch.mul, self._mean_weight(part), weight)
@@ -419,8 +419,7 @@ class _Writing:
 
     def _is_valid(self, part: Part) -> Tensor:
         """Returns a mask of the rows whose label is not ignored."""
-        assert part.labels is not None
-        return self._call(torch.ne, part.labels.tensors[0], part.ignore_index)
+        return self._call(torch.ne, part.labels.tensors[0], part.labels.ignore_index)
 
     def _number(self, value: float, shape: Sequence[Any] = ()) -> Tensor:
         device = self._logits.terms[0].input.device
@@ -457,7 +456,7 @@ class _Writing:
 
     def _argmax_output(self, part: Part) -> str:
         """Returns the name of an argmax's output; valid_argmax is -1 in ignored rows, so -1 must not be their label."""
-        is_free = not -1 <= part.ignore_index < part.logits.terms[0].columns
+        is_free = not -1 <= part.labels.ignore_index < part.logits.terms[0].columns
         program = self._interpreter.program
         compared = (
             not part.steps_to(each.argmax) and is_compared_with_labels(each.tensor, part, program)
@@ -505,8 +504,8 @@ class _Writing:
         values = {name: self._call(operator.getitem, each, (rows,)) for name, each in outputs.items() if each.ndim}
         if "log_prob" in values and not same(self._most_labels, 1):
             group = self._groups[at]
-            first: Any = sum(other.labels_per_row for other in group[: group.index(part)])
-            labels = slice(first, first + part.labels_per_row) if part.has_several_labels else first
+            first: Any = sum(other.labels.per_row for other in group[: group.index(part)])
+            labels = slice(first, first + part.labels.per_row) if part.has_several_labels else first
             values["log_prob"] = self._call(operator.getitem, values["log_prob"], (slice(None), labels))
         return values
 
@@ -515,7 +514,7 @@ class _Writing:
         if result is self._loss:
             return outputs["loss"]
         row_values, reduction = self._row_values(result, outputs), result.row.reduction
-        if result.row.ignore_index is None:
+        if not result.row.labels.has_ignored:
             return row_values if reduction == "none" else self._call(getattr(torch, reduction), row_values)
         is_valid = self._is_valid(part)
         row_values = self._call(torch.where, is_valid, self._call(torch.reshape, row_values, is_valid.shape), 0.0)
@@ -531,7 +530,7 @@ class _Writing:
             return self._number(row.constant, row.shape)
         if self._region.total is None and "log_prob" in row.variables and "log_prob" not in outputs:
             outputs = {"log_prob": self._call(torch.neg, outputs["loss"]), **outputs}
-        if row.labels is not None and not same(row.labels.per_row, 1):
+        if not same(row.labels.per_row, 1):
             outputs = {
                 name: outputs[name] if name == "log_prob" else self._call(torch.unsqueeze, outputs[name], -1)
                 for name in row.variables

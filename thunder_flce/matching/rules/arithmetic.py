@@ -153,7 +153,7 @@ def _add(interpreter: Interpreter, op: Op, input: Any, other: Any, *, alpha: Any
     if isinstance(a, Row) and isinstance(b, Row):
         return _sum_of_rows(a, b, sign)
     if isinstance(a, Class) and isinstance(b, Row):
-        if not interpreter.is_row_of(b, a) or b.form or a.form or b.labels is not None:
+        if not interpreter.is_row_of(b, a) or b.form or a.form or b.labels.tensors:
             raise Unknown
         return replace(a, sum=added((1, a.sum), (sign, b.sum)))
     if isinstance(a, Class) and isinstance(b, Class):
@@ -173,19 +173,18 @@ def _add(interpreter: Interpreter, op: Op, input: Any, other: Any, *, alpha: Any
 def _sum_of_rows(a: Row, b: Row, sign: int) -> Row:
     b = _in_terms_of(b, a.logits) or b
     a = a if a.logits == b.logits else _in_terms_of(a, b.logits) or a
-    labels = [row.labels for row in (a, b) if row.labels is not None]
-    has_one_set = len(set(labels)) <= 1
-    first_labels = min(labels, key=lambda each: each.read_at, default=None)
-    shape = next((row.shape for row in (a, b) if row.labels is not None), a.shape)
+    with_labels = [row for row in (a, b) if row.labels.tensors] or [a]
+    labels, shape = min((row.labels for row in with_labels), key=lambda each: each.read_at), with_labels[0].shape
+    has_one_set = all(row.labels == labels for row in with_labels)
     # A number of each row is broadcast to those of its several labels.
-    row_shape = shape if first_labels is None or same(first_labels.per_row, 1) else (*shape[:-1], 1)
-    have_shape = all(same_shape(row.shape, row_shape if row.labels is None else shape) for row in (a, b))
+    row_shape = shape if same(labels.per_row, 1) else (*shape[:-1], 1)
+    have_shape = all(same_shape(row.shape, shape if row.labels.tensors else row_shape) for row in (a, b))
     if a.logits != b.logits or a.form or b.form or not has_one_set or not have_shape:
         raise Unknown
     row_sum = added((1, a.sum), (sign, b.sum))
     if row_shape is not shape and "y" not in atoms(row_sum):
         raise Unknown  # It has a number for each label that is the same for all.
-    return replace(a, shape=shape, sum=row_sum, labels=first_labels)
+    return replace(a, shape=shape, sum=row_sum, labels=labels)
 
 
 def _in_terms_of(row: Row, logits: Logits) -> Row | None:

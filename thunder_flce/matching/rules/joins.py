@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from thunder_flce.matching.algebra import Class, Labels, Row, RowStep, Unknown
+from thunder_flce.matching.algebra import NO_LABELS, Class, Labels, Row, RowStep, Unknown
 from thunder_flce.matching.interpreter import Interpreter, rule
 from thunder_flce.matching.program import COPIES, Op, Tensor, agree, indices_of, same, same_shape
 from thunder_flce.matching.rules.selections import ALL
@@ -22,8 +22,8 @@ def _join(interpreter: Interpreter, op: Op, tensors: Sequence[Tensor], dim: int 
     first, shape = operands[0], op.output.shape
 
     def without_rows(part: Any) -> Any:
-        bare = replace(part, logits=replace(part.logits, rows=()), shape=(), labels=None)
-        return bare, part.labels is None, len(part.shape)
+        bare = replace(part, logits=replace(part.logits, rows=()), shape=(), labels=NO_LABELS)
+        return bare, bool(part.labels.tensors), len(part.shape)
 
     if any(without_rows(each) != without_rows(first) for each in operands):
         raise Unknown("with other tensors")
@@ -54,8 +54,8 @@ def _join(interpreter: Interpreter, op: Op, tensors: Sequence[Tensor], dim: int 
     return replace(parts[0], logits=replace(whole, rows=rows), shape=shape, labels=_joined_labels(parts, dim))
 
 
-def _joined_labels(parts: Sequence[Class | Row], dim: int) -> Labels | None:
-    pairs = [(part.labels, part.shape) for part in parts if part.labels is not None]
+def _joined_labels(parts: Sequence[Class | Row], dim: int) -> Labels:
+    pairs = [(part.labels, part.shape) for part in parts if part.labels.tensors]
     for labels, shape in pairs:
         # Labels that were joined before must have been joined along the same dimension.
         is_same = all(same_shape(_without(each, dim), _without(shape, dim)) for each in labels.shapes)
@@ -64,7 +64,7 @@ def _joined_labels(parts: Sequence[Class | Row], dim: int) -> Labels | None:
         if labels.wraps != pairs[0][0].wraps or (labels.shapes and not (is_same and labels.dim == dim)):
             raise Unknown
     if not pairs:
-        return None
+        return NO_LABELS
     return replace(
         min((labels for labels, _ in pairs), key=lambda each: each.read_at),
         tensors=tuple(each for labels, _ in pairs for each in labels.tensors),

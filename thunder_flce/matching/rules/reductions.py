@@ -88,7 +88,7 @@ def _columns(input: Class) -> int:
 
 def summed(input: Class, shape: tuple[Any, ...]) -> Row:
     """Returns Σ exp(u + r), Σ p (a u + r) or Σ (a u + r) over the classes, or the label's summand if others are 0."""
-    if input.labels is not None:
+    if input.labels.tensors:
         return input.row("y", shape, input.labels)
     if not input.form:
         return times(input.row("U", shape), Fraction(_columns(input)))

@@ -122,7 +122,7 @@ def _gather(interpreter: Interpreter, op: Op, input: Class, dim: int, index: Ten
     if index.ndim != len(input.shape) or not all(map(agree, sizes, input.rows_shape)):
         raise Unknown(f"labels of shape {text_of(index.shape)} for logits of shape {text_of(input.shape)}")
     row, count = _at_labels(interpreter, op, input, index), index.shape[input.dim]
-    if row.labels is None or same(count, 1):
+    if same(count, 1):
         return row
     if input.dim != len(input.shape) - 1 or depends_on_values(count) or same(count, 0):
         raise Unknown(f"{count} labels of each row along dimension {input.dim}")
@@ -134,7 +134,7 @@ def _take_along_dim(interpreter: Interpreter, op: Op, input: Class, indices: Ten
     if dim is None:
         raise Unknown
     row = _gather(interpreter, op, input, dim, indices)
-    if row.labels is None or torch.__version__ < "2.10":
+    if torch.__version__ < "2.10":
         return row  # For these versions, a label outside of the vocabulary is an error.
     return replace(row, labels=replace(row.labels, wraps="modulo"))
 
