@@ -1,7 +1,7 @@
 """Runs a program on descriptions of tensors (`algebra`) in place of numbers.
 
 If an operation has a rule, the rule describes its result. Otherwise the operation demands its operands as tensors. An
-operand that is a number of each row becomes a `Result`, which a region can return; logits, or log-probabilities of all
+operand that is a number of each row becomes a result, which a region can return; logits, or log-probabilities of all
 classes, become an `Escape`, which prevents fusion.
 """
 
@@ -9,11 +9,10 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from functools import lru_cache
 from typing import Any, get_args
 
-from thunder_flce.matching.algebra import Argmax, Class, Logits, Row, Unknown, Value, has_grad
+from thunder_flce.matching.algebra import Argmax, Class, Logits, Row, Unknown, Value
 from thunder_flce.matching.decisions import Decision, NotFused, Reason
 from thunder_flce.matching.program import (
     PERMUTATIONS,
@@ -60,37 +59,6 @@ def rule(*names: str) -> Callable[[Callable], Callable]:
 
 
 @dataclass(eq=False)
-class Result:
-    """A tensor that the program needs, and that a region can return."""
-
-    tensor: Tensor
-    value: Row | Argmax
-
-    @property
-    def op(self) -> Op:
-        """The operation that computes it in the program."""
-        assert self.tensor.op is not None
-        return self.tensor.op
-
-    @property
-    def row(self) -> Row:
-        """Its description, for a result that is no argmax."""
-        assert isinstance(self.value, Row)
-        return self.value
-
-    @property
-    def argmax(self) -> Argmax:
-        """Its description, for an argmax."""
-        assert isinstance(self.value, Argmax)
-        return self.value
-
-    @property
-    def as_loss(self) -> tuple[Fraction, Fraction] | None:
-        """`Row.as_loss`, if the description has a gradient just as the program's tensor has; else None."""
-        return self.row.as_loss if has_grad(self.row.sum) == self.tensor.needs_grad else None
-
-
-@dataclass(eq=False)
 class Escape:
     """A use of a tensor that is computed from logits and that no region can return."""
 
@@ -131,7 +99,8 @@ class Interpreter:
         """Whether rows that the program joins become rows of one call; all rows of one linear, in order, always do"""
         self.has_joined = False
         self.values: dict[Tensor, Value] = {}
-        self.results: dict[Tensor, Result] = {}
+        self.results: dict[Tensor, Row | Argmax] = {}
+        """The tensors that the program needs, and that a region can return"""
         self.escapes: list[Escape] = []
         self.refusals: list[Decision] = []
         """Decisions about losses, and about normalisations that may lead to one, whose logits cannot be described"""
@@ -262,7 +231,7 @@ class Interpreter:
     def _add_result(self, row: Row, op: Op) -> None:
         """Makes a cross-entropy, or a sum over tokens, a result; `sums`, and no rule, follows its further use."""
         del self.values[op.output]
-        self.results[op.output] = Result(op.output, row)
+        self.results[op.output] = row
         for tensor in (*row.labels.tensors, row.class_weight):
             self.demand(tensor, op)
 
@@ -274,7 +243,7 @@ class Interpreter:
         if isinstance(value, Class) or (isinstance(value, Row) and not value.is_whole):
             self._escape(tensor, user, detail)
         else:
-            self.results.setdefault(tensor, Result(tensor, value))
+            self.results.setdefault(tensor, value)
 
     def _escape(self, tensor: Tensor, user: Op | None, detail: str = "") -> None:
         value = self.values.get(tensor)
@@ -366,13 +335,13 @@ class Interpreter:
     def depends_on(self, tensor: Tensor, *logits: Logits) -> bool:
         """Whether a tensor is computed from any of these logits."""
         linears = {linear for rows in logits for linear in rows.linears}
-        first = min(out.op.position for out in linears if out.op is not None)
+        first = min(out.position for out in linears)
         pending, seen = [tensor], set()
         while pending:
             each = pending.pop()
             if each in linears:
                 return True
-            if each not in seen and each.op is not None and each.op.position > first:
+            if each not in seen and each.op is not None and each.position > first:
                 seen.add(each)
                 pending += [self.broadcast[each]] if each in self.broadcast else each.op.operands
         return False

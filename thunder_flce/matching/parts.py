@@ -3,14 +3,15 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Any
 
 import torch
 
-from thunder_flce.matching.algebra import NO_LABELS, Argmax, Labels, Logits, Row, RowStep, atoms, value
+from thunder_flce.matching.algebra import NO_LABELS, Argmax, Labels, Logits, Row, RowStep, atoms, has_grad, value
 from thunder_flce.matching.decisions import PLURALS, NotFused
-from thunder_flce.matching.interpreter import Interpreter, Result
-from thunder_flce.matching.program import Op, Source, Tensor, same, same_shape
+from thunder_flce.matching.interpreter import Interpreter
+from thunder_flce.matching.program import Source, Tensor, same, same_shape
 from thunder_flce.operation.loss import NOTHING_IGNORED
 from thunder_flce.operation.pointwise import Handle, Recorder
 
@@ -44,8 +45,9 @@ class Part:
     labels: Labels
     class_weight: Tensor | None
     """The class weights of a cross-entropy, which is then the only one of `rows`"""
-    rows: list[Result] = field(default_factory=list)
-    argmaxes: list[Result] = field(default_factory=list)
+    rows: dict[Tensor, Row] = field(default_factory=dict)
+    """Numbers of its rows, in order"""
+    argmaxes: dict[Tensor, Argmax] = field(default_factory=dict)
     problem: NotFused | None = None
     recorder: Recorder = field(default_factory=Recorder)
     """Records the operations that compute token by token from its results"""
@@ -71,35 +73,35 @@ class Part:
         return (*rows, self.labels.per_row) if self.has_several_labels else (*rows,)
 
     @property
-    def results(self) -> list[Result]:
-        """All results, each a tensor of the program."""
-        return [*self.rows, *self.argmaxes]
-
-    @property
     def kind(self) -> str:
         """What messages call it: one of `PLURALS`."""
-        kinds = {result.row.kind for result in self.rows}
+        kinds = {row.kind for row in self.rows.values()}
         return next(kind for kind in PLURALS if kind in kinds)
 
     @property
     def is_mean_of_logits(self) -> bool:
         """Whether all its results are means of logits, which a program may also take of a layer that is no head."""
-        return all(set(value(result.row.sum)) - {"1"} == {"U"} for result in self.rows)
+        return all(set(value(row.sum)) - {"1"} == {"U"} for row in self.rows.values())
 
     @property
     def is_gathered_logits(self) -> bool:
         """Whether all its results are logits at its labels, without a normalisation."""
-        return all(atoms(result.row.sum) - {"1"} == {"y"} for result in self.rows)
+        return all(atoms(row.sum) - {"1"} == {"y"} for row in self.rows.values())
 
     @property
     def needs_grad(self) -> bool:
         """Whether a gradient flows back to any of its results."""
-        return any(result.tensor.needs_grad for result in self.results)
+        return any(tensor.needs_grad for tensor in self.rows)
 
     @property
-    def first(self) -> Op:
+    def first(self) -> Any:
         """The first operation of its results."""
-        return min((result.op for result in self.rows), key=lambda op: op.position)
+        return next(iter(self.rows)).op
+
+    def as_loss(self, tensor: Tensor) -> tuple[Fraction, Fraction] | None:
+        """`Row.as_loss` of a result, if the description has a gradient just as the program's tensor has; else None."""
+        row = self.rows[tensor]
+        return row.as_loss if has_grad(row.sum) == tensor.needs_grad else None
 
     def add_input(self, new: TokenInput) -> Handle:
         """Returns the recorder's handle of an input; equal inputs have one."""
@@ -121,26 +123,27 @@ class Part:
 def parts_of(interpreter: Interpreter) -> list[Part]:
     """Returns the parts of a program, in order."""
     parts: list[Part] = []
-    rows = [result for result in interpreter.results.values() if isinstance(result.value, Row)]
-    for result in rows:
-        row, labels = result.row, result.row.labels
-        if row.class_weight is None and labels.ignore_index < 0:
+    rows = {tensor: value for tensor, value in interpreter.results.items() if isinstance(value, Row)}
+    for tensor, row in rows.items():
+        if row.class_weight is None and row.labels.ignore_index < 0:
             # Another result gathers these rows at the same labels: none may be negative, so none is ignored.
-            plain = replace(labels, ignore_index=NOTHING_IGNORED)
-            if any(other.row.labels == plain and other.row.logits == row.logits for other in rows):
-                result.value = replace(row, labels=plain)
-    # An entropy has no labels, and joins a part that has: so cross-entropies come first, then others with labels.
-    for row, result in sorted(
-        ((each.row, each) for each in rows),
-        key=lambda pair: (not pair[0].labels.tensors, not pair[0].labels.has_ignored, pair[1].op.position),
-    ):
+            plain = replace(row.labels, ignore_index=NOTHING_IGNORED)
+            if any(other.labels == plain and other.logits == row.logits for other in rows.values()):
+                rows[tensor] = replace(row, labels=plain)
+
+    def priority(result: tuple[Tensor, Row]) -> tuple[bool, bool, int]:
+        # An entropy has no labels, and joins a part that has: so cross-entropies come first, then others with labels.
+        tensor, row = result
+        return not row.labels.tensors, not row.labels.has_ignored, tensor.position
+
+    for tensor, row in sorted(rows.items(), key=priority):
         part = next((other for other in parts if _can_return(other, row)), None)
         if part is None:
             part = Part(row.logits, row.labels, row.class_weight)
             parts.append(part)
-        part.rows.append(result)
+        part.rows[tensor] = row
     for part in parts:
-        part.rows.sort(key=lambda each: each.op.position)
+        part.rows = dict(sorted(part.rows.items(), key=lambda result: result[0].position))
         part.line = part.labels.line if part.labels.tensors else part.first.source
     return sorted(parts, key=lambda part: part.first.position)
 

@@ -78,6 +78,11 @@ class Tensor:
         """Number of elements."""
         return math.prod(self.shape)
 
+    @property
+    def position(self) -> int:
+        """Position of the operation that computes it; -1 for an argument of the program."""
+        return -1 if self.op is None else self.op.position
+
     def shares_memory(self, other: "Tensor") -> bool:
         """Whether both are known to share memory: they have one storage or, if one is unknown, are the same tensor."""
         if self.storage is None or other.storage is None:

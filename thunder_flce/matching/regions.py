@@ -15,7 +15,7 @@ import torch
 import thunder_flce.matching.rules  # noqa: F401
 from thunder_flce.matching.algebra import Argmax, Class, Row, atoms
 from thunder_flce.matching.decisions import Decision, NotFused, Reason
-from thunder_flce.matching.interpreter import Interpreter, Result
+from thunder_flce.matching.interpreter import Interpreter
 from thunder_flce.matching.parts import Part, parts_of
 from thunder_flce.matching.program import (
     Op,
@@ -45,11 +45,11 @@ class Region:
     """Why its gradients wait for the backward, if they do"""
 
     @property
-    def loss(self) -> Result | None:
+    def loss(self) -> Tensor | None:
         """The cross-entropy, if it is the only result except for argmaxes; else None."""
-        results = [result for part in self.parts for result in part.rows]
-        is_loss = len(results) == 1 and results[0].row.labels.has_ignored and results[0].as_loss is not None
-        return results[0] if is_loss else None
+        (part, tensor), *others = ((part, tensor) for part in self.parts for tensor in part.rows)
+        is_loss = not others and part.rows[tensor].labels.has_ignored and part.as_loss(tensor) is not None
+        return tensor if is_loss else None
 
     @property
     def needs_grad(self) -> bool:
@@ -68,7 +68,7 @@ class Region:
         def is_needed(part: Part) -> bool:
             if self.total is None:
                 return self.loss is None
-            return not all(each.row.labels.has_ignored for each in part.rows) or self.total.counts_ignored(part)
+            return not all(row.labels.has_ignored for row in part.rows.values()) or self.total.counts_ignored(part)
 
         return any(is_needed(part) for part in self.parts if part.labels.has_ignored)
 
@@ -118,12 +118,13 @@ class Region:
     @property
     def returned(self) -> list[Tensor]:
         """The tensors of the program that it returns."""
-        results = [result.tensor for part in self.parts for result in part.results]
-        if self.total is None:
-            return results
-        rows = {result.tensor for part in self.parts for result in part.rows}
-        kept = [tensor for tensor in results if tensor not in rows or tensor in self.total.kept]
-        return [self.total.place, *(tensor for tensor in kept if tensor is not self.total.place)]
+        place = [] if self.total is None else [self.total.place]
+        return place + [tensor for part in self.parts for tensor in (*self.kept_rows(part), *part.argmaxes)]
+
+    def kept_rows(self, part: Part) -> dict[Tensor, Row]:
+        """Returns the rows of a part that it returns."""
+        total = self.total
+        return {tensor: row for tensor, row in part.rows.items() if total is None or tensor in total.kept}
 
     @property
     def read_at(self) -> dict[Tensor, int]:
@@ -137,7 +138,7 @@ class Region:
         for part in self.parts:
             logits, labels = part.logits, part.labels
             for term in logits.terms:
-                add(term.outputs[0].op.position, term.input, term.weight)  # type: ignore[union-attr]
+                add(term.outputs[0].position, term.input, term.weight)
             add(logits.bias_read_at, logits.bias)
             for tensor, position in logits.row_operands.items():
                 add(position, tensor)
@@ -212,10 +213,10 @@ def _problem(part: Part, interpreter: Interpreter) -> NotFused | None:
         return min(escapes, key=lambda each: each.user is not None).problem
     if part.is_gathered_logits:
         return NotFused(Reason.NOT_A_LOG_PROBABILITY, "by gather without log_softmax")
-    if part.needs_grad and not any(result.row.variables for result in part.rows):
+    if part.needs_grad and not any(row.variables for row in part.rows.values()):
         # Their gradient is 0, and a region would give them none.
         return NotFused(Reason.NOT_FOLLOWED, "a number that does not depend on the logits")
-    if part.class_weight is not None and any(result.as_loss is None for result in part.rows):
+    if part.class_weight is not None and None in map(part.as_loss, part.rows):
         # A region with class weights returns weighted losses, and no log-probabilities from which to compute others.
         return NotFused(Reason.CLASS_WEIGHTS, "of a loss without the gradient of a cross-entropy")
     if not logits.has_float_factors:
@@ -233,17 +234,16 @@ def _problem(part: Part, interpreter: Interpreter) -> NotFused | None:
 
 def _assign_argmaxes(parts: Sequence[Part], interpreter: Interpreter) -> None:
     """Gives each argmax to a part that computes its rows; if there is none, its logits are not fused."""
-    for result in interpreter.results.values():
-        argmax = result.value
+    for tensor, argmax in interpreter.results.items():
         if not isinstance(argmax, Argmax):
             continue
         steps = {part: steps for part in parts if (steps := part.steps_to(argmax)) is not None}
         if steps:
-            min(steps, key=lambda part: len(steps[part])).argmaxes.append(result)
+            min(steps, key=lambda part: len(steps[part])).argmaxes[tensor] = argmax
             continue
         for part in parts:
             if not part.logits.linears.isdisjoint(argmax.logits.linears):
-                part.problem = part.problem or NotFused(Reason.LOGITS_USED, f"by {result.op.name}")
+                part.problem = part.problem or NotFused(Reason.LOGITS_USED, f"by {tensor.op.name}")  # type: ignore[union-attr]
 
 
 def _refuse_means(parts: Sequence[Part]) -> None:
@@ -359,7 +359,7 @@ def _has_large_gradients(parts: Sequence[Part], options: Options) -> bool:
 
 def _has_only_rows(part: Part) -> bool:
     """Whether a part only has one number of each row: no reduction, no class weights and no argmax."""
-    is_reduced = any(result.row.reduction != "none" for result in part.rows)
+    is_reduced = any(row.reduction != "none" for row in part.rows.values())
     return not is_reduced and part.class_weight is None and not part.argmaxes and not part.has_several_labels
 
 
@@ -381,7 +381,7 @@ def _with_sum(parts: list[Part], interpreter: Interpreter, options: Options) -> 
         return plain  # Without a search, which takes time.
     has_no_scale = parts[0].logits.dtype is torch.float16 and options.expected_gradient is None
     float16_note = f"{_WAITS} {_IN_FLOAT16}" if has_no_scale and options.strategy is None else ""
-    if plain.loss is not None and plain.loss.row.reduction != "none":
+    if plain.loss is not None and parts[0].rows[plain.loss].reduction != "none":
         return replace(plain, note=float16_note)
     try:
         if options.strategy not in (None, GRADIENTS_IN_FORWARD):
@@ -401,7 +401,7 @@ def _check_sum(parts: Sequence[Part], total: TokenSum, options: Options) -> None
         if not is_plain or Region([*parts]).loss is None:
             raise NotASum(_IN_FLOAT16)
     if parts[0].class_weight is not None:
-        is_mean = any(result.row.reduction == "mean" for part in parts for result in part.rows)
+        is_mean = any(row.reduction == "mean" for part in parts for row in part.rows.values())
         if not is_plain or is_mean:
             raise NotASum("the losses have class weights")
     if any(part.has_several_labels for part in parts):
@@ -507,7 +507,7 @@ def _reads_of(item: Op | Region, program: Program) -> dict[Tensor, int]:
     """
     if isinstance(item, Op):
         return dict.fromkeys(item.operands, item.position)
-    computed = {result.tensor for part in item.parts for result in part.rows}
+    computed = {tensor for part in item.parts for tensor in part.rows}
     if item.total is not None:
         for op in program.ops:
             if not op.writes and not computed.isdisjoint(op.operands):

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from thunder_flce.matching.interpreter import Interpreter, Result
+from thunder_flce.matching.interpreter import Interpreter
 from thunder_flce.matching.parts import Part, TokenInput
 from thunder_flce.matching.program import (
     COPIES,
@@ -107,10 +107,10 @@ class TokenSum:
 
     @property
     def as_losses(self) -> tuple[list[Fraction], Fraction] | None:
-        """Factor of each part, and label smoothing of all, if every summand has a `Result.as_loss`; else None."""
+        """Factor of each part, and label smoothing of all, if every summand has a `Part.as_loss`; else None."""
         factors, smoothings = list[Fraction](), set[Fraction]()
         for part in self.parts:
-            losses = {part.handles[result.tensor]: result.as_loss for result in part.rows if result.tensor.needs_grad}
+            losses = {part.handles[tensor]: part.as_loss(tensor) for tensor in part.rows if tensor.needs_grad}
             part_losses = {losses.get(summand.handle) for summand in self.summands if summand.part is part}
             if len(part_losses) != 1 or (loss := part_losses.pop()) is None:
                 return None
@@ -224,12 +224,12 @@ class _Search:
         self._writes: set[Op] = set()
         self._is_read: dict[tuple[Tensor, Op], bool] = {}
         for part in parts:
-            for result in part.rows:
-                if result.tensor not in part.handles:
-                    part.handles[result.tensor] = _record_source(result, part)
-                source = self._sources[result.tensor] = _Tokens(part, part.handles[result.tensor])
-                if result.row.reduction == "none" and not part.has_several_labels:
-                    self._tokens[result.tensor] = source
+            for tensor, row in part.rows.items():
+                if tensor not in part.handles:
+                    part.handles[tensor] = _record_source(tensor, part)
+                self._sources[tensor] = _Tokens(part, part.handles[tensor])
+                if row.reduction == "none" and not part.has_several_labels:
+                    self._tokens[tensor] = self._sources[tensor]
         self._dependent = set(self._sources)
         self._with_grad = {tensor for tensor in self._sources if tensor.needs_grad}
         """Tensors from which gradients flow back to the sources"""
@@ -278,11 +278,9 @@ class _Search:
     def _pass_on_problems(self, operands: Sequence[Tensor], out: Tensor) -> None:
         """Passes on to a result why its operands are not computed token by token, unless a sum allows it."""
         for operand in operands:
-            op, problem = operand.op, self._problems.get(operand)
-            if problem is not None and op is not None:
-                is_unconditional = isinstance(problem, FactorNeedsGradient)
-                if is_unconditional or not self._is_linear(op):
-                    self._problems[out] = problem
+            problem: Any = self._problems.get(operand)
+            if isinstance(problem, FactorNeedsGradient) or (problem and not self._is_linear(operand.op)):  # type: ignore[arg-type]
+                self._problems[out] = problem
 
     def _selected(self, out: Tensor, op: Op, tokens: _Tokens) -> _Tokens:
         """Records selected tokens: all others become 0, and so do their gradients, whatever is computed from them."""
@@ -305,7 +303,7 @@ class _Search:
                 other_reads = (
                     read
                     for each, read in self._last_read.items()
-                    if each is not out and (each in self._sources or each.op.position < op.position)  # type: ignore[union-attr]
+                    if each is not out and (each in self._sources or each.position < op.position)
                 )
                 if max(other_reads, default=0) <= op.position:
                     yield out
@@ -547,8 +545,7 @@ class _Search:
             read = [each for later in ops[op.position + 1 :] for each in later.operands] + self._program.results
             arguments = [each for earlier in ops[: op.position + 1] for each in earlier.operands if each.op is None]
             self._is_read[written, op] = any(
-                tensor.shares_memory(written) and (tensor.op is None or tensor.op.position < op.position)
-                for tensor in (*read, *arguments)
+                tensor.shares_memory(written) and tensor.position < op.position for tensor in (*read, *arguments)
             )
         return self._is_read[written, op]
 
@@ -591,9 +588,9 @@ def _key(selections: Sequence[Tensor]) -> str:
     return repr([(op.operands[0].shape, op.name, without_tensors(op), position) for op, position in ops])
 
 
-def _record_source(result: Result, part: Part) -> Handle:
+def _record_source(source: Tensor, part: Part) -> Handle:
     """Records a source, before its reduction: weights say which rows a mean or a sum is of."""
-    row, recorder = result.row, part.recorder
+    row, recorder = part.rows[source], part.recorder
 
     def call(function: Callable, *args: Any) -> Handle:
         return recorder.write(function.__name__, args, {})
@@ -608,7 +605,7 @@ def _record_source(result: Result, part: Part) -> Handle:
             TokenInput(labels.tensors[0], torch.bool, row.shape, labels.read_at, ignored=labels.ignore_index)
         )
         number = call(torch.where, valid, number, 0.0)
-    return number if result.tensor.needs_grad else recorder.detached(number)
+    return number if source.needs_grad else recorder.detached(number)
 
 
 def _check_factor(factor: Tensor, op: Op) -> None:

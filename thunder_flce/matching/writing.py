@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 import torch
 
-from thunder_flce.matching.algebra import RowStep, Term, scaled
+from thunder_flce.matching.algebra import Row, RowStep, Term, scaled
 from thunder_flce.matching.decisions import Decision, PlannedRegion
-from thunder_flce.matching.interpreter import Interpreter, Result
+from thunder_flce.matching.interpreter import Interpreter
 from thunder_flce.matching.parts import Part, TokenInput
 from thunder_flce.matching.program import (
     COPIES,
@@ -245,11 +245,12 @@ class _Writing:
             arguments["target_weights"] = self._call(torch.zeros_like, arguments["target"], dtype=self._rows_dtype)
         if self._loss is None:
             return {"reduction": "none", "ignore_index": NOTHING_IGNORED}
-        assert self._loss.as_loss is not None
+        (part,) = self._region.parts
+        _, smoothing = part.as_loss(self._loss)  # type: ignore[misc]
         return {
-            "reduction": self._loss.row.reduction,
-            "ignore_index": self._region.parts[0].labels.ignore_index,
-            "label_smoothing": float(self._loss.as_loss[1]),
+            "reduction": part.rows[self._loss].reduction,
+            "ignore_index": part.labels.ignore_index,
+            "label_smoothing": float(smoothing),
         }
 
     def _settings_of_sum(self, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -301,13 +302,13 @@ class _Writing:
         """Whether a weight that is infinite or NaN, as after a division by 0, may be that of no token that counts."""
         total, ignore_index = self._region.total, self._region.ignore_index
         is_selected = total is not None and any(op.name in ("where", "masked_fill") for op in total.ops)
-        is_reduced = any(each.row.reduction != "none" for part in self._region.parts for each in part.rows)
+        is_reduced = any(row.reduction != "none" for part in self._region.parts for row in part.rows.values())
         return is_selected or ((is_reduced or not self._keeps_ignored) and ignore_index != NOTHING_IGNORED)
 
     def _mean_of_ignored(self, summand: Summand) -> Tensor | None:
         """Returns what ignored rows add to a mean: 0, or NaN if all rows are ignored; None for other summands."""
-        result = self._interpreter.results.get(summand.tensor)
-        if result is None or result.row.reduction != "mean" or not result.row.labels.has_ignored or summand.selections:
+        row = summand.part.rows.get(summand.tensor)
+        if row is None or row.reduction != "mean" or not row.labels.has_ignored or summand.selections:
             return None
         return self._call(torch.mul, self._mean_weight(summand.part), 0.0)
 
@@ -407,12 +408,12 @@ class _Writing:
         (summand, *_), (weight, *_) = group, weights
         if summand.selections:
             return self._scattered(weights, [each.selections for each in group])
-        part, result = summand.part, self._interpreter.results.get(summand.tensor)
-        if result is None or result.row.reduction == "none":
+        part, row = summand.part, summand.part.rows.get(summand.tensor)
+        if row is None or row.reduction == "none":
             return weight
-        if not result.row.labels.has_ignored:
-            return weight if result.row.reduction == "sum" else self._call(torch.div, weight, part.count)
-        if result.row.reduction == "mean":
+        if not row.labels.has_ignored:
+            return weight if row.reduction == "sum" else self._call(torch.div, weight, part.count)
+        if row.reduction == "mean":
             weight = self._call(torch.mul, self._mean_weight(part), weight)
         # Ignored rows get weight 0, even if all rows are ignored and the weight is a division by 0.
         return self._call(torch.where, self._is_valid(part), weight, 0.0)
@@ -443,13 +444,13 @@ class _Writing:
         flows: dict[str, bool] = {}
         total = self._region.total
         for part in self._region.parts:
-            for result in part.rows if total is None else [each for each in part.rows if each.tensor in total.kept]:
-                for name, (factor, _) in result.row.variables.items():
+            for tensor, row in self._region.kept_rows(part).items():
+                for name, (factor, _) in row.variables.items():
                     if total is None and (
                         self._loss is not None or (name == "log_prob" and not part.has_several_labels)
                     ):
                         continue  # It follows from the loss.
-                    flows[name] = flows.get(name, False) or (factor != 0 and result.tensor.needs_grad and total is None)
+                    flows[name] = flows.get(name, False) or (factor != 0 and tensor.needs_grad and total is None)
             if part.argmaxes:
                 flows[self._argmax_output(part)] = False
         return flows
@@ -459,8 +460,8 @@ class _Writing:
         is_free = not -1 <= part.labels.ignore_index < part.logits.terms[0].columns
         program = self._interpreter.program
         compared = (
-            not part.steps_to(each.argmax) and is_compared_with_labels(each.tensor, part, program)
-            for each in part.argmaxes
+            not part.steps_to(argmax) and is_compared_with_labels(tensor, part, program)
+            for tensor, argmax in part.argmaxes.items()
         )  # fmt: skip
         return "valid_argmax" if is_free and all(compared) else "argmax"
 
@@ -476,15 +477,14 @@ class _Writing:
             results[total.place] = self._like(total.place, loss)
         for part in region.parts:
             part_outputs = self._part_outputs(outputs, part)
-            for result in part.argmaxes:
+            for tensor, argmax in part.argmaxes.items():
                 indices = part_outputs[self._argmax_output(part)]
-                if steps := part.steps_to(result.argmax):
+                if steps := part.steps_to(argmax):
                     indices = self._call(torch.reshape, indices, (*part.logits.rows_shape, 1))
                     indices = reduce(self._apply_step, steps, indices)
-                results[result.tensor] = self._like(result.tensor, indices)
-            for result in part.rows:
-                if total is None or result.tensor in total.kept:
-                    results[result.tensor] = self._like(result.tensor, self._result(result, part_outputs, part))
+                results[tensor] = self._like(tensor, indices)
+            for tensor in region.kept_rows(part):
+                results[tensor] = self._like(tensor, self._result(tensor, part_outputs, part))
         returned: dict[Tensor, Tensor] = {}
         for tensor in region.returned:
             new = results[tensor]
@@ -509,12 +509,13 @@ class _Writing:
             values["log_prob"] = self._call(operator.getitem, values["log_prob"], (slice(None), labels))
         return values
 
-    def _result(self, result: Result, outputs: dict[str, Tensor], part: Part) -> Tensor:
+    def _result(self, result: Tensor, outputs: dict[str, Tensor], part: Part) -> Tensor:
         """Returns a result of the program, from what the region returns."""
         if result is self._loss:
             return outputs["loss"]
-        row_values, reduction = self._row_values(result, outputs), result.row.reduction
-        if not result.row.labels.has_ignored:
+        row = part.rows[result]
+        row_values, reduction = self._row_values(row, outputs), row.reduction
+        if not row.labels.has_ignored:
             return row_values if reduction == "none" else self._call(getattr(torch, reduction), row_values)
         is_valid = self._is_valid(part)
         row_values = self._call(torch.where, is_valid, self._call(torch.reshape, row_values, is_valid.shape), 0.0)
@@ -523,9 +524,8 @@ class _Writing:
         total = self._call(torch.sum, row_values)
         return total if reduction == "sum" else self._call(torch.div, total, self._call(torch.sum, is_valid))
 
-    def _row_values(self, result: Result, outputs: dict[str, Tensor]) -> Tensor:
+    def _row_values(self, row: Row, outputs: dict[str, Tensor]) -> Tensor:
         """Returns a number of each row, before a reduction, from what the region returns."""
-        row = result.row
         if not row.variables:  # All atoms cancel, as in the sum of a softmax.
             return self._number(row.constant, row.shape)
         if self._region.total is None and "log_prob" in row.variables and "log_prob" not in outputs:
@@ -551,18 +551,19 @@ class _Writing:
         """Returns the upstream gradient to expect, from the program and the options; None for 1."""
         total, dtype, expected = self._region.total, self._logits.dtype, self._options.expected_gradient
         # The program's tensor that is the region's loss; None if that is computed from numbers of each row.
-        result = total.place if total is not None else None if self._loss is None else self._loss.tensor
+        result = self._loss if total is None else total.place
         # float16 needs a loss scale, and the factors that follow the loss do not give one.
         if dtype is torch.float16 and expected is None:
             return None
         number: float = expected or 1.0
         tensor: Tensor | None = None
-        result_logits = [each.value.logits for each in self._interpreter.results.values()]
+        result_logits = [each.logits for each in self._interpreter.results.values()]
         for factor, divides in factors_after(result) if result is not None else ():
             if not isinstance(factor, Tensor):
                 number = number / factor if divides else number * factor
-            elif not self._interpreter.depends_on(factor, *result_logits) and (
-                factor.op is None or factor.op.position <= self._region.place.position
+            elif (
+                not self._interpreter.depends_on(factor, *result_logits)
+                and factor.position <= self._region.place.position
             ):
                 factor = self._call(torch.reshape, self._call(torch.detach, factor), ())
                 factor = self._call(torch.Tensor.to, factor, self._rows_dtype)
