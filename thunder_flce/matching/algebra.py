@@ -29,6 +29,12 @@ class Unknown(Exception):
     """Raised if an operation's result cannot be described; the message says why, if the operation's name does not."""
 
 
+def require(condition: Any, detail: str = "") -> None:
+    """Raises `Unknown` unless a condition holds, without which an operation's result cannot be described."""
+    if not condition:
+        raise Unknown(detail)
+
+
 class Atom(NamedTuple):
     """A variable of a sum, with or without its gradient."""
 
@@ -481,10 +487,6 @@ class Argmax:
     logits: Logits
     """`Logits.argmax_key`"""
     shape: tuple[Any, ...]
-
-    def detached(self) -> "Argmax":
-        """Returns itself, since indices have no gradient."""
-        return self
 
 
 Value = Class | Row | Argmax

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, get_args
 
-from thunder_flce.matching.algebra import Argmax, Class, Logits, Row, Unknown, Value
+from thunder_flce.matching.algebra import Argmax, Class, Logits, Row, Unknown, Value, require
 from thunder_flce.matching.decisions import Decision, NotFused, Reason
 from thunder_flce.matching.program import (
     PERMUTATIONS,
@@ -143,7 +143,7 @@ class Interpreter:
             return
         for out, result in zip(op.outs, results if isinstance(results, tuple) else (results,), strict=True):
             if result is not None:
-                self.values[out] = result if out.needs_grad else result.detached()
+                self.values[out] = result if out.needs_grad or isinstance(result, Argmax) else result.detached()
         row = self.get(op.output)
         if isinstance(row, Row) and (op.name in LOSSES or row.reduction != "none"):
             self._add_result(row, op)
@@ -318,8 +318,8 @@ class Interpreter:
             return index
         source, key = self.broadcast[op.operands[0]], op.args[1]
         is_first_column = isinstance(key, tuple) and key == (Ellipsis, slice(None, 1, None))
-        if not is_first_column or not same(source.shape[-1], 1) or not same(source.numel, index.numel):
-            raise Unknown("labels that are broadcast to other rows")
+        are_same = is_first_column and same(source.shape[-1], 1) and same(source.numel, index.numel)
+        require(are_same, "labels that are broadcast to other rows")
         return source
 
     def first_of(self, operand: Tensor, op: Op) -> Tensor:

@@ -5,7 +5,7 @@
 
 import itertools
 import math
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -140,6 +140,13 @@ class Op:
         """Whether it changes a tensor that needs a gradient, unrecorded by autograd: the gradient stays the old one."""
         return not self.grad_mode and any(tensor.needs_grad for tensor in self.writes)
 
+    def may_change(self, tensor: Tensor) -> bool:
+        """Whether it may change a tensor in place: judged by their storages or, if one is unknown, by their dtypes."""
+        return any(
+            written.storage == tensor.storage if written.storage and tensor.storage else written.dtype == tensor.dtype
+            for written in self.writes
+        )
+
     def may_pass_gradient(self, unreached: Container[Tensor]) -> bool:
         """Whether a gradient may flow back through it: not through `detach` or a comparison, nor from `unreached`."""
         has_none = not self.grad_mode or self.name == "detach"
@@ -177,7 +184,8 @@ class Program:
         for op in self.ops:
             for operand in dict.fromkeys(op.operands):
                 operand.users.append(op)
-        self._writers = [op for op in self.ops if op.writes]
+        self.writers = [op for op in self.ops if op.writes]
+        """The operations that change a tensor in place"""
         self._count = itertools.count()
         self._numbers: dict[Any, int] = {}
         self._number_of: dict[Tensor, int] = {}
@@ -192,14 +200,9 @@ class Program:
                 out.needs_grad = False
                 unreached.add(out)
 
-    def writers(self, first: int, last: int) -> Iterator[Op]:
-        """Returns the operations from position `first` to `last` that change a tensor in place."""
-        return (op for op in self._writers if first <= op.position <= last)
-
     def changes_before(self, reader: Op, *tensors: Tensor) -> int:
         """Returns how many in-place changes tensors may have had before an operation reads them."""
-        writers = self.writers(0, reader.position)
-        return sum(any(may_share(written, tensor) for written in op.writes for tensor in tensors) for op in writers)
+        return sum(any(map(op.may_change, tensors)) for op in self.writers if op.position <= reader.position)
 
     def value_number(self, tensor: Tensor) -> int:
         """Returns a number that is equal for tensors known to have equal values, and for labels in any shape."""
@@ -233,11 +236,9 @@ class Program:
 
     def _number(self, op: Op) -> None:
         """Numbers the results of an operation, and renumbers the tensors that it changes in place, with their views."""
-        for tensor in op.writes:
-            for other in self._number_of:
-                if may_share(tensor, other):
-                    self._number_of[other] = next(self._count)
-                    self._changed.add(other)
+        for tensor in filter(op.may_change, self._number_of if op.writes else ()):
+            self._number_of[tensor] = next(self._count)
+            self._changed.add(tensor)
         outs = op.outs
         has_floats = any(out.dtype.is_floating_point for out in outs)
         if op.is_random or op.is_change or (has_floats and op.name not in _DETERMINISTIC):
@@ -277,13 +278,6 @@ def live(
             needed.update(op.operands)
             kept.append(op)
     return kept[::-1]
-
-
-def may_share(written: Tensor, other: Tensor) -> bool:
-    """Whether tensors may share memory: judged by their storages or, if one is unknown, by their dtypes."""
-    if written.storage is not None and other.storage is not None:
-        return bool(written.storage == other.storage)
-    return written.dtype == other.dtype
 
 
 def same(a: Any, b: Any) -> bool:

@@ -25,7 +25,6 @@ from thunder_flce.matching.program import (
     hint,
     keeps_elements,
     live,
-    may_share,
     same_shape,
     tensors_in,
 )
@@ -480,7 +479,7 @@ def _moved_across_a_write(order: Sequence[Op | Region], interpreter: Interpreter
     """Returns a region for which a read would move across an in-place change of the memory, and that change."""
     program, places = interpreter.program, {item: place for place, item in enumerate(order)}
     reads = {item: _reads_of(item, program) for item in order}
-    for writer in (op for op in program.writers(0, len(program.ops)) if op in places):
+    for writer in (op for op in program.writers if op in places):
         # Autograd takes a view for a leaf if its base gets its gradient from a later in-place change.
         gives_gradient = writer.grad_mode and any(operand.needs_grad for operand in writer.operands)
         for item in (each for each in order if each is not writer):
@@ -493,7 +492,7 @@ def _moved_across_a_write(order: Sequence[Op | Region], interpreter: Interpreter
             for tensor, position in reads[item].items():
                 was_before = position < writer.position
                 is_changed = was_before != is_before or (was_before and tensor in again)
-                if is_changed and any(may_share(written, tensor) for written in writer.writes):
+                if is_changed and writer.may_change(tensor):
                     # Operations only move because they wait for a region.
                     regions = [each for each in order[: max(places[item], places[writer])] if isinstance(each, Region)]
                     return region or regions[-1], writer

@@ -553,7 +553,8 @@ class _Search:
         """Whether a value is 0, or a tensor that was created as zeros and not changed before `reader` reads it."""
         if not isinstance(tensor, Tensor):
             return is_number(tensor) and tensor == 0
-        changed = [tensor for op in self._program.writers(0, reader.position - 1) for tensor in op.writes]
+        writers = (op for op in self._program.writers if op.position < reader.position)
+        changed = [tensor for op in writers for tensor in op.writes]
         views = [tensor]
         while (op := views[-1].op) is not None and op.name in CASTS | RESHAPES | {"requires_grad_", "detach"}:
             views.append(op.operands[0])

@@ -1,5 +1,6 @@
 """Pointwise arithmetic on logits, and on numbers of each row."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any, TypeVar
@@ -13,12 +14,14 @@ from thunder_flce.matching.algebra import (
     Logits,
     Row,
     RowStep,
+    Term,
     Unknown,
     Value,
     added,
     atoms,
     has_grad,
     poly,
+    require,
     value,
 )
 from thunder_flce.matching.interpreter import Interpreter, rule
@@ -83,28 +86,25 @@ def at_one_hot(interpreter: Interpreter, product: Op, input: Class, one_hot: Any
 def weighted(p: Class, other: Class) -> Class:
     """Returns the product p (a u + r)."""
     is_p = replace(p, factor=Fraction(1)).is_probability
-    if not is_p or p.logits != other.logits or p.dim != other.dim or other.form or not same_shape(p.shape, other.shape):
-        raise Unknown
+    require(is_p and p.logits == other.logits and p.dim == other.dim and not other.form)
+    require(same_shape(p.shape, other.shape))
     return replace(other, form="p", sum=added((p.factor, other.sum)), p_has_grad=has_grad(p.sum))
 
 
 @rule("div")
 def _div(interpreter: Interpreter, op: Op, input: Any, other: Any, *, rounding_mode: str | None = None) -> Value:
     a, b = interpreter.get(input), interpreter.get(other)
-    if rounding_mode is not None:
-        raise Unknown
+    require(rounding_mode is None)
     if isinstance(a, Class) and isinstance(b, Row):
         # exp(s) / exp(t), as in a softmax that is written out.
-        if a.form != "exp" or b.form != "exp" or not interpreter.is_row_of(b, a) or op.output.dtype != input.dtype:
-            raise Unknown
+        require(a.form == b.form == "exp" and interpreter.is_row_of(b, a) and op.output.dtype == input.dtype)
         return replace(a, sum=added((1, a.sum), (-1, b.sum)), factor=a.factor / b.factor)
     if not isinstance(a, Class | Row):
         raise Unknown
     if (scaled := _with_factor(interpreter, op, a, other)) is not None:
         return scaled
     number = _as_fraction(other)
-    if number == 0:
-        raise Unknown
+    require(number != 0)
     return times(a, 1 / number)
 
 
@@ -118,8 +118,7 @@ _Scaled = TypeVar("_Scaled", bound=Class | Row)
 
 def times(input: _Scaled, factor: Fraction) -> _Scaled:
     """Returns a description times a number that is not 0; for logits alone, the number becomes their factor."""
-    if factor == 0:
-        raise Unknown
+    require(factor != 0)
     if input.form == "exp":
         return replace(input, factor=input.factor * factor)
     if isinstance(input, Row):
@@ -135,33 +134,27 @@ def times(input: _Scaled, factor: Fraction) -> _Scaled:
 
 def _as_fraction(number: Any) -> Fraction:
     if isinstance(number, Tensor):
-        if number.needs_grad:
-            raise Unknown("with a tensor that requires a gradient")
-        if not same(number.numel, 1):
-            raise Unknown
-    if not is_number(number):
-        raise Unknown("with a number that is not known when the program is compiled")
+        require(not number.needs_grad, "with a tensor that requires a gradient")
+        require(same(number.numel, 1))
+    require(is_number(number), "with a number that is not known when the program is compiled")
     return Fraction(number)
 
 
 @rule("add", "sub")
 def _add(interpreter: Interpreter, op: Op, input: Any, other: Any, *, alpha: Any = 1) -> Value:
-    if alpha != 1:
-        raise Unknown
+    require(alpha == 1)
     sign = 1 if op.name == "add" else -1
     a, b = interpreter.get(input), interpreter.get(other)
     if isinstance(a, Row) and isinstance(b, Row):
         return _sum_of_rows(a, b, sign)
     if isinstance(a, Class) and isinstance(b, Row):
-        if not interpreter.is_row_of(b, a) or b.form or a.form or b.labels.tensors:
-            raise Unknown
+        require(interpreter.is_row_of(b, a) and not (b.form or a.form or b.labels.tensors))
         return replace(a, sum=added((1, a.sum), (sign, b.sum)))
     if isinstance(a, Class) and isinstance(b, Class):
         if a.logits == b.logits and a.dim == b.dim and not a.form and not b.form and same_shape(a.shape, b.shape):
             return replace(a, sum=added((1, a.sum), (sign, b.sum)))
-        if sign == 1:
-            return _sum_of_linears(interpreter, a, b, op)
-        raise Unknown
+        require(sign == 1)
+        return _sum_of_linears(interpreter, a, b, op)
     classes, bias = (a, other) if isinstance(a, Class) else (b, input)
     if isinstance(classes, Class) and not classes.form and is_number(bias) and (sign == 1 or classes is a):
         return replace(classes, sum=added((1, classes.sum), (sign * Fraction(bias), ONE)))
@@ -179,11 +172,10 @@ def _sum_of_rows(a: Row, b: Row, sign: int) -> Row:
     # A number of each row is broadcast to those of its several labels.
     row_shape = shape if same(labels.per_row, 1) else (*shape[:-1], 1)
     have_shape = all(same_shape(row.shape, shape if row.labels.tensors else row_shape) for row in (a, b))
-    if a.logits != b.logits or a.form or b.form or not has_one_set or not have_shape:
-        raise Unknown
+    require(a.logits == b.logits and not a.form and not b.form and has_one_set and have_shape)
     row_sum = added((1, a.sum), (sign, b.sum))
-    if row_shape is not shape and "y" not in atoms(row_sum):
-        raise Unknown  # It has a number for each label that is the same for all.
+    # Without u_y, it has a number for each label that is the same for all.
+    require(row_shape is shape or "y" in atoms(row_sum))
     return replace(a, shape=shape, sum=row_sum, labels=labels)
 
 
@@ -203,14 +195,10 @@ def _with_bias(interpreter: Interpreter, op: Op, input: Class, bias: Tensor) -> 
     is_plain = input.is_logits and input.dim == len(input.shape) - 1 and logits.is_linear and len(input.shape) > 1
     row_shape = [input.columns if dim == input.dim else 1 for dim in range(len(input.shape))]
     is_row = same_shape((*[1] * (len(input.shape) - bias.ndim), *bias.shape), row_shape)
-    if not is_row:
-        raise Unknown("with a tensor that is no bias, which has one number for each column")
-    if not is_plain:
-        raise Unknown
-    if logits.bias is not None or logits.scale != 1:
-        raise Unknown("with a bias after another or after a factor")
-    if logits.group is not None:
-        raise Unknown("with a bias that is not divided among ranks")
+    require(is_row, "with a tensor that is no bias, which has one number for each column")
+    require(is_plain)
+    require(logits.bias is None and logits.scale == 1, "with a bias after another or after a factor")
+    require(logits.group is None, "with a bias that is not divided among ranks")
     terms = tuple(
         replace(term, has_grad=term.has_grad and has_grad(input.sum), changes=term.changes + changes)
         for term in logits.terms
@@ -224,31 +212,24 @@ def _sum_of_linears(interpreter: Interpreter, a: Class, b: Class, op: Op) -> Cla
     summands = (a, b)
     alike = a.dim == b.dim == len(a.shape) - 1 and same_shape(a.shape, b.shape) and a.logits.group == b.logits.group
     is_plain = all(each.is_logits and each.logits.is_linear and not each.logits.rows for each in summands)
-    if not alike or not is_plain:
-        raise Unknown
-    if all(each.logits.bias is not None for each in summands):
-        raise Unknown("of two linears that each have a bias")
+    require(alike and is_plain)
+    with_bias = [each for each in summands if each.logits.bias is not None]
+    require(len(with_bias) < 2, "of two linears that each have a bias")
     scale = a.logits.scale
     if scale != b.logits.scale:
         # The factor of a term multiplies its input, and rounds it; a bias has no factor.
-        if any(each.logits.bias is not None and each.logits.scale != 1 for each in summands):
-            raise Unknown("of a linear whose bias has a factor")
+        require(all(each.logits.scale == 1 for each in with_bias), "of a linear whose bias has a factor")
         scale = Fraction(1)
-    terms = [
+    terms: Sequence[Term] = [
         replace(term, factor=term.factor * each.logits.scale / scale, has_grad=term.has_grad and has_grad(each.sum))
         for each in summands
         for term in each.logits.terms
     ]
     head = max(terms, key=lambda term: hint(term.features))
-    with_bias = a if b.logits.bias is None else b
-    logits = replace(
-        a.logits,
-        terms=(head, *(term for term in terms if term is not head)),
-        scale=scale,
-        bias=with_bias.logits.bias,
-        bias_has_grad=with_bias.logits.bias_has_grad and has_grad(with_bias.sum),
-        bias_read_at=with_bias.logits.bias_read_at,
-    )
+    biased = with_bias[0] if with_bias else a
+    bias_has_grad = biased.logits.bias_has_grad and has_grad(biased.sum)
+    terms = (head, *(term for term in terms if term is not head))
+    logits = replace(biased.logits, terms=terms, scale=scale, bias_has_grad=bias_has_grad)
     return replace(a, logits=logits, sum=poly(u=1))
 
 
@@ -256,11 +237,11 @@ def _sum_of_linears(interpreter: Interpreter, a: Class, b: Class, op: Op) -> Cla
 def _capped(interpreter: Interpreter, op: Op, input: Class) -> Class:
     """sigmoid(u) is (1 + tanh(u / 2)) / 2."""
     logits, shift = input.logits, value(input.rest).get("1", Fraction(0))
-    if not input.is_shifted_logits or not atoms(input.rest) <= {"1"} or logits.softcap is not None:
-        raise Unknown("after their maximum was subtracted" if "M" in atoms(input.sum) else "")
-    if shift and (op.operands[0].dtype != logits.dtype or logits.group is not None):
-        # A region adds it in the linear's dtype, and each rank has only a part of the vocabulary.
-        raise Unknown("after a constant was added")
+    is_known = input.is_shifted_logits and atoms(input.rest) <= {"1"} and logits.softcap is None
+    require(is_known, "after their maximum was subtracted" if "M" in atoms(input.sum) else "")
+    # A region adds it in the linear's dtype, and each rank has only a part of the vocabulary.
+    may_shift = op.operands[0].dtype == logits.dtype and logits.group is None
+    require(not shift or may_shift, "after a constant was added")
     if op.name == "tanh":
         return replace(input, logits=replace(logits, softcap=Fraction(1), shift=shift), sum=input.u)
     half = Fraction(1, 2)
@@ -270,22 +251,19 @@ def _capped(interpreter: Interpreter, op: Op, input: Class) -> Class:
 
 @rule("exp")
 def _exp(interpreter: Interpreter, op: Op, input: Class | Row) -> Value:
-    if input.form or (isinstance(input, Class) and not input.is_shifted_logits):
-        raise Unknown
+    require(not input.form and (isinstance(input, Row) or input.is_shifted_logits))
     return replace(input, form="exp")
 
 
 @rule("log")
 def _log(interpreter: Interpreter, op: Op, input: Class | Row) -> Value:
     """If a probability underflows, the region has the finite log_softmax, and PyTorch minus infinity."""
-    if input.factor != 1 or input.form != "exp":
-        raise Unknown
+    require(input.form == "exp" and input.factor == 1)
     return replace(input, form="")
 
 
 @rule("clamp", "clamp_min")
 def _clamp(interpreter: Interpreter, op: Op, input: Class, min: Any = None, max: Any = None) -> Class:
     """Describes a clamp of -inf alone, as in `Categorical.entropy`, where 0 times -inf would be NaN."""
-    if max is not None or not isinstance(min, float) or min != torch.finfo(op.output.dtype).min:
-        raise Unknown
+    require(max is None and isinstance(min, float) and min == torch.finfo(op.output.dtype).min)
     return input

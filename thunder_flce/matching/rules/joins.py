@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from thunder_flce.matching.algebra import NO_LABELS, Class, Labels, Row, RowStep, Unknown
+from thunder_flce.matching.algebra import NO_LABELS, Class, Labels, Row, RowStep, require
 from thunder_flce.matching.interpreter import Interpreter, rule
 from thunder_flce.matching.program import COPIES, Op, Tensor, agree, indices_of, same, same_shape
 from thunder_flce.matching.rules.selections import ALL
@@ -15,8 +15,7 @@ from thunder_flce.matching.rules.shapes import rows_in_shape
 def _join(interpreter: Interpreter, op: Op, tensors: Sequence[Tensor], dim: int = 0) -> Class | Row:
     """Describes joined rows of the same logits, such as the sequences of a batch, or those of the token before each."""
     operands: list[Any] = [interpreter.get(each) for each in tensors]
-    if not all(isinstance(each, Class | Row) for each in operands):
-        raise Unknown("with other tensors")
+    require(all(isinstance(each, Class | Row) for each in operands), "with other tensors")
     have_one_input = len({each.logits.terms[0].input for each in operands}) == 1
     operands = operands if have_one_input else [_as_rows_of_whole_input(interpreter, each) for each in operands]
     first, shape = operands[0], op.output.shape
@@ -25,11 +24,10 @@ def _join(interpreter: Interpreter, op: Op, tensors: Sequence[Tensor], dim: int 
         bare = replace(part, logits=replace(part.logits, rows=()), shape=(), labels=NO_LABELS)
         return bare, bool(part.labels.tensors), len(part.shape)
 
-    if any(without_rows(each) != without_rows(first) for each in operands):
-        raise Unknown("with other tensors")
+    require(all(without_rows(each) == without_rows(first) for each in operands), "with other tensors")
     row_steps = [part.logits.rows for part in operands]
-    if any(row_steps.count(rows) > 1 for rows in row_steps):
-        raise Unknown("of the same rows twice")  # A region would compute their logits twice.
+    # A region would compute their logits twice.
+    require(all(row_steps.count(rows) == 1 for rows in row_steps), "of the same rows twice")
     terms = (
         replace(group[0], outputs=tuple(out for term in group for out in term.outputs))
         for group in zip(*(part.logits.terms for part in operands), strict=True)
@@ -40,15 +38,13 @@ def _join(interpreter: Interpreter, op: Op, tensors: Sequence[Tensor], dim: int 
     rows_dim, rows_shape = dim, shape
     if isinstance(first, Class):
         classes = first.dim + (bool(new_size) and dim <= first.dim)
-        if dim == classes:
-            raise Unknown
+        require(dim != classes)
         parts = [replace(part, dim=classes) for part in parts]
         rows_dim, rows_shape = dim - (dim > classes), _without(shape, classes)
     rows = _undivided_rows(operands, rows_dim)
     if rows is None or not have_one_input:
         interpreter.has_joined = True
-        if not interpreter.joins:
-            raise Unknown
+        require(interpreter.joins)
     if rows is None:
         rows = (RowStep("cat", (rows_dim, *map(rows_in_shape, parts)), rows_shape),)
     return replace(parts[0], logits=replace(whole, rows=rows), shape=shape, labels=_joined_labels(parts, dim))
@@ -59,10 +55,8 @@ def _joined_labels(parts: Sequence[Class | Row], dim: int) -> Labels:
     for labels, shape in pairs:
         # Labels that were joined before must have been joined along the same dimension.
         is_same = all(same_shape(_without(each, dim), _without(shape, dim)) for each in labels.shapes)
-        if not same(labels.per_row, 1):
-            raise Unknown
-        if labels.wraps != pairs[0][0].wraps or (labels.shapes and not (is_same and labels.dim == dim)):
-            raise Unknown
+        require(same(labels.per_row, 1) and labels.wraps == pairs[0][0].wraps)
+        require(not labels.shapes or (is_same and labels.dim == dim))
     if not pairs:
         return NO_LABELS
     return replace(

@@ -3,7 +3,7 @@
 from string import ascii_letters, digits
 from typing import Any
 
-from thunder_flce.matching.algebra import Argmax, Class, Logits, Row, RowStep, Term, Unknown, poly
+from thunder_flce.matching.algebra import Argmax, Class, Logits, Row, RowStep, Term, Unknown, poly, require
 from thunder_flce.matching.interpreter import Interpreter, rule
 from thunder_flce.matching.program import PERMUTATIONS, Op, Tensor, order_of, same, same_shape
 from thunder_flce.matching.rules.arithmetic import at_one_hot, weighted
@@ -14,8 +14,8 @@ def _product(
     interpreter: Interpreter, op: Op, equation: str, input: Tensor, weight: Tensor, *, bias: Tensor | None = None
 ) -> Class:
     """Describes a linear, from its equation such as "bth,vh->btv": one matrix for all rows, and no sum over rows."""
-    if any(isinstance(interpreter.get(operand), Row | Argmax) for operand in (input, weight)):
-        raise Unknown  # Such a number of each row is needed as a tensor.
+    # A number of each row is needed as a tensor.
+    require(not any(isinstance(interpreter.get(operand), Row | Argmax) for operand in (input, weight)))
     operand_dims, _, result = equation.partition("->")
     input_dims, _, weight_dims = operand_dims.partition(",")
     out = op.output
@@ -32,8 +32,7 @@ def _product(
         weight = source
     classes = [name for name in weight_dims if name not in input_dims and name in result]
     features = [name for name in weight_dims if name in input_dims and name not in result]
-    if (len(classes), len(features)) != (1, 1):
-        raise Unknown
+    require(len(classes) == len(features) == 1)
     rows, out_rows = input_dims.replace(features[0], ""), result.replace(classes[0], "")
     sizes = dict(zip(input_dims, input.shape, strict=True))
     dim = result.index(classes[0])
@@ -42,8 +41,7 @@ def _product(
     is_matrix = all(same(size, matrix_sizes.get(name, 1)) for name, size in zip(weight_dims, weight.shape, strict=True))
     keeps_rows = sorted(rows) == sorted(out_rows) and len(set(input_dims)) == len(input_dims)
     out_shape = (*out.shape[:dim], *out.shape[dim + 1 :])
-    if not is_matrix or not keeps_rows or not same_shape(out_shape, [sizes[name] for name in out_rows]):
-        raise Unknown
+    require(is_matrix and keeps_rows and same_shape(out_shape, [sizes[name] for name in out_rows]))
     dims = weight_dims.index(classes[0]), weight_dims.index(features[0])
     term = Term(
         interpreter.first_of(input, op), interpreter.first_of(weight, op),
@@ -59,16 +57,14 @@ def _product(
 @rule("linear", "inner")
 def _linear(interpreter: Interpreter, op: Op, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Class:
     rows = ascii_letters[: input.ndim - 1]
-    if weight.ndim != 2:
-        raise Unknown
+    require(weight.ndim == 2)
     return _product(interpreter, op, f"{rows}H,VH->{rows}V", input, weight, bias=bias)
 
 
 @rule("matmul", "mm", "bmm")
 def _matmul(interpreter: Interpreter, op: Op, input: Tensor, other: Tensor, *, bias: Tensor | None = None) -> Class:
     """Describes a linear whose second operand is a matrix, (H, V), also if it is repeated for each item of a batch."""
-    if not isinstance(other, Tensor) or not isinstance(input, Tensor) or not 2 <= other.ndim <= max(2, input.ndim):
-        raise Unknown
+    require(isinstance(other, Tensor) and isinstance(input, Tensor) and 2 <= other.ndim <= max(2, input.ndim))
     rows = ascii_letters[: input.ndim - 1]
     return _product(
         interpreter, op, f"{rows}H,{rows[input.ndim - other.ndim : -1]}HV->{rows}V", input, other, bias=bias
@@ -79,8 +75,7 @@ def _matmul(interpreter: Interpreter, op: Op, input: Tensor, other: Tensor, *, b
 def _addmm(
     interpreter: Interpreter, op: Op, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: Any = 1, alpha: Any = 1
 ) -> Class:
-    if (beta, alpha) != (1, 1) or not same_shape(input.shape, (mat2.shape[-1],)):
-        raise Unknown
+    require((beta, alpha) == (1, 1) and same_shape(input.shape, (mat2.shape[-1],)))
     return _matmul(interpreter, op, mat1, mat2, bias=input)
 
 
@@ -100,8 +95,7 @@ def _conv1d(
     padding: Any = 0, dilation: Any = 1, groups: Any = 1,
 ) -> Class:  # fmt: skip
     """Describes a convolution whose kernel has the size of one token."""
-    if (stride, padding, groups) not in ((1, 0, 1), ((1,), (0,), 1)):
-        raise Unknown
+    require((stride, padding, groups) in ((1, 0, 1), ((1,), (0,), 1)))
     batch = "B" if input.ndim == 3 else ""
     return _product(interpreter, op, f"{batch}HT,VHK->{batch}VT", input, weight, bias=bias)
 
@@ -110,8 +104,7 @@ def _conv1d(
 def _einsum(interpreter: Interpreter, op: Op, equation: str, *operands: Any) -> Class | Row:
     """Describes a linear, or Σ p log p as in `einsum("btv,btv->bt", p, log_p)`."""
     tensors = operands[0] if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
-    if len(tensors) != 2 or not isinstance(equation, str):
-        raise Unknown
+    require(len(tensors) == 2 and isinstance(equation, str))
     operand_dims, arrow, result = equation.replace(" ", "").partition("->")
     if not arrow:
         once = sorted(name for name in set(operand_dims) - set(".,") if operand_dims.count(name) == 1)
@@ -125,15 +118,13 @@ def _einsum(interpreter: Interpreter, op: Op, equation: str, *operands: Any) -> 
     if isinstance(a, Class) and isinstance(b, Class) and (a.form or b.form):
         product = weighted(a, b) if a.form == "exp" else weighted(b, a)
         is_row_sum = a_dims == b_dims and result == a_dims[: product.dim] + a_dims[product.dim + 1 :]
-        if not is_row_sum or len(set(a_dims)) < len(a_dims):
-            raise Unknown
+        require(is_row_sum and len(set(a_dims)) == len(a_dims))
         return summed(product, op.output.shape)
     for classes, one_hot in ((a, tensors[1]), (b, tensors[0])):
         if isinstance(classes, Class) and a_dims == b_dims and result == a_dims[: classes.dim]:
             if (taken := at_one_hot(interpreter, op, classes, one_hot)) is not None:
                 return summed(taken, op.output.shape)
-    if any(isinstance(each, Class) and not each.is_logits for each in (a, b)):
-        raise Unknown
+    require(all(each.is_logits for each in (a, b) if isinstance(each, Class)))
     candidates = [(f"{a_dims},{b_dims}->{result}", *tensors), (f"{b_dims},{a_dims}->{result}", *tensors[::-1])]
     # If both are matrices, the last dimension of the result is that of the classes.
     first, second = candidates if result[-1:] in b_dims else candidates[::-1]

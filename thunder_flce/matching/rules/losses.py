@@ -5,12 +5,11 @@ from typing import Any
 
 import torch
 
-from thunder_flce.matching.algebra import LOG_PROBABILITY, Class, Labels, Row, Unknown, added, value, with_u_as
+from thunder_flce.matching.algebra import LOG_PROBABILITY, Class, Labels, Row, added, require, value, with_u_as
 from thunder_flce.matching.decisions import NotFused, Reason
 from thunder_flce.matching.interpreter import Interpreter, rule
 from thunder_flce.matching.program import Op, Tensor
 from thunder_flce.matching.rules.reductions import wrong_dimension
-from thunder_flce.matching.rules.selections import text_of
 
 
 @rule("cross_entropy", "nll_loss")
@@ -24,9 +23,8 @@ def _loss(
         raise interpreter.why_unknown(input)
     if any(each.is_reshaped for each in (*op.operands, *op.outs)):
         raise NotFused(Reason.OPERAND_MODIFIED, "by a reshape or detach")
-    if isinstance(label_smoothing, torch.SymFloat):
-        # AOTAutograd has Dynamo trace again, with a number in place of the symbol, and this graph is dropped.
-        raise Unknown
+    # AOTAutograd has Dynamo trace again, with a number in place of the symbol, and this graph is dropped.
+    require(not isinstance(label_smoothing, torch.SymFloat))
     if isinstance(ignore_index, torch.SymInt):
         ignore_index = int(ignore_index)  # This adds a guard: for another one, the program is compiled anew.
     if size_average is not None or reduce is not None:
@@ -34,7 +32,7 @@ def _loss(
     if target.dtype.is_floating_point or target.ndim == input.ndim:
         raise NotFused(Reason.CLASS_PROBABILITIES)
     if classes.dim != min(1, input.ndim - 1):
-        raise wrong_dimension(classes, f"logits of shape {text_of(input.shape)}")
+        raise wrong_dimension(classes, f"logits of shape {input.shape}")
     if classes.form:
         raise NotFused(Reason.TRANSFORMED_LOGITS, "by softmax" if classes.is_probability else "by exp")
     is_nll = op.name == "nll_loss"

@@ -13,6 +13,7 @@ from thunder_flce.matching.algebra import (
     added,
     has_grad,
     poly,
+    require,
     with_u_as,
     without_grad,
 )
@@ -31,8 +32,7 @@ def _log_softmax(
     if dim % len(input.shape) != input.dim:
         raise wrong_dimension(input, f"{op.name} over dimension {dim}")
     copied(interpreter, op, input)
-    if not input.is_shifted_logits:
-        raise Unknown(f"after {'softmax' if input.form else 'a factor'}")
+    require(input.is_shifted_logits, f"after {'softmax' if input.form else 'a factor'}")
     return replace(input, sum=added((1, input.u), (-1, with_u_as("L", input.u))))
 
 
@@ -51,8 +51,7 @@ def wrong_dimension(input: Class, detail: str) -> Exception:
 @rule("logsumexp")
 def _logsumexp(interpreter: Interpreter, op: Op, input: Class, dim: Any, keepdim: bool = False) -> Row:
     check_over_classes(input, dim)
-    if not input.is_shifted_logits:
-        raise Unknown
+    require(input.is_shifted_logits)
     return input.row("L", op.output.shape)
 
 
@@ -74,16 +73,15 @@ def _mean(
     mean = times(_sum(interpreter, op, input, dim, keepdim), 1 / Fraction(_columns(input)))
     if mean.reduction == "none":
         return mean
-    if not has_elements(op.operands[0]):
-        raise Unknown("over no tokens, or over a number of tokens that depends on the values of a tensor")
+    detail = "over no tokens, or over a number of tokens that depends on the values of a tensor"
+    require(has_elements(op.operands[0]), detail)
     return replace(mean, reduction="mean")
 
 
 def _columns(input: Class) -> int:
     # A symbol would have to become a number, and the program would be compiled for each number.
-    if type(input.columns) is not int:
-        raise Unknown("over a number of classes that is not known when the program is compiled")
-    return input.columns
+    require(type(input.columns) is int, "over a number of classes that is not known when the program is compiled")
+    return int(input.columns)
 
 
 def summed(input: Class, shape: tuple[Any, ...]) -> Row:
@@ -94,8 +92,7 @@ def summed(input: Class, shape: tuple[Any, ...]) -> Row:
         return times(input.row("U", shape), Fraction(_columns(input)))
     if input.form == "exp" and input.factor_of_u == 1:
         return input.row("L", shape)
-    if input.form != "p":
-        raise Unknown
+    require(input.form == "p")
     # Σ p u = E. Without p's gradient, the gradient of Σ p u is p, as that of L is; without u's, it is the rest of E's.
     expected = poly(E=1) if input.p_has_grad else without_grad(poly(E=1))
     excess, log_sum = input.factor_of_u * (has_grad(input.u) - input.p_has_grad), poly(L=1)
@@ -110,23 +107,20 @@ def _entr(interpreter: Interpreter, op: Op, input: Class) -> Class:
 
 @rule("xlogy")
 def _xlogy(interpreter: Interpreter, op: Op, input: Class, other: Class) -> Class:
-    if other.form != "exp" or other.factor != 1:
-        raise Unknown
+    require(other.form == "exp" and other.factor == 1)
     return weighted(input, replace(other, form=""))
 
 
 @rule("amax")
 def _amax(interpreter: Interpreter, op: Op, input: Class, dim: Any = (), keepdim: bool = False) -> Row:
     check_over_classes(input, dim)
-    if input.form == "p" or input.factor_of_u <= 0 or input.factor <= 0:
-        raise Unknown
+    require(input.form != "p" and input.factor_of_u > 0 and input.factor > 0)
     return input.row("M", op.outs[0].shape)
 
 
 @rule("max")
 def _max(interpreter: Interpreter, op: Op, input: Class, dim: Any = None, keepdim: bool = False) -> tuple[Value, ...]:
-    if dim is None or isinstance(dim, Tensor):
-        raise Unknown
+    require(dim is not None and not isinstance(dim, Tensor))
     values, indices = op.output
     results = _argmax(interpreter, op, input, dim), _amax(interpreter, op, input, dim)
     return replace(results[1], shape=values.shape), replace(results[0], shape=indices.shape)
@@ -136,8 +130,7 @@ def _max(interpreter: Interpreter, op: Op, input: Class, dim: Any = None, keepdi
 def _topk(
     interpreter: Interpreter, op: Op, input: Class, k: Any, dim: Any = -1, largest: bool = True, sorted: bool = True
 ) -> tuple[Value, ...]:
-    if k != 1 or largest is not True:
-        raise Unknown
+    require(k == 1 and largest is True)
     return _max(interpreter, op, input, dim)
 
 
@@ -145,7 +138,7 @@ def _topk(
 def _argmax(interpreter: Interpreter, op: Op, input: Class, dim: Any = None, keepdim: bool = False) -> Argmax:
     check_over_classes(input, dim)
     # Exponentials may overflow to infinity in several columns, which then have no single maximum.
-    if input.form == "p" or (input.form == "exp" and not input.detached().is_probability) or not input.factor_of_u:
-        raise Unknown
+    require(input.form == "" or (input.form == "exp" and input.detached().is_probability))
+    require(input.factor_of_u)
     order = input.logits.argmax_key
     return Argmax(order if input.factor_of_u > 0 else replace(order, scale=-order.scale), op.outs[-1].shape)

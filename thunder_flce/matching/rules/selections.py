@@ -1,13 +1,12 @@
 """Indexing: selects rows, the first columns of the vocabulary, or the class of one label for each row."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
-from thunder_flce.matching.algebra import Argmax, Class, Labels, Row, RowStep, Unknown, Value, poly
+from thunder_flce.matching.algebra import Argmax, Class, Labels, Row, RowStep, Unknown, Value, poly, require
 from thunder_flce.matching.interpreter import Interpreter, rule
 from thunder_flce.matching.program import (
     SPLITS,
@@ -48,8 +47,7 @@ def _selected(
 
 @rule("index_select")
 def _index_select(interpreter: Interpreter, op: Op, input: Class, dim: int, index: Tensor) -> Class:
-    if dim % len(input.shape) == input.dim:
-        raise Unknown
+    require(dim % len(input.shape) != input.dim)
     return _rows_at_tensors(interpreter, op, input, (*(slice(None),) * (dim % len(input.shape)), index))
 
 
@@ -69,11 +67,11 @@ def _rows_at_tensors(interpreter: Interpreter, op: Op, input: Class, key: tuple[
     masks = [tensor for tensor in tensors if tensor.dtype in (torch.bool, torch.uint8)]
     sizes = (each.ndim if each in masks else each is not None for each in key)
     selects_rows = ends if any(each is Ellipsis for each in key) else sum(sizes) < len(input.shape) + ends
-    is_known = all(isinstance(each, Tensor) or is_plain((each,)) for each in key) and tensors
-    if not selects_rows or not is_known or input.dim != len(input.shape) - 1:
-        raise Unknown("with an index that is neither an integer nor a slice, or depends on the values of a tensor")
-    if any(interpreter.depends_on(tensor, input.logits) for tensor in tensors):
-        raise Unknown("at rows that depend on the logits")
+    is_known = all(isinstance(each, Tensor) or is_plain((each,)) for each in key) and bool(tensors)
+    are_rows = selects_rows and is_known and input.dim == len(input.shape) - 1
+    require(are_rows, "with an index that is neither an integer nor a slice, or depends on the values of a tensor")
+    depends_on_logits = any(interpreter.depends_on(tensor, input.logits) for tensor in tensors)
+    require(not depends_on_logits, "at rows that depend on the logits")
     number_at = interpreter.program.number_at
     numbers = repr(tree_map_only(Tensor, lambda each: (number_at(each, op), each.shape, each.dtype), key))
     step = RowStep("take", (numbers,), operands=key, read_at=op.position)
@@ -93,15 +91,14 @@ def _at_index(input: Class, key: tuple[Any, ...], new_shape: tuple[Any, ...]) ->
 def _select(input: Class, key: tuple[Any, ...], shape: tuple[Any, ...]) -> Class:
     """Returns the rows and first columns that numbers and slices select, one for each dimension."""
     columns, logits = key[input.dim], input.logits
-    if not isinstance(columns, slice) or columns.step not in (None, 1) or columns.start not in (None, 0):
-        raise Unknown("along the vocabulary")
+    is_first = isinstance(columns, slice) and columns.step in (None, 1) and columns.start in (None, 0)
+    require(is_first, "along the vocabulary")
     dim = input.dim - sum(not isinstance(part, slice) for part in key[: input.dim])
     if columns.stop is not None and not same(shape[dim], input.columns):
         # The comparison adds a guard that there are at least so many columns in every call.
         is_part = type(columns.stop) is int and columns.stop > 0 and bool(columns.stop <= input.columns)
         kept = columns.stop if is_part else shape[dim]
-        if type(kept) is not int or not input.is_shifted_logits or input.rest or not kept:
-            raise Unknown
+        require(type(kept) is int and kept and input.is_shifted_logits and not input.rest)
         logits = replace(logits, vocab_size=kept)
         shape = (*shape[:dim], kept, *shape[dim + 1 :])
     rows = (*key[: input.dim], *key[input.dim + 1 :])
@@ -119,20 +116,19 @@ ALL = ((None, None, None), (0, None, None), (None, None, 1), (0, None, 1))
 def _gather(interpreter: Interpreter, op: Op, input: Class, dim: int, index: Tensor, **kwargs: Any) -> Row:
     check_over_classes(input, dim)
     sizes = [size for at, size in enumerate(index.shape) if at != input.dim]
-    if index.ndim != len(input.shape) or not all(map(agree, sizes, input.rows_shape)):
-        raise Unknown(f"labels of shape {text_of(index.shape)} for logits of shape {text_of(input.shape)}")
+    are_labels = index.ndim == len(input.shape) and all(map(agree, sizes, input.rows_shape))
+    require(are_labels, f"labels of shape {index.shape} for logits of shape {input.shape}")
     row, count = _at_labels(interpreter, op, input, index), index.shape[input.dim]
     if same(count, 1):
         return row
-    if input.dim != len(input.shape) - 1 or depends_on_values(count) or same(count, 0):
-        raise Unknown(f"{count} labels of each row along dimension {input.dim}")
+    is_known = input.dim == len(input.shape) - 1 and not depends_on_values(count) and not same(count, 0)
+    require(is_known, f"{count} labels of each row along dimension {input.dim}")
     return replace(row, labels=replace(row.labels, per_row=count))
 
 
 @rule("take_along_dim")
-def _take_along_dim(interpreter: Interpreter, op: Op, input: Class, indices: Tensor, dim: int | None = None) -> Row:
-    if dim is None:
-        raise Unknown
+def _take_along_dim(interpreter: Interpreter, op: Op, input: Class, indices: Tensor, dim: Any = None) -> Row:
+    require(dim is not None)
     row = _gather(interpreter, op, input, dim, indices)
     if torch.__version__ < "2.10":
         return row  # For these versions, a label outside of the vocabulary is an error.
@@ -144,23 +140,20 @@ def _indexed(interpreter: Interpreter, op: Op, input: Class, key: tuple[Any, ...
     *rows, labels = key
     shape, rows_shape = op.output.shape, input.rows_shape
     keeps_rows = len(shape) == len(rows_shape) and all(map(agree, shape, rows_shape))
-    if labels.dtype in (torch.bool, torch.uint8) or not keeps_rows:
-        raise Unknown("rows selected by an index")
-    if not all(interpreter.is_every_index(part, dim, rows_shape) for dim, part in enumerate(rows)):
-        raise Unknown("rows selected by an index")
-    if not all(map(agree, labels.shape, rows_shape[len(rows_shape) - labels.ndim :])) or labels.ndim < len(rows):
-        raise Unknown(f"labels of shape {text_of(labels.shape)} for logits of shape {text_of(input.shape)}")
+    require(keeps_rows and labels.dtype not in (torch.bool, torch.uint8), "rows selected by an index")
+    are_all = all(interpreter.is_every_index(part, dim, rows_shape) for dim, part in enumerate(rows))
+    require(are_all, "rows selected by an index")
+    are_labels = labels.ndim >= len(rows) and all(map(agree, labels.shape, rows_shape[len(rows_shape) - labels.ndim :]))
+    require(are_labels, f"labels of shape {labels.shape} for logits of shape {input.shape}")
     return _at_labels(interpreter, op, input, labels, wraps="end")
 
 
 def _at_labels(interpreter: Interpreter, op: Op, input: Class, index: Tensor, *, wraps: str = "") -> Row:
     """Returns a number of each row: that of each class, taken at the row's label."""
     index = interpreter.labels_of(index)
-    if input.form == "p":
-        raise Unknown
-    if interpreter.depends_on(index, input.logits):
-        # Such as a gate's experts, or a sampled token.
-        raise Unknown("at labels that depend on the logits")
+    require(input.form != "p")
+    # Such as a gate's experts, or a sampled token.
+    require(not interpreter.depends_on(index, input.logits), "at labels that depend on the logits")
     interpreter.demand(index, op)  # It may be another head's choice.
     number = interpreter.program.number_at(index, op)
     labels = Labels((index,), (number,), op.position, op.source, wraps, fills=_fills(interpreter, index))
@@ -189,8 +182,3 @@ def _fills(interpreter: Interpreter, index: Tensor) -> tuple[tuple[int, int], in
     number = number_at(labels, op)
     is_same = type(label) is int and number_at(compared, comparison) == number
     return (number, label) if is_same else None
-
-
-def text_of(shape: Sequence[Any]) -> str:
-    """Returns a shape as messages show it."""
-    return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from thunder_flce.matching.algebra import Argmax, Class, Logits, Row, RowStep, Unknown, Value
+from thunder_flce.matching.algebra import Argmax, Class, Logits, Row, RowStep, Unknown, Value, require
 from thunder_flce.matching.interpreter import Interpreter, rule
 from thunder_flce.matching.program import COPIES, PERMUTATIONS, RESHAPES, Op, agree, order_of, same_shape
 
@@ -18,8 +18,7 @@ def copied(interpreter: Interpreter, op: Op, input: Value, *args: Any, **kwargs:
     # Other casts would round the logits once more, or need a loss in a wider dtype.
     is_exact = tensor.dtype == after or (tensor.dtype.itemsize < 4 and after is torch.float32)
     is_number = after.is_floating_point and (is_exact or not isinstance(input, Class))
-    if not is_number or op.output.device != tensor.device:
-        raise Unknown
+    require(is_number and op.output.device == tensor.device)
     return input
 
 
@@ -28,16 +27,16 @@ def check_over_classes(input: Class, dims: Any) -> None:
     if dims is None and len(input.shape) == 1:
         return
     dims = dims if isinstance(dims, list | tuple) else (dims,)
-    if not all(type(dim) is int for dim in dims) or [dim % len(input.shape) for dim in dims] != [input.dim]:
-        raise Unknown("over other dimensions than the classes")
+    are_known = all(type(dim) is int for dim in dims)
+    is_over_classes = are_known and [dim % len(input.shape) for dim in dims] == [input.dim]
+    require(is_over_classes, "over other dimensions than the classes")
 
 
 @rule(*RESHAPES, "expand", "expand_as", "broadcast_in_dim", "atleast_1d")
 def _reshape(interpreter: Interpreter, op: Op, input: Class | Row | Argmax, *args: Any, **kwargs: Any) -> Value:
     """Describes any operation that keeps the order of the elements, and the classes as one dimension."""
     # torch.atleast_1d takes several tensors.
-    if len(op.outs) > 1 or not agree(math.prod(op.output.shape), op.operands[0].numel):
-        raise Unknown
+    require(len(op.outs) == 1 and agree(math.prod(op.output.shape), op.operands[0].numel))
     shape = op.output.shape
     return in_shape(input, shape) if isinstance(input, Class) else replace(input, shape=shape)
 
@@ -80,8 +79,7 @@ def _broadcast_tensors(interpreter: Interpreter, op: Op, *tensors: Any) -> tuple
     results: list[Class | None] = []
     for operand, out in zip(operands, op.output, strict=True):
         value = interpreter.get(operand)
-        if value is not None and not (isinstance(value, Class) and same_shape(out.shape, operand.shape)):
-            raise Unknown
+        require(value is None or (isinstance(value, Class) and same_shape(out.shape, operand.shape)))
         results.append(value if isinstance(value, Class) else None)
         if value is None:
             # A user of the whole tensor, not only of its first column, needs the logits' shape, but not the logits.
