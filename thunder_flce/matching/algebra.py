@@ -194,11 +194,6 @@ class Logits:
         return tensors if self.bias is None else [*tensors, self.bias]
 
     @property
-    def row_operands(self) -> dict[Tensor, int]:
-        """Tensors that scale or select rows, each with the position of the operation that reads it."""
-        return _row_operands(self.rows)
-
-    @property
     def linears(self) -> set[Tensor]:
         """Outputs of the linears."""
         return {out for term in self.terms for out in term.outputs}
@@ -257,12 +252,13 @@ class Logits:
         return self.terms[0].dtype
 
 
-def _row_operands(steps: Sequence[RowStep]) -> dict[Tensor, int]:
+def row_operands(steps: Sequence[RowStep]) -> dict[Tensor, int]:
+    """Returns the tensors that scale or select rows, each with the position of the operation that reads it."""
     positions: dict[Tensor, int] = {}
     for step in steps:
         positions |= dict.fromkeys(tensors_in(step.operands), step.read_at)
         for part in step.argument[1:] if step.kind == "cat" else ():
-            positions |= _row_operands(part)
+            positions |= row_operands(part)
     return positions
 
 
@@ -476,7 +472,6 @@ _KINDS = {
     "log_prob": "log-probability",
     "entropy": "entropy",
     "mean_logit": "sum over the classes",
-    "log_sum_exp": "log-sum-exp",
 }
 
 

@@ -25,6 +25,7 @@ from thunder_flce.matching.program import (
     hint,
     keeps_elements,
     same,
+    same_shape,
     stored,
 )
 
@@ -154,16 +155,10 @@ class Interpreter:
             self._update_views(op)
 
     def _by_rule(self, op: Op) -> Any:
-        """Returns what a rule returns; None if there is none for the operation."""
+        """Returns what a rule returns; None if there is none for the operation, or it does not take the arguments."""
         rule = None if op.writes and not self._is_written_out_of_place(op) else _RULES.get(op.name)
-        arguments = None if rule is None else self._arguments(rule, op)
-        if rule is None or arguments is None:
+        if rule is None:
             return None
-        result = rule(*arguments.args, **arguments.kwargs)
-        return None if isinstance(result, Row | Argmax) and self._is_seen_as_view(op) else result
-
-    def _arguments(self, rule: Any, op: Op) -> inspect.BoundArguments | None:
-        """Returns the arguments for a rule; None if it does not take these."""
         signature, kinds = _signature(rule)
         try:
             bound = signature.bind(self, op, *op.args, **op.kwargs)
@@ -173,7 +168,8 @@ class Interpreter:
             value = bound.arguments[name] = self.get(bound.arguments[name])
             if not isinstance(value, kind):
                 return None
-        return bound
+        result = rule(*bound.args, **bound.kwargs)
+        return None if isinstance(result, Row | Argmax) and self._is_seen_as_view(op) else result
 
     # In-place changes.
 
@@ -217,7 +213,7 @@ class Interpreter:
         if not any(each.shares_memory(op.output) for each in op.operands):
             return False
         is_shared = sum(each.shares_memory(op.output) for each in {*self.program.results}) > 1
-        return is_shared or self.program.may_have_changed(op.output)
+        return is_shared or op.output in self.program.changed
 
     def _drop_written_rows(self, op: Op) -> None:
         """Drops the descriptions of numbers of each row that an in-place change without a description writes to."""
@@ -308,8 +304,7 @@ class Interpreter:
 
     def is_row_of(self, row: Row, classes: Class) -> bool:
         """Whether a number of each row belongs to the same rows, and its shape is broadcast along the classes."""
-        shape = classes.kept_shape
-        return row.logits == classes.logits and len(row.shape) == len(shape) and all(map(same, row.shape, shape))
+        return row.logits == classes.logits and same_shape(row.shape, classes.kept_shape)
 
     def labels_of(self, index: Tensor) -> Tensor:
         """Returns labels as they were before `broadcast_tensors`, if an index reads the first column of its result."""

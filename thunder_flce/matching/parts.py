@@ -94,9 +94,9 @@ class Part:
         return any(tensor.needs_grad for tensor in self.rows)
 
     @property
-    def first(self) -> Any:
-        """The first operation of its results."""
-        return next(iter(self.rows)).op
+    def first(self) -> Tensor:
+        """The first of its rows' results."""
+        return next(iter(self.rows))
 
     def as_loss(self, tensor: Tensor) -> tuple[Fraction, Fraction] | None:
         """`Row.as_loss` of a result, if the description has a gradient just as the program's tensor has; else None."""
@@ -144,7 +144,7 @@ def parts_of(interpreter: Interpreter) -> list[Part]:
         part.rows[tensor] = row
     for part in parts:
         part.rows = dict(sorted(part.rows.items(), key=lambda result: result[0].position))
-        part.line = part.labels.line if part.labels.tensors else part.first.source
+        part.line = part.labels.line if part.labels.tensors else part.first.op.source  # type: ignore[union-attr]
     return sorted(parts, key=lambda part: part.first.position)
 
 

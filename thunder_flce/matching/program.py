@@ -189,13 +189,14 @@ class Program:
         self._count = itertools.count()
         self._numbers: dict[Any, int] = {}
         self._number_of: dict[Tensor, int] = {}
-        self._changed: set[Tensor] = set()
+        self.changed: set[Tensor] = set()
+        """The tensors that an operation may have changed in place, itself or through memory that they share"""
         for op in self.ops:
             self._number(op)
         needed, unreached = {*self.results}, set[Tensor]()
         for out in (out for op in reversed(self.ops) if not op.writes for out in op.outs):
             is_needed = out in needed or any(user.may_pass_gradient(unreached) for user in out.users)
-            if out.needs_grad and not is_needed and not self.may_have_changed(out):
+            if out.needs_grad and not is_needed and out not in self.changed:
                 # No gradient flows back to it, as under `torch.no_grad`: regions need not compute one.
                 out.needs_grad = False
                 unreached.add(out)
@@ -214,10 +215,6 @@ class Program:
         """Returns `value_number` and `changes_before`: equal for tensors with equal values when they are read."""
         return self.value_number(tensor), self.changes_before(reader, tensor)
 
-    def may_have_changed(self, tensor: Tensor) -> bool:
-        """Whether an in-place operation may have written to it, or to a tensor that shares its memory."""
-        return tensor in self._changed
-
     def is_read_after(self, tensor: Tensor, op: Op) -> bool:
         """Whether the program returns a tensor, or an operation after `op` reads it."""
         return tensor in self.results or any(user.position > op.position for user in tensor.users)
@@ -227,18 +224,17 @@ class Program:
 
         None for an argument of the program, and if any tensor on the way may be changed in place.
         """
-        while not self.may_have_changed(tensor):
-            op = tensor.op
-            if op is None or not op.operands or not keeps_elements(op):
-                return op
-            tensor = op.operands[0]
+        while tensor not in self.changed:
+            if tensor.op is None or not keeps_elements(tensor.op):
+                return tensor.op
+            tensor = tensor.op.operands[0]
         return None
 
     def _number(self, op: Op) -> None:
         """Numbers the results of an operation, and renumbers the tensors that it changes in place, with their views."""
         for tensor in filter(op.may_change, self._number_of if op.writes else ()):
             self._number_of[tensor] = next(self._count)
-            self._changed.add(tensor)
+            self.changed.add(tensor)
         outs = op.outs
         has_floats = any(out.dtype.is_floating_point for out in outs)
         if op.is_random or op.is_change or (has_floats and op.name not in _DETERMINISTIC):
@@ -246,7 +242,7 @@ class Program:
             for out in outs:
                 self.value_number(out)
             return
-        if len(outs) == 1 and op.operands and keeps_elements(op) and not op.operands[0].dtype.is_floating_point:
+        if len(outs) == 1 and keeps_elements(op) and not op.operands[0].dtype.is_floating_point:
             self._number_of[outs[0]] = self.value_number(op.operands[0])
             return
         # With shapes and dtypes: equal labels of another shape expand differently, and a mask indexes unlike integers.
@@ -449,7 +445,11 @@ def indices_of(op: Op) -> list[tuple[Any, ...]] | None:
     values: dict[str, Any] = dict(zip(_SELECTIONS[op.name], arguments, strict=False)) | options
     if op.name == "getitem":
         key = values["key"] if isinstance(values["key"], tuple) else (values["key"],)
-        return [full_index(key, operand.ndim)] if is_plain(key) else None
+        if not is_plain(key):
+            return None
+        ellipsis = key.index(Ellipsis) if Ellipsis in key else len(key)
+        missing = operand.ndim - sum(part is not None and part is not Ellipsis for part in key)
+        return [(*key[:ellipsis], *[slice(None)] * missing, *key[ellipsis + 1 :])]
     dim, parts, end = values.get("dim", 0) % operand.ndim, list[Any](), 0
     if op.name == "select":
         parts = [values["index"]]
@@ -471,19 +471,11 @@ def indices_of(op: Op) -> list[tuple[Any, ...]] | None:
     return indices if all(map(is_plain, indices)) else None
 
 
-def full_index(key: tuple[Any, ...], ndim: int) -> tuple[Any, ...]:
-    """Returns an index with a part for each dimension, without an ellipsis."""
-    ellipsis = next((position for position, part in enumerate(key) if part is Ellipsis), len(key))
-    head, tail = key[:ellipsis], key[ellipsis + 1 :]
-    count = sum(part is not None for part in (*head, *tail))
-    return (*head, *(slice(None),) * (ndim - count), *tail)
-
-
 def keeps_elements(op: Op) -> bool:
     """Whether a result has all elements of the first operand in order: after a reshape, a copy or an index of all."""
-    operand, out = op.operands[0], op.output
-    if not isinstance(out, Tensor) or op.writes:
+    if not op.operands or op.writes or not isinstance(op.output, Tensor):
         return False
+    operand, out = op.operands[0], op.output
     if op.name in COPIES:
         # A cast to a narrower integer may change a label.
         return out.dtype == operand.dtype or out.dtype is torch.int64 or out.dtype.is_floating_point

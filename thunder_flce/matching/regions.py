@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import thunder_flce.matching.rules  # noqa: F401
-from thunder_flce.matching.algebra import Argmax, Class, Row, atoms
+from thunder_flce.matching.algebra import Argmax, Class, Row, atoms, row_operands
 from thunder_flce.matching.decisions import Decision, NotFused, Reason
 from thunder_flce.matching.interpreter import Interpreter
 from thunder_flce.matching.parts import Part, parts_of
@@ -110,9 +110,8 @@ class Region:
     @property
     def place(self) -> Op:
         """The operation whose place the region takes, unless it reads tensors that are computed later."""
-        if self.total is not None and self.total.place.op is not None:
-            return self.total.place.op
-        return self.parts[0].first
+        place = self.parts[0].first if self.total is None else self.total.place
+        return place.op  # type: ignore[return-value]
 
     @property
     def returned(self) -> list[Tensor]:
@@ -130,8 +129,8 @@ class Region:
         """The tensors that it reads, each with the position of the operation that reads it in the program."""
         positions: dict[Tensor, int] = {}
 
-        def add(position: int, *tensors: Tensor | None) -> None:
-            for tensor in filter(None, tensors):
+        def add(position: int, *values: Any) -> None:
+            for tensor in tensors_in(values):
                 positions.setdefault(tensor, position)
 
         for part in self.parts:
@@ -139,7 +138,7 @@ class Region:
             for term in logits.terms:
                 add(term.outputs[0].position, term.input, term.weight)
             add(logits.bias_read_at, logits.bias)
-            for tensor, position in logits.row_operands.items():
+            for tensor, position in row_operands(logits.rows).items():
                 add(position, tensor)
             add(labels.read_at, *labels.tensors, part.class_weight)
         if self.total is not None:
@@ -147,7 +146,7 @@ class Region:
             for op in self.total.ops:
                 add(op.position, *(operand for operand in op.operands if operand not in made), *op.numbers)
             for input in (input for summand in self.total.summands for input in summand.inputs):
-                add(input.read_at, *tensors_in(input.value))
+                add(input.read_at, input.value)
         return positions
 
 
@@ -168,13 +167,12 @@ def _cost(regions: Sequence[Region], refused: Sequence[Decision]) -> tuple[int, 
     """Returns the cost by which regions are compared; less is better."""
     # A loss that is not fused may have no decision: so fused linears count, or its rows would look like a saving.
     linears = {linear for region in regions for part in region.parts for linear in part.logits.linears}
-    return len(refused), -len(linears), sum(map(_matmul_rows, regions))
-
-
-def _matmul_rows(region: Region) -> int:
-    """Returns the rows of all its matmuls: logits, dX, dW and, if gradients wait, the logits once more."""
-    matmuls = 3 + bool(region.note) if region.needs_grad else 1
-    return matmuls * sum(hint(part.count) for part in region.parts)
+    rows = 0
+    for region in regions:
+        # Logits, dX, dW and, if gradients wait, the logits once more.
+        matmuls = 3 + bool(region.note) if region.needs_grad else 1
+        rows += matmuls * sum(hint(part.count) for part in region.parts)
+    return len(refused), -len(linears), rows
 
 
 def _regions_of(interpreter: Interpreter, options: Options) -> tuple[list[Region], list[Decision]]:
@@ -220,7 +218,7 @@ def _problem(part: Part, interpreter: Interpreter) -> NotFused | None:
         return NotFused(Reason.CLASS_WEIGHTS, "of a loss without the gradient of a cross-entropy")
     if not logits.has_float_factors:
         return NotFused(Reason.TRANSFORMED_LOGITS, "by factors whose product overflows or underflows")
-    tensors = [*logits.operands, *logits.row_operands, *part.labels.tensors]
+    tensors = [*logits.operands, *row_operands(logits.rows), *part.labels.tensors]
     if not all(tensor.is_plain for tensor in tensors):
         return NotFused(Reason.DISTRIBUTED)
     dtypes = {dtype for term in logits.terms for dtype in (term.dtype, term.weight.dtype)}
@@ -267,15 +265,14 @@ def _decisions_on_escapes(interpreter: Interpreter, parts: Sequence[Part]) -> li
     reported = {tensor for part in parts for tensor in part.logits.linears}
     decisions = []
     for escape in interpreter.escapes:
-        value, linears = escape.value, escape.value.logits.linears
+        value: Any = escape.value
+        linears = value.logits.linears
         if escape.user is None or not reported.isdisjoint(linears) or not value.logits.is_head:
             continue
         if interpreter.starts_logits(escape.user.output):
             continue
         form = value.form if isinstance(value, Class) else ""
-        is_normalised = "L" in atoms(value.sum) and (
-            isinstance(value, Row) or not form or form == "p" or value.factor_of_u == 1
-        )
+        is_normalised = "L" in atoms(value.sum) and (form != "exp" or value.factor_of_u == 1)
         if not is_normalised or not escape.tensor.needs_grad:
             continue
         reported |= linears
@@ -364,13 +361,11 @@ def _has_only_rows(part: Part) -> bool:
 
 def _head_key(part: Part) -> Any:
     """Returns a key that is equal for parts whose rows can be computed in one call."""
-    logits = part.logits
-    terms = tuple(
-        (term.weight, term.weight_dims, term.factor, term.has_grad, term.input.needs_grad) for term in logits.terms
-    )
-    bias = (logits.bias, logits.bias_has_grad, logits.shift)
-    logits_key = (logits.scale, logits.softcap, logits.vocab_size, str(logits.group))
-    return terms, bias, logits_key, part.class_weight, part.needs_grad, logits.dtype
+    logits, inputs_need_grad = part.logits, tuple(term.input.needs_grad for term in part.logits.terms)
+    # Each input becomes the weight, which stands for any.
+    terms = tuple(replace(term, input=term.weight, hidden_dim=0, changes=0) for term in logits.terms)
+    head = replace(logits, terms=terms, rows=(), group=str(logits.group))
+    return head, inputs_need_grad, part.class_weight, part.needs_grad
 
 
 def _with_sum(parts: list[Part], interpreter: Interpreter, options: Options) -> Region:
@@ -386,32 +381,35 @@ def _with_sum(parts: list[Part], interpreter: Interpreter, options: Options) -> 
         if options.strategy not in (None, GRADIENTS_IN_FORWARD):
             raise NotASum(f"the options choose the strategy {options.strategy!r}")
         total = find_sum(parts, interpreter)
-        _check_sum(parts, total, options)
+        region = Region(parts, total, note=float16_note)
+        _check_sum(region, total, has_no_scale=has_no_scale)
+        return region
     except NotASum as problem:
         return replace(plain, note=f"{_WAITS} {problem}")
-    return Region(parts, total, note=float16_note)
 
 
-def _check_sum(parts: Sequence[Part], total: TokenSum, options: Options) -> None:
+def _check_sum(region: Region, total: TokenSum, *, has_no_scale: bool) -> None:
     """Raises `NotASum` for a sum that a region cannot compute."""
+    parts = region.parts
     # Only for a plain loss is the scale of the upstream gradient known. With other results it becomes a token loss.
-    is_plain = total.as_losses is not None and not total.kept and not any(part.argmaxes for part in parts)
-    if parts[0].logits.dtype is torch.float16 and options.expected_gradient is None:
-        if not is_plain or Region([*parts]).loss is None:
-            raise NotASum(_IN_FLOAT16)
+    is_plain = total.as_losses is not None and region.has_only_sum
+    if has_no_scale and (not is_plain or region.loss is None):
+        raise NotASum(_IN_FLOAT16)
     if parts[0].class_weight is not None:
         is_mean = any(row.reduction == "mean" for part in parts for row in part.rows.values())
         if not is_plain or is_mean:
             raise NotASum("the losses have class weights")
     if any(part.has_several_labels for part in parts):
-        losses = Region([*parts], total).plain_losses
-        if losses is None or losses[1] != 0:
+        if region.plain_losses is None or region.plain_losses[1] != 0:
             raise NotASum(
                 "its tokens have several labels, and the loss is not one weighted sum of their log-probabilities"
             )
     elif len(parts) > 1 and not is_plain:
-        first_loss, *other_losses = map(total.loss_of, parts)
-        if any(loss != first_loss for loss in other_losses):
+        losses = [
+            (text, [each if isinstance(each, int) else (each[0].dtype, each[0].ignored) for each in inputs])
+            for text, inputs in map(total.loss_of, parts)
+        ]
+        if any(loss != losses[0] for loss in losses):
             raise NotASum("the same head has losses of different kinds")
 
 
@@ -469,14 +467,11 @@ def _find_stuck(regions: Sequence[Region], interpreter: Interpreter) -> tuple[Re
             # Nodes that check that size, or have it as a number, would not move with the operation.
             return region, NotFused(Reason.LOGITS_USED, f"by {item}, whose size depends on the values of a tensor")
         last = max(last, item.position if isinstance(item, Op) else item.place.position)
-    if (moved := _moved_across_a_write(order, interpreter)) is not None:
-        region, writer = moved
-        return region, NotFused(Reason.OPERAND_MODIFIED, f"by {writer.name}")
-    return None
+    return _moved_across_a_write(order, interpreter)
 
 
-def _moved_across_a_write(order: Sequence[Op | Region], interpreter: Interpreter) -> tuple[Region, Op] | None:
-    """Returns a region for which a read would move across an in-place change of the memory, and that change."""
+def _moved_across_a_write(order: Sequence[Op | Region], interpreter: Interpreter) -> tuple[Region, NotFused] | None:
+    """Returns a region for which a read would move across an in-place change of the memory, and the reason for that."""
     program, places = interpreter.program, {item: place for place, item in enumerate(order)}
     reads = {item: _reads_of(item, program) for item in order}
     for writer in (op for op in program.writers if op in places):
@@ -495,7 +490,7 @@ def _moved_across_a_write(order: Sequence[Op | Region], interpreter: Interpreter
                 if is_changed and writer.may_change(tensor):
                     # Operations only move because they wait for a region.
                     regions = [each for each in order[: max(places[item], places[writer])] if isinstance(each, Region)]
-                    return region or regions[-1], writer
+                    return region or regions[-1], NotFused(Reason.OPERAND_MODIFIED, f"by {writer.name}")
     return None
 
 
@@ -533,8 +528,7 @@ def _split_or_refuse(region: Region, problem: NotFused, regions: list[Region], *
             why = f"its results are used {problem.detail}" if is_by else "its tokens' weights depend on its own results"
         _leave_sum_to_program(region, why, regions, options=options)
         return
-    for part in region.parts:
-        part.problem = part.problem or problem
+    region.parts[0].problem = problem
 
 
 def _leave_sum_to_program(region: Region, why: str, regions: list[Region], *, options: Options) -> None:

@@ -15,7 +15,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import reduce
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -139,16 +138,31 @@ class TokenSum:
                 groups.append([summand])
         return groups
 
-    def loss_of(self, part: Part) -> tuple[Any, ...]:
-        """Returns a key that is equal for parts with the same token loss, tensors and weights apart."""
-        groups, recorder, inputs = self.groups_of(part), part.recorder.copy(), [*part.inputs.values()]
-        if not groups:  # No result is a term of the sum, such as losses of which a histogram is made.
-            return ()
-        # One text for all groups, each with its own weights: groups, and their operations, may be in another order.
-        weighted = [recorder.write("mul", (each.handle, recorder.add_input(torch.float32)), {}) for each, *_ in groups]
-        text, read = renumber_inputs(recorder.finish(reduce(lambda a, b: recorder.write("add", (a, b), {}), weighted)))
-        read_inputs = [(inputs[number].dtype, inputs[number].ignored) for number in read if number < len(inputs)]
-        return text, read_inputs, [bool(summand.selections) for summand, *_ in groups]
+    def loss_of(self, part: Part, *, has_weights: bool = True) -> tuple[str, list[tuple[TokenInput, ...] | int]]:
+        """Returns the token loss of a part's rows, and the inputs that it reads.
+
+        If an input differs for selected tokens, it has a `TokenInput` for each selection. A number stands for the
+        weights of the tokens of a group: with `has_weights`, the loss is multiplied by them.
+        """
+        recorder, loss = part.recorder.copy(), None
+        inputs: dict[Any, Any] = {input: (input,) for input in part.inputs.values()}
+        for number, group in enumerate(self.groups_of(part)):
+            handle = group[0].handle
+            # If several losses read one input, the largest group has it for all their tokens.
+            for partners in zip(*(each.inputs for each in group), strict=True):
+                inputs[partners[0]] = max(inputs[partners[0]], partners, key=len)
+            if has_weights:
+                weight = recorder.add_input(torch.float32)
+                inputs[weight] = number
+                if group[0].selections:
+                    # The loss of all other tokens may be infinite.
+                    handle = recorder.write("where", (recorder.write("ne", (weight, 0.0), {}), handle, 0.0), {})
+                handle = recorder.write("mul", (handle, weight), {})
+            loss = handle if loss is None else recorder.write("add", (loss, handle), {})
+        if loss is None:  # No result is a term of the sum, such as losses of which a histogram is made.
+            return "", []
+        text, read = renumber_inputs(recorder.finish(loss))
+        return text, [[*inputs.values()][number] for number in read]
 
     def counts_ignored(self, part: Part) -> bool:
         """Whether a row with an ignored label, whose loss is 0, may add a number other than 0 to the sum."""

@@ -30,10 +30,9 @@ from thunder_flce.matching.program import (
     without_tensors,
 )
 from thunder_flce.matching.regions import Region, is_compared_with_labels
-from thunder_flce.matching.sums import PRODUCTS, Summand
+from thunder_flce.matching.sums import PRODUCTS, Summand, TokenSum
 from thunder_flce.operation.call import Call, named_tensors, operand_names
 from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS, NOTHING_IGNORED, Loss
-from thunder_flce.operation.pointwise import Handle, renumber_inputs
 from thunder_flce.options import RECOMPUTE_LOGITS, SAVE_LOGITS, Options
 
 
@@ -193,9 +192,7 @@ class _Writing:
         return self._call(torch.flatten, tensor, 0, tensor.ndim - ndim)
 
     def _input(self, term: Term, part: Part) -> Tensor:
-        input = self._call(torch.Tensor.to, term.input, term.dtype)
-        if part.logits.has_grad and not term.has_grad:
-            input = self._call(torch.detach, input)
+        input = self._operand(self._call(torch.Tensor.to, term.input, term.dtype), term.has_grad)
         if (dim := term.hidden_dim) != input.ndim - 1:
             input = self._call(torch.permute, input, (*range(dim), *range(dim + 1, input.ndim), dim))
         input = reduce(self._apply_step, part.logits.rows, input)
@@ -219,22 +216,21 @@ class _Writing:
             return self._call(torch.Tensor.to, product, hidden.dtype)
         return self._call(operator.getitem, hidden, step.argument)
 
+    def _operand(self, tensor: Tensor, has_grad: bool) -> Tensor:
+        """Detaches an operand if no gradient flows to it, but to others; the region knows it if none does to any."""
+        return tensor if has_grad or not self._logits.has_grad else self._call(torch.detach, tensor)
+
     def _weight(self, term: Term) -> Tensor:
-        weight = term.weight
-        if self._logits.has_grad and not term.has_grad:
-            weight = self._call(torch.detach, weight)
+        weight = self._operand(term.weight, term.has_grad)
         weight = self._call(torch.reshape, weight, tuple(weight.shape[dim] for dim in sorted(term.weight_dims)))
         return weight if term.weight_dims[0] < term.weight_dims[1] else self._call(torch.transpose, weight, 0, 1)
 
     def _bias(self) -> Tensor | None:
-        bias, logits = self._logits.bias, self._logits
-        if bias is not None and logits.has_grad and not logits.bias_has_grad:
-            bias = self._call(torch.detach, bias)
-        bias = None if bias is None else self._flat(bias)
+        logits = self._logits
+        bias = None if logits.bias is None else self._flat(self._operand(logits.bias, logits.bias_has_grad))
         if not logits.shift:
             return bias
-        size, number = (logits.terms[0].columns,), float(logits.shift / logits.scale)
-        shift = self._call(torch.full, size, number, dtype=logits.dtype, device=logits.terms[0].weight.device)
+        shift = self._full((logits.terms[0].columns,), float(logits.shift / logits.scale), logits.dtype)
         return shift if bias is None else self._call(torch.add, bias, shift)
 
     # What the region computes.
@@ -262,7 +258,7 @@ class _Writing:
         is_divided = self._leaves_out_tokens and any(op.name in ("div", *PRODUCTS) for op in total.ops)
         has_constant = total.has_constant or any(each is not None for each in ignored)
         is_followed = total.ops and (is_divided or has_constant)
-        gradients = [self._number(1.0)]
+        gradients = [self._full((), 1.0, self._rows_dtype)]
         if total.ops:
             gradients = self._writer.weights(total.ops, starts, total.place, values=ignored if is_followed else None)
         self._constants = [gradients.pop()] if is_followed else [each for each in ignored if each is not None]
@@ -270,7 +266,7 @@ class _Writing:
         self._other_losses = [(other, derivatives[other]) for other in total.other_losses]
         weights = [
             [
-                (group, self._token_weights(group, [derivatives[each.tensor] for each in group]))
+                self._token_weights(group, [derivatives[each.tensor] for each in group])
                 for group in total.groups_of(part)
             ]
             for part in region.parts
@@ -280,16 +276,16 @@ class _Writing:
         if self._losses is not None:
             factors, smoothing = self._losses
             settings["label_smoothing"] = float(smoothing)
-            part_weights = []
-            for part, factor, group_weights in zip(region.parts, factors, weights, strict=True):
+            all_weights = []
+            for part, factor, part_weights in zip(region.parts, factors, weights, strict=True):
                 # Each weight has the shape that the program gave its tokens.
-                in_rows = (self._in_rows(weight, part) if weight.ndim else weight for _, weight in group_weights)
+                in_rows = (self._in_rows(weight, part) if weight.ndim else weight for weight in part_weights)
                 weight = reduce(partial(self._call, torch.add), in_rows)
-                part_weights.append(self._per_token(scaled(weight, factor, self._call), part))
+                all_weights.append(self._per_token(scaled(weight, factor, self._call), part))
             name = "token_weights" if same(self._most_labels, 1) else "target_weights"
-            arguments[name] = self._of_labels(part_weights, are_weights=True)
+            arguments[name] = self._of_labels(all_weights, are_weights=True)
             return settings
-        token_losses = map(self._token_loss, region.parts, weights)
+        token_losses = (self._token_loss(part, total, each) for part, each in zip(region.parts, weights, strict=True))
         texts, inputs, token_weights = zip(*token_losses, strict=True)
         (settings["token_loss"],) = set(texts)
         arguments["token_inputs"] = tuple(map(self._joined, zip(*inputs, strict=True)))
@@ -322,49 +318,29 @@ class _Writing:
         return self._call(torch.cat, tensors) if len(tensors) > 1 else tensors[0]
 
     def _token_loss(
-        self, part: Part, weights: Sequence[tuple[list[Summand], Tensor]]
+        self, part: Part, total: TokenSum, weights: Sequence[Tensor]
     ) -> tuple[str, tuple[Tensor, ...], Tensor | None]:
         """Returns the token loss of one part, the tensors that it reads, and the weights of the tokens."""
-        recorder = part.recorder.copy()
-        inputs: list[Any] = [(input,) for input in part.inputs.values()]
-        numbers = {input: number for number, input in enumerate(part.inputs.values())}
-        factors = [(group, self._per_token(weight, part)) for group, weight in weights]
+        factors = [self._per_token(weight, part) for weight in weights]
         token_weights: Tensor | None = None
         if self._region.has_only_sum:
-            token_weights, *others = (factor for _, factor in factors)
+            token_weights, *others = factors
             if others:
-                counts = (self._call(torch.ne, factor, 0.0) for _, factor in factors)
+                counts = (self._call(torch.ne, each, 0.0) for each in factors)
                 either = reduce(partial(self._call, torch.logical_or), counts)
                 token_weights = self._call(torch.Tensor.to, either, self._rows_dtype)
-        result: Handle | None = None
-        for group, factor in factors:
-            summand, handle = group[0], group[0].handle
-            # If several losses read one input, the largest group has it for all their tokens.
-            for partners in zip(*(each.inputs for each in group), strict=True):
-                inputs[numbers[partners[0]]] = max(inputs[numbers[partners[0]]], partners, key=len)
-            if factor is not token_weights:
-                inputs.append(factor)
-                factor_handle: Any = recorder.add_input(torch.float32)
-                if summand.selections:
-                    # The loss of all other tokens may be infinite.
-                    handle = recorder.write("where", (recorder.write("ne", (factor_handle, 0.0), {}), handle, 0.0), {})
-                handle = recorder.write("mul", (handle, factor_handle), {})
-            result = handle if result is None else recorder.write("add", (result, handle), {})
-        text, read = renumber_inputs(recorder.finish(result))
-        read_inputs = tuple(self._token_input(inputs[each], part) for each in read)
-        return text, read_inputs, token_weights
+        text, read = total.loss_of(part, has_weights=factors[0] is not token_weights)
+        inputs = (factors[each] if isinstance(each, int) else self._token_input(each, part) for each in read)
+        return text, tuple(inputs), token_weights
 
-    def _token_input(self, inputs: "Tensor | tuple[TokenInput, ...]", part: Part) -> Tensor:
-        """Returns a tensor that a token loss reads: a weight, or an input, which may differ for selected tokens."""
-        if isinstance(inputs, Tensor):
-            return inputs
+    def _token_input(self, inputs: Sequence[TokenInput], part: Part) -> Tensor:
+        """Returns a tensor that a token loss reads, which may differ for selected tokens."""
         expanded, selections = [*map(self._expanded, inputs)], [each.selections for each in inputs]
         return self._in_rows(self._scattered(expanded, selections), part)
 
     def _expanded(self, input: TokenInput) -> Tensor:
         if not isinstance(input.value, Tensor):
-            device = self._logits.terms[0].input.device
-            return self._call(torch.full, input.shape, input.value, dtype=input.dtype, device=device)
+            return self._full(input.shape, input.value, input.dtype)
         if input.ignored is not None:
             tensor = self._call(torch.ne, input.value, input.ignored)
         else:
@@ -422,9 +398,8 @@ class _Writing:
         """Returns a mask of the rows whose label is not ignored."""
         return self._call(torch.ne, part.labels.tensors[0], part.labels.ignore_index)
 
-    def _number(self, value: float, shape: Sequence[Any] = ()) -> Tensor:
-        device = self._logits.terms[0].input.device
-        return self._call(torch.full, tuple(shape), value, dtype=self._rows_dtype, device=device)
+    def _full(self, shape: Sequence[Any], value: Any, dtype: torch.dtype) -> Tensor:
+        return self._call(torch.full, tuple(shape), value, dtype=dtype, device=self._logits.terms[0].input.device)
 
     def _per_token(self, weight: Tensor, part: Part) -> Tensor:
         """Returns a weight for each token, from one that may be a number for all."""
@@ -527,7 +502,7 @@ class _Writing:
     def _row_values(self, row: Row, outputs: dict[str, Tensor]) -> Tensor:
         """Returns a number of each row, before a reduction, from what the region returns."""
         if not row.variables:  # All atoms cancel, as in the sum of a softmax.
-            return self._number(row.constant, row.shape)
+            return self._full(row.shape, row.constant, self._rows_dtype)
         if self._region.total is None and "log_prob" in row.variables and "log_prob" not in outputs:
             outputs = {"log_prob": self._call(torch.neg, outputs["loss"]), **outputs}
         if not same(row.labels.per_row, 1):
@@ -543,7 +518,7 @@ class _Writing:
             tensor = self._call(torch.detach, tensor)
         tensor = self._call(torch.Tensor.to, self._call(torch.reshape, tensor, original.shape), original.dtype)
         # Other results may share the tensor, and the operator's backward may read it: it must not change in place.
-        return self._call(torch.clone, tensor) if self._interpreter.program.may_have_changed(original) else tensor
+        return self._call(torch.clone, tensor) if original in self._interpreter.program.changed else tensor
 
     # The upstream gradient.
 
@@ -583,17 +558,17 @@ class _Writing:
 
 def _before_reshapes(labels: Tensor, rows: Sequence[Any], interpreter: Interpreter) -> Tensor:
     """Returns the labels, in the shape of the rows if they had it before reshapes."""
-    base: Tensor | None = labels
-    while base is not None and not same_shape(base.shape, rows):
+    base = labels
+    # A cast, to eight bits or from floats, may have changed the labels. A reshape may be a copy, which a later change
+    # of the base does not reach.
+    while base.dtype == labels.dtype and base not in interpreter.program.changed:
+        if same_shape(base.shape, rows):
+            return base
         # Another region returns its argmax only as the program needs it.
-        is_reshape = base.op is not None and bool(base.op.operands) and keeps_elements(base.op)
-        # A cast, to eight bits or from floats, may have changed the labels.
-        is_reshape = is_reshape and base.dtype == labels.dtype
-        is_reshape = is_reshape and base not in interpreter.results and not interpreter.program.may_have_changed(base)
-        base = base.op.operands[0] if is_reshape else None  # type: ignore[union-attr]
-    # A reshape may be a copy, which a later change of the base does not reach.
-    is_other = base is None or base.dtype != labels.dtype or interpreter.program.may_have_changed(base)
-    return labels if is_other else base  # type: ignore[return-value]
+        if base in interpreter.results or base.op is None or not keeps_elements(base.op):
+            break
+        base = base.op.operands[0]
+    return labels
 
 
 def factors_after(loss: Tensor) -> list[tuple[Tensor | float, bool]]:

@@ -33,7 +33,7 @@ from thunder_flce.matching.rules.shapes import with_step
 def _mul(interpreter: Interpreter, op: Op, input: Any, other: Any) -> Value:
     a, b = interpreter.get(input), interpreter.get(other)
     if isinstance(a, Class) and isinstance(b, Class):
-        return weighted(a, b) if a.form == "exp" else weighted(b, a)
+        return weighted(a, b)
     described, factor = (a, other) if a is not None else (b, input)
     if not isinstance(described, Class | Row):
         raise Unknown
@@ -73,7 +73,7 @@ def at_one_hot(interpreter: Interpreter, product: Op, input: Class, one_hot: Any
     copies = [one_hot] if isinstance(one_hot, Tensor) else []
     while copies and (producer := copies[-1].op) is not None and producer.name in COPIES:
         copies.append(producer.operands[0])
-    op = copies[-1].op if copies and not any(map(interpreter.program.may_have_changed, copies)) else None
+    op = copies[-1].op if copies and interpreter.program.changed.isdisjoint(copies) else None
     if op is None or op.name != "one_hot" or input.form == "p" or not same_shape(one_hot.shape, input.shape):
         return None
     index = op.operands[0]
@@ -83,8 +83,9 @@ def at_one_hot(interpreter: Interpreter, product: Op, input: Class, one_hot: Any
     return replace(input, labels=Labels((index,), (number,), op.position, product.source))
 
 
-def weighted(p: Class, other: Class) -> Class:
-    """Returns the product p (a u + r)."""
+def weighted(a: Class, b: Class) -> Class:
+    """Returns the product of p and a u + r, in any order."""
+    p, other = (a, b) if a.form == "exp" else (b, a)
     is_p = replace(p, factor=Fraction(1)).is_probability
     require(is_p and p.logits == other.logits and p.dim == other.dim and not other.form)
     require(same_shape(p.shape, other.shape))

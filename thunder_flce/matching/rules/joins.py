@@ -80,7 +80,7 @@ def _as_rows_of_whole_input(interpreter: Interpreter, part: Class | Row) -> Clas
         source = interpreter.first_of(op.operands[0], op)
         if op.name in COPIES:
             is_exact = input.dtype in (source.dtype, term.dtype) and input.device == source.device
-            if not is_exact or any(map(interpreter.program.may_have_changed, (source, input))):
+            if not is_exact or not interpreter.program.changed.isdisjoint((source, input)):
                 break
         else:
             indices = indices_of(op)

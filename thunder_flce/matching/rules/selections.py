@@ -174,7 +174,7 @@ def _fills(interpreter: Interpreter, index: Tensor) -> tuple[tuple[int, int], in
     is_first = op.name == "where" and isinstance(labels, Tensor)
     if not isinstance(labels, Tensor):
         labels, filled = filled, labels
-    is_as_made = isinstance(mask, Tensor) and not interpreter.program.may_have_changed(mask)
+    is_as_made = isinstance(mask, Tensor) and mask not in interpreter.program.changed
     comparison = mask.op if is_as_made else None
     if comparison is None or comparison.name != ("ne" if is_first else "eq") or type(filled) is not int or filled:
         return None
