@@ -707,6 +707,11 @@ expect_each({
     ),
     "in vmap":
         (Reason.DISTRIBUTED, lambda h, w, y: torch.vmap(lambda x, y: F.cross_entropy(F.linear(x, w), y))(h, y).sum()),
+    "class weights in vmap": (
+        Reason.DISTRIBUTED, lambda z, y, w: torch.vmap(lambda weight: F.cross_entropy(
+            z.flatten(0, 1), y.flatten(), weight
+        ))(w.detach().T.abs()).sum(),
+    ),
     "padded": ("after pad in line", lambda x, a: (F.pad(x, (0, 1)) * a[:, :1]).exp().sum()),
     "tokens beside their neighbours":
         ("combines different tokens", lambda x, a: (x.exp() * x.roll(1, 1).exp() * a).sum()),

@@ -188,12 +188,6 @@ class Logits:
         return self.rows[-1].shape if self.rows else self.terms[0].rows_shape
 
     @property
-    def operands(self) -> list[Tensor]:
-        """Inputs, weights and bias of the linears."""
-        tensors = [tensor for term in self.terms for tensor in (term.input, term.weight)]
-        return tensors if self.bias is None else [*tensors, self.bias]
-
-    @property
     def linears(self) -> set[Tensor]:
         """Outputs of the linears."""
         return {out for term in self.terms for out in term.outputs}

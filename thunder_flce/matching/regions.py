@@ -218,8 +218,7 @@ def _problem(part: Part, interpreter: Interpreter) -> NotFused | None:
         return NotFused(Reason.CLASS_WEIGHTS, "of a loss without the gradient of a cross-entropy")
     if not logits.has_float_factors:
         return NotFused(Reason.TRANSFORMED_LOGITS, "by factors whose product overflows or underflows")
-    tensors = [*logits.operands, *row_operands(logits.rows), *part.labels.tensors]
-    if not all(tensor.is_plain for tensor in tensors):
+    if not all(tensor.is_plain for tensor in Region([part]).read_at):
         return NotFused(Reason.DISTRIBUTED)
     dtypes = {dtype for term in logits.terms for dtype in (term.dtype, term.weight.dtype)}
     dtypes |= set() if logits.bias is None else {logits.bias.dtype}
