@@ -160,6 +160,7 @@ def shapes() -> str:
 
 OF_TORCH = {
     "function": "**thunder_flce**",
+    "function, chunk_rows=512": "thunder_flce, `chunk_rows=512`",
     "torch.compile": "torch.compile",
     "torch linear_cross_entropy, 2048 rows": "`F.linear_cross_entropy`, `batch_chunk_size=2048`",
     "torch linear_cross_entropy": "`F.linear_cross_entropy`, default options",
