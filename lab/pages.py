@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent
 DATA = ROOT / "traces" / "measurements"
 PICTURES = ROOT / "docs" / "pictures"
 H200 = replace(ABSENT_DEVICE, memory=150 * 10**9)
-REGIONS = "regions.jsonl"
+REGIONS, WITH_OWN_CHUNKS = "regions.jsonl", "torch-2.15.jsonl"
 
 Row = dict[str, Any]
 
@@ -52,6 +52,8 @@ LABELS = {
     "liger": "Liger 0.8.5, default",
     "quack": "quack 0.6.5, chunks of 2048",
     "trl": "TRL 1.16, its trainers' head",
+    "torch linear_cross_entropy": "PyTorch 2.15's `F.linear_cross_entropy`",
+    "torch linear_cross_entropy, 2048 rows": "PyTorch 2.15's, chunks of 2048",
     "cut-cross-entropy": "cut-cross-entropy 25.1.1, default",
     "eager": "eager PyTorch",
 }
@@ -88,13 +90,16 @@ def gb(number: float | None) -> str:
 
 OF_README = [
     "three matmuls", "flce", "flce, chunk_rows=512", "function, chunk_rows=256, accumulate=parameter", "torch.compile",
-    "liger, hopper", "liger, chunk 8", "quack", "eager", "trl", "liger", "cut-cross-entropy",
+    "liger, hopper", "liger, chunk 8", "quack", "torch linear_cross_entropy, 2048 rows", "eager", "trl", "liger",
+    "torch linear_cross_entropy", "cut-cross-entropy",
 ]  # fmt: skip
 
 
 def of_readme() -> dict[str, Row]:
     """Returns the rows of Llama 3.1 8B's head, by method."""
-    return of_methods(tokens=8192, vocab=128256, hidden=4096, ignored=0.0)
+    head = {"tokens": 8192, "vocab": 128256, "hidden": 4096}
+    own = [row for row in rows(WITH_OWN_CHUNKS, **head) if "nvidia-cutlass-dsl" in row]
+    return {row["method"]: row for row in own} | of_methods(**head, ignored=0.0)
 
 
 def one_shape() -> str:
@@ -106,7 +111,7 @@ def one_shape() -> str:
         error = f"{row['dw_error']:.1e}".replace("e-0", "e-") if "dw_error" in row else "–"
         lines.append((LABELS.get(method, method), f"{row['time_ms']:.1f} ms", gb(row.get("above_outputs_gb")), error))
     text = table(("", "time", "memory above the gradients", "error of dW"), lines)
-    return f"{text}\n\n{source(found[method] for method in OF_README)}"
+    return f"{text}\n\n{source(found[method] for method in OF_README if not method.startswith('torch linear'))}"
 
 
 TOKENS = 2048, 8192, 32768
@@ -170,7 +175,7 @@ OF_TORCH = {
 def torch_chunks() -> str:
     """Table of PyTorch's own loss in chunks, which torch 2.15 has."""
     cases: dict[tuple[int, ...], dict[str, Row]] = {}
-    for row in rows("torch-2.15.jsonl"):
+    for row in rows(WITH_OWN_CHUNKS):
         if row["method"] in OF_TORCH and "nvidia-cutlass-dsl" in row:
             cases.setdefault((row["tokens"], row["vocab"], row["hidden"]), {})[row["method"]] = row
     lines = []
@@ -178,7 +183,7 @@ def torch_chunks() -> str:
         cells = [f"{found[method]['time_ms']:.1f} / {found[method]['above_outputs_gb']:.2f}" for method in OF_TORCH]
         lines.append((" × ".join(map(str, case)), *cells))
     header = ("tokens × vocabulary × hidden size", *OF_TORCH.values())
-    return f"{table(header, lines)}\n\n{source(found.values(), DATA / 'torch-2.15.jsonl')}"
+    return f"{table(header, lines)}\n\n{source(found.values(), DATA / WITH_OWN_CHUNKS)}"
 
 
 LOSSES = {
@@ -285,7 +290,7 @@ def _draw_methods(path: Path) -> None:
     least = found["three matmuls"]["time_ms"]
     methods = [method for method in OF_README if method != "three matmuls"][::-1]
     names = [LABELS.get(method, method).replace("*", "").replace("`", "") for method in methods]
-    colours = ["tab:blue" if method.startswith("flce") else "lightgrey" for method in methods]
+    colours = ["tab:blue" if method.startswith(("flce", "function")) else "lightgrey" for method in methods]
     figure, panels = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained", sharey=True)
     for axes, field, label, style in (
         (panels[0], "time_ms", "forward + backward of the loss, ms", "{:.1f}"),
