@@ -1124,6 +1124,12 @@ expect(IN_FORWARD)({"tokens in more orders": _in_other_orders(
 )})  # fmt: skip
 
 
+# Which torch 2.15 has.
+expect(IN_FORWARD, dynamo=hasattr(F, "linear_cross_entropy"))({"linear and loss as one function":
+    lambda h, w, y: F.linear_cross_entropy(h.flatten(0, 1), w, y.flatten(), linear_bias=w[:, 0], label_smoothing=0.1)
+})  # fmt: skip
+
+
 # Newer ones refuse it in eager mode.
 @expect(IN_FORWARD, dynamo=torch.__version__ < "2.11")
 def numbers_that_a_mask_makes_infinite(x, a, m):
