@@ -136,7 +136,9 @@ class _Logits:
         self._started = 0
         """Number of first rows whose logits were saved, or computed before the number of valid rows was known"""
         if saved is not None:
-            self.kept, self._started = saved[:, : ops.call.vocab], saved.shape[0]
+            # Rows may be padded. The host makes no view if they are not.
+            self.kept = saved if saved.shape[1] == ops.call.vocab else saved[:, : ops.call.vocab]
+            self._started = saved.shape[0]
 
     @cached_property
     def kept(self) -> Tensor:
