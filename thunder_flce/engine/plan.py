@@ -27,7 +27,7 @@ def is_small(call: Call, hidden: int) -> bool:
 def balanced(rows: int, largest: int, *, tile: int = 1) -> int:
     """Returns the size of chunks of some rows that are about equal, in whole tiles, and none above `largest`.
 
-    A small last chunk would read all of W and dW for a few rows.
+    A small last chunk would read all of W and dW for a few rows. Without rows, the size is one tile.
     """
     chunks = -(-rows // (largest // tile * tile)) or 1
     return (-(-rows // (chunks * tile)) or 1) * tile
