@@ -80,9 +80,8 @@ class GradientSums:
             if weight_sum is not None:
                 out = weight_sum if weight_sum.shape[0] == dlogits.shape[1] else weight_sum[: dlogits.shape[1]]
                 ops.weight_gradient_(out, dlogits, x, linear=linear, accumulate=accumulate)
-                if columns is not None and linear.weight in self._frequent_sums:
-                    out = self._frequent_sums[linear.weight]
-                    ops.weight_gradient_(out, columns, x, linear=linear, accumulate=accumulate, frequent=True)
+                if columns is not None and (frequent := self._frequent_sums.get(linear.weight)) is not None:
+                    ops.weight_gradient_(frequent, columns, x, linear=linear, accumulate=accumulate, frequent=True)
             if input_sum is not None and finish_input is not None:
                 part = self._rows.own_slice(chunk)
                 is_all = part.start == 0 and part.stop == input_sum.shape[0]
