@@ -73,8 +73,10 @@ class _Graph:
         nodes = list(graph.nodes)
         self._positions = {node: position for position, node in enumerate(nodes)}
         self._modes_after = _modes_after_each(nodes)
-        self._last = self._place = nodes[0]
-        """The last node that is at its final place; and that node or, if it was added, the one it was added behind"""
+        self._last = nodes[0]
+        """The last node that is at its final place"""
+        self._place = nodes[0]
+        """The same or, if that node was added or moved, the node behind which it was put"""
         self._replaced: dict[Tensor, Tensor] = {}
         values = [value_of(node) for node in nodes]
         # The fake mode of the graph's own values: that of the tracing context is another one, for AOTAutograd.
