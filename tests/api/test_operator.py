@@ -5,6 +5,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+import thunder
 import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from torch.testing._internal.logging_tensor import LoggingTensor, capture_logs
 from torch.utils import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from front_ends import COMPILERS
 from reference import Case, Recorder, Result, assert_close_to_truth, differentiate, errors, make_case, results_of, truth
 from thunder_flce import LinearCrossEntropyLoss, Options, calls, inductor, linear_cross_entropy, linear_kl_divergence
 from thunder_flce.engine.plan import LOSS_ONLY, Plan
@@ -421,13 +423,18 @@ def test_cached_calls_in_modes_and_of_other_tensors():
             assert torch.equal(torch.Tensor(linear_cross_entropy(other, weight, target)), expected)
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
-def test_autocast(backend):
-    case = make_case(bias=True)
-    function = call if backend is None else torch.compile(call, backend=backend, fullgraph=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = function(case)
-    result = differentiate(loss, case, None)
+@pytest.mark.parametrize("is_inside", [False, True], ids=["around the program", "in the program"])
+@pytest.mark.parametrize("compiler", ["eager", "torch.compile", "thunder's own jit", "thunder.jit"])
+def test_autocast(compiler, is_inside):
+    """The linear is cast, as PyTorch's; its operands' gradients keep their dtype."""
+    case, autocast = make_case(bias=True), torch.autocast("cpu", torch.bfloat16)
+    compiled = {"eager": lambda program: program, "thunder's own jit": thunder.jit, **COMPILERS}[compiler]
+
+    def program(x, weight, target, bias):
+        return linear_cross_entropy(x, weight, target, linear_bias=bias)
+
+    step = compiled(autocast(program)) if is_inside else autocast(compiled(program))
+    result = differentiate(step(case.x, case.weight, case.target, case.bias), case, None)
     loss_error, *gradient_errors = errors(result, truth(case))
     assert 1e-6 < loss_error < 1e-2 and 1e-4 < min(gradient_errors) and max(gradient_errors) < 2e-2
     assert {tensor.dtype for tensor in (result.loss, *result.gradients)} == {torch.float32}

@@ -173,25 +173,6 @@ def test_a_grad_mode_of_the_program_itself():
 
 
 @by_each_jit
-def test_functional_form_under_autocast(jit):
-    """The linear is cast, as PyTorch's; its operands' gradients keep their dtype."""
-
-    def program(x, w, b, labels):
-        with torch.autocast("cpu", torch.bfloat16):
-            return linear_cross_entropy(x, w, labels, linear_bias=b)
-
-    def spelled_out(x, w, b, labels):
-        with torch.autocast("cpu", torch.bfloat16):
-            return F.cross_entropy(F.linear(x, w, b).float(), labels)
-
-    x, w, labels = operands(7)
-    tensors = x, w, torch.randn(V, requires_grad=True), labels
-    (loss, gradients), (right, right_gradients) = run(jit(program), tensors), run(spelled_out, tensors)
-    torch.testing.assert_close(loss, right, rtol=2e-3, atol=2e-3)
-    torch.testing.assert_close(gradients, right_gradients, rtol=3e-2, atol=3e-3)
-
-
-@by_each_jit
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_an_output_without_the_loss(jit, reduction):
     """The gradient of the loss is zeros then, which thunder writes without a shape for a scalar."""
