@@ -91,15 +91,6 @@ def test_targets_that_are_a_teachers_probabilities(options, dtype, device):
     assert_as_exact_as_eager(case, options=options, target_weights=weights.to(dtype))
 
 
-def test_log_probabilities_of_several_targets_of_a_frozen_head(device):
-    """Their gradients are no multiples of one vector, as those of a single target are."""
-    case = make_case(tokens=33, vocab=101, hidden=16, dtype=torch.float32, device=device, ignored=0.0)
-    case.weight.requires_grad_(False)
-    case.target = torch.randint(101, (33, 3), device=device)
-    weights = torch.zeros(33, 3, device=device)
-    assert_as_exact_as_eager(case, target_weights=weights, outputs=("log_prob",), reduction="none")
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("vocab", [1009, 20001])
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
