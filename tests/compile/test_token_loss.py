@@ -7,18 +7,18 @@ import pytest
 import thunder
 import torch
 
+import front_ends
 from front_ends import COMPILERS, run
+from reference import composed
 from test_pointwise import needs_dynamo
 from thunder_flce import linear_cross_entropy
 
-N, H, V = 33, 16, 53
-GLOBAL = 0.1
+N, GLOBAL = 33, 0.1
 
 
 def operands():
     """Hidden states, a head, labels and old log-probabilities."""
-    hidden, weight, labels, old = torch.randn(N, H), torch.randn(V, H) / 3, torch.randint(V, (N,)), torch.randn(N) - 4
-    return hidden.double().requires_grad_(), weight.double().requires_grad_(), labels, old.double()
+    return *front_ends.operands(N, torch.float64), torch.randn(N, dtype=torch.float64) - 4
 
 
 def clipped_by_a_global(log_prob, entropy, old, mask):
@@ -82,11 +82,8 @@ def test_functions_that_are_compiled_or_break_the_graph(function, fullgraph):
         return linear_cross_entropy(hidden, weight, labels, token_loss=function, token_inputs=(old,), reduction="sum")
 
     def written_out(hidden, weight):
-        logits = hidden @ weight.T
-        log_probs = logits.log_softmax(-1)
-        entropy = -(log_probs.exp() * log_probs).sum(-1)
-        log_prob = log_probs.gather(-1, labels[:, None])[:, 0]
-        return plain(log_prob, entropy, old, log_sum_exp=logits.logsumexp(-1)).sum()
+        products = torch.nn.functional.linear(hidden, weight)
+        return composed(products, labels, token_loss=plain, token_inputs=(old,), reduction="sum")
 
     is_whole = fullgraph and function is not breaking
     step = program if fullgraph is None else torch.compile(program, backend="aot_eager", fullgraph=is_whole)
