@@ -243,10 +243,8 @@ def incoming_gradients(case: Case, outputs: tuple[str, ...], dtype: torch.dtype)
     """Returns random upstream gradients of each differentiable output, the same at each call."""
     # They are kept, since nothing may be copied from the host while a CUDA graph is captured.
     if (outputs, dtype) not in case.incoming:
-        generator, names = (
-            torch.Generator().manual_seed(len(outputs)),
-            [*filter(DIFFERENTIABLE_OUTPUTS.__contains__, outputs)],
-        )
+        generator = torch.Generator().manual_seed(len(outputs))
+        names = filter(DIFFERENTIABLE_OUTPUTS.__contains__, outputs)
         shapes = (case.target.shape if name == "log_prob" else case.x.shape[:-1] for name in names)
         random = (torch.randn(shape, generator=generator) for shape in shapes)
         case.incoming[outputs, dtype] = [tensor.to(case.x.device, dtype) for tensor in random]
