@@ -11,10 +11,12 @@ import torch.distributed as dist
 
 from ranks import as_threads
 from reference import PLANS, assert_as_exact_as_eager, error, errors, linear, make_case, ours, results_of, run_by, truth
+from test_row_kernels import Exact
 from thunder_flce import Options, linear_cross_entropy
 from thunder_flce.engine import engine, rows
 from thunder_flce.engine.kernels.scaling import scaled_gradients
 from thunder_flce.engine.primitives import Region
+from thunder_flce.operation.loss import LogitMap
 from thunder_flce.options import STRATEGIES
 
 ON_EVERY_BACKEND = True
@@ -197,13 +199,6 @@ def confident_rows(device, dtype):
     return logits.to(dtype), target
 
 
-def exact_log_probs(logits):
-    """In float64, with a sum that leaves out the maximum's own 1."""
-    shifted = logits.double() - logits.double().amax(1, keepdim=True)
-    others = shifted.exp().scatter(1, shifted.argmax(1, keepdim=True), 0)
-    return shifted - others.sum(1, keepdim=True).log1p()
-
-
 def check_confident(logits, target, strategy, columns=slice(None), **settings):
     """With the identity for a head, dX is the gradient of the logits; a rank has some of the head's columns."""
     dtype, device = logits.dtype, logits.device
@@ -216,7 +211,7 @@ def check_confident(logits, target, strategy, columns=slice(None), **settings):
     loss, log_prob, entropy = linear_cross_entropy(x, head, target, reduction="none", **settings)
     loss.backward(grad)
 
-    exact = exact_log_probs(logits)
+    exact = Exact(logits.double(), LogitMap()).log_p
     at_target = exact.gather(1, target.view(-1, 1))[:, 0]
     tolerance = {"rtol": 2e-5, "atol": 0}
     torch.testing.assert_close(loss.double(), -at_target, **tolerance)

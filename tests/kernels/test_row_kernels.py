@@ -126,7 +126,7 @@ class Rows:
 
 
 class Exact:
-    """The rows in float64."""
+    """The rows in float64, with a sum that leaves out the maximum's own 1."""
 
     def __init__(self, products, logit_map):
         scaled = logit_map.scale * products
