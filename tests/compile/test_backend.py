@@ -154,7 +154,7 @@ def test_a_graph_break_in_the_layers(nested):
 def test_a_number_that_changes(loss, numbers, dynamic, times, monkeypatch):
     """Dynamo has a symbol for it, at first or later, and AOTAutograd has it trace the program once more with a number.
 
-    Inductor itself runs for temperatures: floats that are symbols are inputs of its programs.
+    Inductor itself runs for temperatures: floats that are symbols are inputs of its programs, and it asks for sizes.
     """
     if 0.7 not in numbers:
         compile_fx = lambda graph, inputs, **_: aot_eager(graph, inputs)  # noqa: E731
@@ -163,11 +163,14 @@ def test_a_number_that_changes(loss, numbers, dynamic, times, monkeypatch):
     def step(hidden, weight, labels, number):
         return loss(F.linear(hidden, weight), labels, number)
 
-    compiled, tensors = compiled_with(step, dynamic=dynamic, options={"strict": True}), operands(24)
-    for number in numbers:
+    options = {"strict": True, "chunk_rows": 7, "epilogue_fusion": True}
+    compiled = compiled_with(step, dynamic=dynamic, options=options)
+    for tokens, number in enumerate(numbers, 24):
+        tensors = operands(tokens)
         result, right = (run(partial(function, number=number), tensors) for function in (compiled, step))
         torch.testing.assert_close(result, right, **CLOSE)
     assert_fused(compiled, times)
+    assert {decision.plan.chunk_rows for decision in decisions(compiled)} == {7}
 
 
 @pytest.mark.gpu
@@ -335,20 +338,6 @@ def on_gpu(monkeypatch):
     monkeypatch.setattr(fusion, "are_small", are_small_on_gpu)
     monkeypatch.setattr(lengths, "ONE_CHUNK_BYTES", 2**20)
     monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", lambda gm, inputs, **others: gm.forward)
-
-
-@pytest.mark.inductor
-def test_inductor():
-    """With sizes that it has to ask for."""
-
-    def program(hidden, weight, labels):
-        return F.cross_entropy(F.linear(hidden.tanh(), weight), labels) * 3
-
-    tensors, options = operands(24), {"strict": True, "chunk_rows": 7, "epilogue_fusion": True}
-    compiled = compiled_with(program, dynamic=True, options=options)
-    torch.testing.assert_close(run(compiled, tensors), run(program, tensors), **CLOSE)
-    assert_fused(compiled, times=1)
-    assert decisions(compiled)[0].plan.chunk_rows == 7
 
 
 @pytest.mark.inductor
