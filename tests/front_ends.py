@@ -112,7 +112,11 @@ def symbols(trace):
         yield from symbols(bsym)
 
 
+def assert_same(compiled, program, tensors, **tolerances) -> None:
+    """Asserts that a compiled program has a program's outputs and gradients; see `run`."""
+    torch.testing.assert_close(run(compiled, tensors), run(program, tensors), **tolerances)
+
+
 def assert_agrees(model, expected, got, **tolerances) -> None:
     """Asserts that two calls on a model's parameters have the same results and gradients."""
-    results, right = (run(lambda *_, call=call: call(), [*model.parameters()]) for call in (got, expected))
-    torch.testing.assert_close(results, right, **tolerances)
+    assert_same(lambda *_: got(), lambda *_: expected(), [*model.parameters()], **tolerances)

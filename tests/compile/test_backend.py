@@ -28,13 +28,13 @@ from front_ends import (
     V,
     assert_agrees,
     assert_fused,
+    assert_same,
     batch,
     decisions,
     flattened_loss,
     fused_graph,
     log_probs,
     operands,
-    run,
 )
 from test_patterns import _arguments, patterns
 from thunder_flce import NotFusedError
@@ -65,7 +65,7 @@ def test_any_number_of_tokens(name):
         tensors[2][0, 0] = 3
         # The weights of tokens, where there are any.
         tensors[-1][:, 0] = 1
-        torch.testing.assert_close(run(compiled, tensors), run(program, tensors), rtol=1e-4, atol=1e-5)
+        assert_same(compiled, program, tensors, rtol=1e-4, atol=1e-5)
         compilations.append(len(thunder_flce.explain(compiled)))
     assert_fused(compiled)
     # To Dynamo, B = 1 and B = T are graphs of their own.
@@ -89,7 +89,7 @@ def test_batches_and_lengths_that_change(device):
         parameters = [torch.randn(*shape, device=device, requires_grad=True) for shape in shapes]
         labels = torch.randint(V, (rows, length), device=device)
         tensors = *parameters, labels, torch.randn(rows, length, device=device)
-        torch.testing.assert_close(run(compiled, tensors), run(program, tensors), **CLOSE)
+        assert_same(compiled, program, tensors, **CLOSE)
     assert_fused(compiled)
     assert {decision.plan.strategy for decision in decisions(compiled)} == {"gradients_in_forward"}
 
@@ -166,9 +166,7 @@ def test_a_number_that_changes(loss, numbers, dynamic, times, monkeypatch):
     options = {"strict": True, "chunk_rows": 7, "epilogue_fusion": True}
     compiled = compiled_with(step, dynamic=dynamic, options=options)
     for tokens, number in enumerate(numbers, 24):
-        tensors = operands(tokens)
-        result, right = (run(partial(function, number=number), tensors) for function in (compiled, step))
-        torch.testing.assert_close(result, right, **CLOSE)
+        assert_same(partial(compiled, number=number), partial(step, number=number), operands(tokens), **CLOSE)
     assert_fused(compiled, times)
     assert {decision.plan.chunk_rows for decision in decisions(compiled)} == {7}
 
@@ -251,7 +249,7 @@ def test_saved_logits_of_many_lengths(largest, expected):
         for tensor in tensors[::2] if largest else ():
             torch._dynamo.mark_dynamic(tensor, 1, min=2, max=largest)
         if tokens <= (largest or tokens):
-            torch.testing.assert_close(run(compiled, tensors), run(preference, tensors), **CLOSE)
+            assert_same(compiled, preference, tensors, **CLOSE)
     assert [decision.plan.strategy == "save_logits" for decision in decisions(compiled)] == expected
 
 
@@ -271,7 +269,7 @@ def test_pairs_of_many_lengths(is_declared):
         tensors = torch.randn(sequences, tokens, H, requires_grad=True), head, torch.randint(V, (sequences, tokens))
         if is_declared:
             torch._dynamo.mark_dynamic(tensors[0], 0)  # No guard may make that a number.
-        torch.testing.assert_close(run(compiled, tensors), run(preference, tensors), **CLOSE)
+        assert_same(compiled, preference, tensors, **CLOSE)
     assert all(decision.fused for decision in decisions(compiled)) is not is_declared
     assert decisions(compiled)
 
@@ -284,7 +282,7 @@ def test_pairs_of_many_lengths(is_declared):
 def test_no_tokens(program, strategy):
     """Their logits take no memory, which is no reason to save them."""
     compiled, tensors = compiled_with(program, fullgraph=True), (*operands(0), torch.ones(0))
-    torch.testing.assert_close(run(compiled, tensors), run(program, tensors), equal_nan=True)
+    assert_same(compiled, program, tensors, equal_nan=True)
     assert [decision.plan.strategy for decision in decisions(compiled)] == [strategy]
 
 
@@ -355,8 +353,8 @@ def test_programs_on_the_disk(monkeypatch):
         def program(hidden, weight, labels, tokens=tokens):
             return log_probs(hidden, weight, labels)[tokens].sum()
 
-        compiled, tensors = compiled_with(program), operands(6)
-        torch.testing.assert_close(run(compiled, tensors), run(program, tensors), **CLOSE)
+        compiled = compiled_with(program)
+        assert_same(compiled, program, operands(6), **CLOSE)
         assert_fused(compiled, times=1)
         codes = [module.call.__code__ for module in PyCodeCache.modules if hasattr(module, "call")]
         assert len(codes) == 2 and all(code.co_stacksize * 8 >= 2**14 for code in codes)
@@ -524,8 +522,8 @@ def test_entry_point():
 
 
 def test_a_backend_around_ours():
-    compiled, tensors = torch.compile(log_probs, backend=lambda *arguments: compile_graph(*arguments)), operands(5)
-    torch.testing.assert_close(run(compiled, tensors), run(log_probs, tensors), **CLOSE)
+    compiled = torch.compile(log_probs, backend=lambda *arguments: compile_graph(*arguments))
+    assert_same(compiled, log_probs, operands(5), **CLOSE)
     assert_fused(compiled, times=1)
 
 

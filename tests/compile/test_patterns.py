@@ -11,7 +11,7 @@ import torch
 from thunder.core.proxies import TensorProxy
 
 import thunder_flce
-from front_ends import COMPILERS, assert_fused, decisions, run, symbols
+from front_ends import COMPILERS, assert_fused, assert_same, decisions, run, symbols
 from reference import doubled, error
 from thunder_flce import NotFusedError, NotFusedWarning
 from thunder_flce.inspection import programs
@@ -75,7 +75,7 @@ IN_BFLOAT16 = [
 ])  # fmt: skip
 def test_fused(program, compiler):
     tensors, compiled = _arguments(program), COMPILERS[compiler](program)
-    torch.testing.assert_close(run(compiled, tensors), run(program, tensors), rtol=1e-4, atol=1e-5)
+    assert_same(compiled, program, tensors, rtol=1e-4, atol=1e-5)
     assert_fused(compiled)
     if compiler == "thunder.jit":
         _assert_in_table(program, decisions(compiled))

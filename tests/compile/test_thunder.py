@@ -17,7 +17,7 @@ from thunder.transforms.quantization import BitsAndBytesLinearQuant4bit, get_bit
 
 import front_ends
 import thunder_flce
-from front_ends import CLOSE, H, Model, V, assert_agrees, assert_fused, batch, decisions, operands, run, symbols
+from front_ends import CLOSE, H, Model, V, assert_agrees, assert_fused, assert_same, batch, decisions, operands, run
 from random_calls import chooser, named
 from reference import doubled
 from thunder_flce import FuseLinearCrossEntropy, NotFusedWarning, Options, linear_cross_entropy
@@ -32,8 +32,7 @@ def test_one_trace_for_all_lengths(jit, reduction):
     jitted = jit(lambda h, w, y: linear_cross_entropy(h, w, y, reduction=reduction), cache="symbolic values")
     for tokens in (7, 5, 1):
         tensors = operands(tokens, torch.float64)
-        right = run(lambda h, w, y: F.cross_entropy(F.linear(h, w), y, reduction=reduction), tensors)
-        torch.testing.assert_close(run(jitted, tensors), right)
+        assert_same(jitted, lambda h, w, y: F.cross_entropy(F.linear(h, w), y, reduction=reduction), tensors)
     assert thunder.cache_misses(jitted) == 1
 
 
@@ -45,9 +44,7 @@ def test_symbolic_numbers(number):
     program = lambda h, w, y, scale: linear_cross_entropy(h, w, y, logit_scale=number(h, scale))  # noqa: E731
     jitted = thunder_flce.jit(program, cache="symbolic values")
     for tokens, scale in ((7, 1.5), (5, 0.5), (7, 1.5)):
-        tensors = operands(tokens)
-        result, right = (run(partial(function, scale=scale), tensors) for function in (jitted, program))
-        torch.testing.assert_close(result, right)
+        assert_same(partial(jitted, scale=scale), partial(program, scale=scale), operands(tokens))
     assert thunder.cache_misses(jitted) == 2
 
 
@@ -60,12 +57,12 @@ def test_numbers_that_are_read():
 
     tensors, jitted = operands(7), thunder_flce.jit(logged, strict=True)
     assert jitted(*tensors)[1] == pytest.approx(logged(*tensors)[1])
-    torch.testing.assert_close(*(run(lambda *_, step=step: step(*tensors)[0], tensors) for step in (jitted, logged)))
+    assert_same(lambda *_: jitted(*tensors)[0], lambda *_: logged(*tensors)[0], tensors)
     assert_fused(jitted, times=1)
 
     scaled = lambda h, w, y: F.cross_entropy(F.linear(h, w) * w.max().item(), y)  # noqa: E731
     with pytest.warns(NotFusedWarning, match="reads a number from a tensor"):
-        torch.testing.assert_close(run(thunder_flce.jit(scaled), tensors), run(scaled, tensors))
+        assert_same(thunder_flce.jit(scaled), scaled, tensors)
     with pytest.raises(TypeError, match="no number that a compiled program reads from a tensor"):
         thunder_flce.jit(lambda h, w, y: linear_cross_entropy(h, w, y, logit_scale=w.max().item()))(*tensors)
 
@@ -159,17 +156,14 @@ def test_second_backward_over_a_retained_graph():
 def test_a_loss_beside_a_number_of_each_row(operation):
     """thunder by itself takes a scalar on a CPU for a number, and does not sum its gradient."""
     program = lambda h, w, y: operation(F.cross_entropy(F.linear(h, w), y), h.sum(-1)).sum()  # noqa: E731
-    tensors = operands(7)
-    results = [run(function, tensors) for function in (thunder_flce.jit(program, strict=True), program)]
-    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+    assert_same(thunder_flce.jit(program, strict=True), program, operands(7), rtol=1e-4, atol=1e-4)
 
 
 def test_a_grad_mode_of_the_program_itself():
     """At the end, of which thunder knows the mode, there is none."""
     program = torch.enable_grad()(lambda h, w, y: F.cross_entropy(F.linear(h, w), y))
     with torch.no_grad():
-        tensors = operands(7)
-        torch.testing.assert_close(run(thunder_flce.jit(program, strict=True), tensors), run(program, tensors))
+        assert_same(thunder_flce.jit(program, strict=True), program, operands(7))
 
 
 @by_each_jit
@@ -181,8 +175,7 @@ def test_an_output_without_the_loss(jit, reduction):
         loss, entropy = linear_cross_entropy(x, weight, target, reduction=reduction, outputs=("entropy",))
         return entropy.square().sum()
 
-    tensors = operands(7)
-    torch.testing.assert_close(run(jit(program), tensors), run(program, tensors))
+    assert_same(jit(program), program, operands(7))
 
 
 @pytest.mark.parametrize("front_end", [thunder_flce.jit, thunder_flce.thunderfx])
@@ -362,7 +355,7 @@ def test_autocast_of_products(product):
     compiled, (hidden, weight, labels) = thunder_flce.thunderfx(program, strict=True), operands(24)
     tensors = hidden.detach().bfloat16(), weight, labels
     with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(run(compiled, tensors), run(program, tensors), rtol=2e-2, atol=2e-2)
+        assert_same(compiled, program, tensors, rtol=2e-2, atol=2e-2)
     assert_fused(compiled, times=1)
 
 
@@ -413,7 +406,7 @@ def check(program, *tensors):
         largest = float(right.nan_to_num(0, 0, 0).abs().max()) if right.numel() else 0.0
         tolerances = {"rtol": tolerance, "atol": tolerance * max(1.0, largest)}
         torch.testing.assert_close(value.double(), right, **tolerances, equal_nan=True)
-    return {bsym.sym.name for bsym in symbols(thunder.last_traces(jitted)[-1])} & {OURS, "cross_entropy"}
+    return {bsym.sym.name for bsym in front_ends.symbols(thunder.last_traces(jitted)[-1])} & {OURS, "cross_entropy"}
 
 
 def test_cross_entropies(device):

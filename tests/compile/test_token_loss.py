@@ -1,6 +1,7 @@
 """Token losses in compiled programs that call `linear_cross_entropy`; those that programs write out: test_programs."""
 
 import functools
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -8,7 +9,7 @@ import thunder
 import torch
 
 import front_ends
-from front_ends import COMPILERS, run
+from front_ends import COMPILERS, assert_same
 from reference import composed
 from test_pointwise import needs_dynamo
 from thunder_flce import linear_cross_entropy
@@ -48,8 +49,7 @@ def test_compiled_programs(compiler):
         if compiler == "thunderfx" and factor > 1:
             continue  # thunder 0.2.6 loses count of the results of two regions beside a symbolic number.
         with patch(f"{__name__}.GLOBAL", changed):
-            steps = (lambda h, w, call=call: call(h, w, factor) for call in (compiled, program))  # noqa: B023
-            torch.testing.assert_close(*(run(step, (hidden, weight)) for step in steps))
+            assert_same(*(partial(each, factor=factor) for each in (compiled, program)), (hidden, weight))
 
 
 def plain(log_prob, entropy, old, *, log_sum_exp):
@@ -87,7 +87,7 @@ def test_functions_that_are_compiled_or_break_the_graph(function, fullgraph):
 
     is_whole = fullgraph and function is not breaking
     step = program if fullgraph is None else torch.compile(program, backend="aot_eager", fullgraph=is_whole)
-    torch.testing.assert_close(*(run(call, (hidden, weight)) for call in (step, written_out)))
+    assert_same(step, written_out, (hidden, weight))
 
 
 @needs_dynamo
