@@ -138,11 +138,9 @@ class Call:
 
     @property
     def any_grad(self) -> bool:
-        """Whether anything needs a gradient."""
         return any(self.needs_grad[: 2 + self.bias]) or any(any(needs_grad) for _, *needs_grad in self.terms)
 
     def incoming(self, device: str) -> Tensor:
-        """Returns the loss's upstream gradient."""
         shape = self.shape if self.loss["reduction"] == "none" else ()
         dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
         if self.grad in (values := {"one": 1.0, "power of two": 0.25, "expanded": 0.7}):
@@ -311,7 +309,6 @@ def with_token_loss(call: Call, one_of: Callable) -> Call:
 
 
 def without(names: tuple[str, ...], *excluded: str) -> tuple[str, ...]:
-    """Returns all other names."""
     return tuple(name for name in names if name not in excluded)
 
 
@@ -408,15 +405,10 @@ def by_module(case: Case, grad: Tensor, options: Options, arguments: Arguments) 
     forward_names = ("token_weights", "target_weights", "token_inputs", "num_items", "expected_gradient")
     forward_arguments = {name: arguments[name] for name in forward_names if name in arguments}
     settings = {name: value for name, value in arguments.items() if name not in forward_arguments}
-    (vocab, hidden), operand = case.weight.shape, {"dtype": case.x.dtype, "device": case.x.device}
-    module = LinearCrossEntropyLoss(
-        hidden, vocab, bias=case.bias is not None, weight=case.class_weight, options=options, **operand, **settings
-    )
-    for name, tensor in (("weight", case.weight), ("bias", case.bias)):
-        if tensor is not None:
-            setattr(module.linear, name, torch.nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad))
-    case = replace(case, weight=module.linear.weight, bias=module.linear.bias)
-    results = module(case.x, case.target, **forward_arguments)
+    operands = {"linear.weight": case.weight} | ({} if case.bias is None else {"linear.bias": case.bias})
+    sizes = {"in_features": case.weight.shape[1], "num_classes": case.weight.shape[0], "bias": case.bias is not None}
+    module = LinearCrossEntropyLoss(**sizes, weight=case.class_weight, options=options, device="meta", **settings)
+    results = torch.func.functional_call(module, operands, (case.x, case.target), forward_arguments)
     return differentiate(results, case, grad, arguments["outputs"]), arguments
 
 
