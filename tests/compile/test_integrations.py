@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import thunder_flce
 from front_ends import assert_fused, decisions
 from ranks import as_processes
+from reference import composed, map_logits
 from thunder_flce import NotFusedError, NotFusedWarning, backend
 from thunder_flce.integrations import trl as our_trl
 
@@ -580,12 +581,10 @@ def test_loss_only_of_gpt2():
 
 def head_of_trl(hidden, weight, bias, targets, temperature, _, softcap, scale, names):
     """The results that TRL's documentation says, in float64."""
-    z = F.linear(hidden.double(), weight.double(), bias.double()) * scale
-    z = (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
-    log_p = z.log_softmax(-1)
-    entropy = -(log_p.exp() * log_p).sum(-1)
-    label_log_p = log_p.gather(-1, targets[:, None])[:, 0]
-    return label_log_p, entropy, (2 * log_p).logsumexp(-1), z.mean(-1), z.argmax(-1) == targets
+    z = map_logits(F.linear(hidden.double(), weight.double(), bias.double()), softcap=softcap, logit_scale=scale)
+    outputs = ("log_prob", "entropy", "log_sum_sq_probs", "mean_logit", "argmax")
+    _, *results, argmax = composed(z / temperature, targets, outputs=outputs)
+    return *results, argmax == targets
 
 
 def replace_head(monkeypatch, head, version="1.16.0"):
