@@ -81,7 +81,6 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture
 def device(request, monkeypatch):
-    """The device that a test runs on."""
     device, _, backend = request.param.partition(" ")
     if backend:
         others = [name for name in dispatch.BACKENDS if name != backend]

@@ -44,7 +44,6 @@ class Mutant(NamedTuple):
 
 
 def mutants_of(text: str, path: Path) -> Iterator[Mutant]:
-    """Yields all mutants of a file."""
     encoded = text.encode()
     starts = [0, *itertools.accumulate(map(len, encoded.splitlines(keepends=True)))]
     for node in _code(ast.parse(text)):

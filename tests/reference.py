@@ -34,7 +34,6 @@ class Case:
         return [tensor for tensor in tensors if tensor is not None]
 
     def needing_grad(self) -> list[Tensor]:
-        """Returns the tensors that need a gradient."""
         return [tensor for tensor in self.operands() if tensor.requires_grad]
 
     def mapped(self, map_rows: Callable[[Tensor], Tensor], map_columns: Callable[[Tensor], Tensor]) -> "Case":

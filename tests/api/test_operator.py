@@ -42,7 +42,6 @@ def call(case: Case, **settings):
 
 
 def upstream_of(case: Case, settings):
-    """A random upstream gradient of the loss."""
     return torch.randn(case.target.shape if settings.get("reduction") == "none" else ())
 
 
@@ -472,7 +471,6 @@ def test_results_may_change_in_place(outputs, is_frozen):
 
 
 def test_no_upstream_gradient(settings):
-    """Nothing gets a gradient."""
     case = make_case()
     torch._C._functions.UndefinedGrad()(call(case, **settings)).sum().backward()
     assert case.x.grad is None and case.weight.grad is None

@@ -92,7 +92,6 @@ _ONE_AT_A_TIME = Lock()
 
 
 def _code(**arguments):
-    """Returns the code of a graph that calls `linear_cross_entropy`."""
     with _ONE_AT_A_TIME:
         return fused_graph(partial(thunder_flce.linear_cross_entropy, **arguments), *operands(6)).code
 

@@ -24,7 +24,6 @@ NEEDS = {
 
 @pytest.fixture
 def load(monkeypatch):
-    """Imports an example by its name."""
     monkeypatch.syspath_prepend(str(FOLDER))
 
     def load(name):
@@ -73,7 +72,6 @@ def check_losses(printed):
 
 
 def _printed(rank, name):
-    """Returns what a rank prints, in a process of its own."""
     sys.path.insert(0, str(FOLDER))
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         importlib.import_module(name).run_rank("cpu")

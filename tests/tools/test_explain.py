@@ -158,7 +158,6 @@ WRAPPERS = {
 
 
 def test_a_wrapped_module():
-    """A trainer often wraps what it compiles."""
     compiled = torch.compile(Model(), backend=compile_graph)
     compiled(*batch()).backward()
     (decision,) = thunder_flce.explain(compiled).decisions
