@@ -525,17 +525,3 @@ def test_a_backend_around_ours():
     compiled = torch.compile(log_probs, backend=lambda *arguments: compile_graph(*arguments))
     assert_same(compiled, log_probs, operands(5), **CLOSE)
     assert_fused(compiled, times=1)
-
-
-def test_ddp_and_its_split_graphs(tmp_path):
-    """DDPOptimizer cuts the graph into one for each bucket, of which the last has the head and its loss."""
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
-    try:
-        model, arguments = Model(vocab=2**14), batch()  # The embedding and the head have 1 MiB each.
-        compiled = compiled_with(nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1))
-        assert_agrees(model, lambda: model(*arguments), lambda: compiled(*arguments), **CLOSE)
-        assert_fused(compiled, times=1)
-        assert len(thunder_flce.explain(compiled)) > 1
-    finally:
-        torch.distributed.destroy_process_group()

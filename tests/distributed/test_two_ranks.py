@@ -222,17 +222,22 @@ def module_with_a_divided_weight(rank):
 
 @on_two_ranks(ddp={"is_ddp": True}, fsdp2_tied={"is_ddp": False})
 def backend_of_torch_compile(rank, is_ddp):
-    """With `aot_eager` in place of Inductor, which takes seconds for each program."""
-    model = Model(tied=not is_ddp)
-    exact = exact_gradients(model)
-    step = DistributedDataParallel(model) if is_ddp else fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    """With `aot_eager` in place of Inductor, which takes seconds for each program.
+
+    DDPOptimizer cuts the graph into one for each bucket, of which the last has the head and its loss.
+    """
+    vocab = 2**14 if is_ddp else V  # The embedding and the head then have 1 MiB each.
+    model = Model(vocab, tied=not is_ddp)
+    exact, mesh = exact_gradients(model), init_device_mesh("cpu", (2,))
+    step = DistributedDataParallel(model, bucket_cap_mb=1) if is_ddp else fully_shard(model, mesh=mesh)
     with mock.patch("torch._inductor.compile_fx.compile_fx", lambda gm, inputs, **others: aot_eager(gm, inputs)):
         compiled = torch.compile(step, backend=compile_graph, options={"strict": True})
         for _ in range(2):
             step.zero_grad()
-            compiled(*batch(rank)).backward()
+            compiled(*batch(rank, vocab)).backward()
     check(model, exact)
     assert_fused(compiled, times=1)
+    assert (len(thunder_flce.explain(compiled)) > 1) == is_ddp
 
 
 @on_two_ranks()
