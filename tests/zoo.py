@@ -167,13 +167,6 @@ ENTRIES = [
 ]  # fmt: skip
 
 
-def batch() -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns tokens and labels; some labels are ignored."""
-    labels = torch.randint(0, VOCAB, (2, 12))
-    labels[0, :4] = -100
-    return torch.randint(0, VOCAB, (2, 12)), labels
-
-
 def _cell(outcome: Outcome) -> str:
     if isinstance(outcome, Reason):
         return f"not fused: {outcome.value}"

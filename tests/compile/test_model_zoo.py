@@ -16,7 +16,7 @@ import thunder_flce
 transformers = pytest.importorskip("transformers", reason="needs the extra 'examples'")
 
 import zoo  # noqa: E402
-from front_ends import FRONT_ENDS, assert_agrees, decisions  # noqa: E402
+from front_ends import FRONT_ENDS, assert_agrees, batch, decisions  # noqa: E402
 from thunder_flce.backend import compile_graph  # noqa: E402
 from thunder_flce.graph import plugin  # noqa: E402
 
@@ -35,7 +35,7 @@ def _check(entry, compiler):
         pytest.skip("thunder.jit does not trace this transformers")
     elif compiler == "thunderfx" and Version("4.52.4") < TRANSFORMERS < Version("5") and THUNDER <= Version("0.2.6"):
         pytest.skip("thunder 0.2.6 does not split the graphs of transformers between 4.52.4 and 5")
-    model, arguments = entry.build(), zoo.batch()
+    model, arguments = entry.build(), batch(2, 12)
     compiled = COMPILERS[compiler](model)
     expected = entry.jit if compiler == "thunder.jit" else entry.dynamo
     if isinstance(expected, type):
