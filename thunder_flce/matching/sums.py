@@ -309,18 +309,17 @@ class _Search:
 
     def scalars(self) -> Iterator[Tensor]:
         """Yields the scalars through which all gradients of the sources flow, in order."""
-        for op in (op for op in self._program.ops if len(op.outs) == 1 and op.outs[0] in self._last_read):
-            (out,) = op.outs
+        last_source = max((each.position for each in self._sources if each in self._last_read), default=0)
+        last_read: float = 0
+        """Of what is computed before the scalar"""
+        for op in (op for op in self._program.ops if not self._last_read.keys().isdisjoint(op.outs)):
+            out = op.outs[0]
             has_all_tokens = out in self._tokens and not self._tokens[out].selections
-            if out.ndim == 0 and out in self._with_grad and not has_all_tokens:
-                # Of the sources, and of what is computed before it.
-                other_reads = (
-                    read
-                    for each, read in self._last_read.items()
-                    if each is not out and (each in self._sources or each.position < op.position)
-                )
-                if max(other_reads, default=0) <= op.position:
-                    yield out
+            is_scalar = len(op.outs) == 1 and out.ndim == 0 and out in self._with_grad
+            # A source that is computed later is also read later.
+            if is_scalar and not has_all_tokens and max(last_source, last_read) <= op.position:
+                yield out
+            last_read = max(last_read, *(self._last_read.get(each, 0) for each in op.outs))
 
     def _follow_gradients(self) -> tuple[dict[Tensor, float], str]:
         """Returns, for each tensor that gradients pass on their way to the sources, the position of its last reader.
