@@ -27,6 +27,7 @@ from front_ends import decisions, fused_graph, log_prob, log_probs, run
 from thunder_flce.backend import compile_graph
 from thunder_flce.matching.decisions import Reason
 from thunder_flce.matching.program import Tensor
+from thunder_flce.operation.loss import NOTHING_IGNORED
 
 B, H, V = 4, 16, 53
 IN_FORWARD, FUSED, NONE, ANY = "gradients in the forward", "fused", "nothing to fuse", "whatever is fused"
@@ -452,6 +453,8 @@ expect(FUSED)({
         ce_loss(z, y := y.flatten(), weight=class_weights(w)) + ce_loss(z, y),
         log_prob(z.detach().flatten(0, 1), y),
     ),
+    "class weights with this package's mark of losses that ignore nothing":
+        lambda z, w, y: ce_loss(z, y, weight=class_weights(w), ignore_index=NOTHING_IGNORED),
     # Only what cancels has a gradient.
     "without their gradient": lambda z, y: ce_loss(u := _constant_less_log_sum_exp(z), y) - log_prob(u, y).sum(),
     "with a part of their gradient":

@@ -10,6 +10,7 @@ from thunder_flce.matching.decisions import NotFused, Reason
 from thunder_flce.matching.interpreter import Interpreter, rule
 from thunder_flce.matching.program import Op, Tensor
 from thunder_flce.matching.rules.reductions import wrong_dimension
+from thunder_flce.operation.loss import NOTHING_IGNORED
 
 
 @rule("cross_entropy", "nll_loss")
@@ -27,6 +28,8 @@ def _loss(
     require(not isinstance(label_smoothing, torch.SymFloat))
     if isinstance(ignore_index, torch.SymInt):
         ignore_index = int(ignore_index)  # This adds a guard: for another one, the program is compiled anew.
+    # That number would say that these are no losses. No row has either of them as its label.
+    ignore_index = NOTHING_IGNORED - 1 if ignore_index == NOTHING_IGNORED else ignore_index
     if size_average is not None or reduce is not None:
         raise NotFused(Reason.DEPRECATED_ARGUMENT)
     if target.dtype.is_floating_point or target.ndim == input.ndim:
