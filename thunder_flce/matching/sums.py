@@ -161,8 +161,8 @@ class TokenSum:
             loss = handle if loss is None else recorder.write("add", (loss, handle), {})
         if loss is None:  # No result is a term of the sum, such as losses of which a histogram is made.
             return "", []
-        text, read = renumber_inputs(recorder.finish(loss))
-        return text, [[*inputs.values()][number] for number in read]
+        (text, read), numbered = renumber_inputs(recorder.finish(loss)), [*inputs.values()]
+        return text, [numbered[number] for number in read]
 
     def counts_ignored(self, part: Part) -> bool:
         """Whether a row with an ignored label, whose loss is 0, may add a number other than 0 to the sum."""
