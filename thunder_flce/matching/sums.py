@@ -310,8 +310,7 @@ class _Search:
     def scalars(self) -> Iterator[Tensor]:
         """Yields the scalars through which all gradients of the sources flow, in order."""
         last_source = max((each.position for each in self._sources if each in self._last_read), default=0)
-        last_read: float = 0
-        """Of what is computed before the scalar"""
+        last_read: float = 0  # of what is computed before the scalar
         for op in (op for op in self._program.ops if not self._last_read.keys().isdisjoint(op.outs)):
             out = op.outs[0]
             has_all_tokens = out in self._tokens and not self._tokens[out].selections
