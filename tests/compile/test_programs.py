@@ -1127,7 +1127,7 @@ expect(IN_FORWARD)({"tokens in more orders": _in_other_orders(
 )})  # fmt: skip
 
 
-# Which torch 2.15 has.
+# Which torch has from 2.13 on.
 expect(IN_FORWARD, dynamo=hasattr(F, "linear_cross_entropy"))({"linear and loss as one function":
     lambda h, w, y: F.linear_cross_entropy(h.flatten(0, 1), w, y.flatten(), linear_bias=w[:, 0], label_smoothing=0.1)
 })  # fmt: skip

@@ -43,11 +43,9 @@ COMPILERS: dict[str, Callable[..., Callable[..., Tensor]]] = {
 """Compilers of a program in PyTorch; ours also accept `options`, an `Options`"""
 
 
-def ours(
-    options: Any = None, *, function: Callable[..., Any] = thunder_flce.linear_cross_entropy, **settings: Any
-) -> Method:
+def ours(options: Options | None = None, **settings: Any) -> Method:
     """Returns a method that calls `linear_cross_entropy`; its result is (), (T,) or a tuple, as `settings` demand."""
-    return lambda x, weight, target, bias=None: function(
+    return lambda x, weight, target, bias=None: thunder_flce.linear_cross_entropy(
         x, weight, target, linear_bias=bias, options=options, **settings
     )
 
@@ -61,7 +59,8 @@ def _peer(path: str, **settings: Any) -> Method:
 def _torch_linear_cross_entropy(**settings: Any) -> Method:
     # Only newer versions of torch have the function and its options.
     options = torch.nn.LinearCrossEntropyOptions(**settings)  # type: ignore[attr-defined]
-    return ours(options, function=F.linear_cross_entropy)  # type: ignore[attr-defined]
+    function = partial(F.linear_cross_entropy, options=options)  # type: ignore[attr-defined]
+    return lambda x, weight, target, bias=None: function(x, weight, target, linear_bias=bias)
 
 
 def _trl_log_probs() -> Callable[..., Tensor]:

@@ -292,9 +292,10 @@ class _Search:
     def _pass_on_problems(self, operands: Sequence[Tensor], out: Tensor) -> None:
         """Passes on to a result why its operands are not computed token by token, unless a sum allows it."""
         for operand in operands:
-            problem: Any = self._problems.get(operand)
-            if isinstance(problem, FactorNeedsGradient) or (problem and not self._is_linear(operand.op)):  # type: ignore[arg-type]
-                self._problems[out] = problem
+            op, problem = operand.op, self._problems.get(operand)
+            if problem is not None and op is not None:
+                if isinstance(problem, FactorNeedsGradient) or not self._is_linear(op):
+                    self._problems[out] = problem
 
     def _selected(self, out: Tensor, op: Op, tokens: _Tokens) -> _Tokens:
         """Records selected tokens: all others become 0, and so do their gradients, whatever is computed from them."""
