@@ -6,6 +6,7 @@ from torch import Tensor
 from thunder_flce.calls import autocast, run
 from thunder_flce.functional import one_call
 from thunder_flce.operation.call import Call, is_tensor, named_tensors
+from thunder_flce.operation.checks import check_finite
 from thunder_flce.operation.divergence import Divergence
 from thunder_flce.operation.loss import NOTHING_IGNORED, loss_of
 from thunder_flce.options import Options, as_options, plain
@@ -25,6 +26,7 @@ def linear_kl_divergence(
     divergence: str = "forward",
     beta: float = 0.5,
     temperature: float = 1.0,
+    cross_entropy_weight: float = 0.0,
     ignore_index: int = -100,
     reduction: str = "mean",
     options: Options | None = None,
@@ -36,11 +38,14 @@ def linear_kl_divergence(
 
         p = softmax(z / temperature),   q = softmax(z′ / temperature),   m = beta · q + (1 − beta) · p
         "forward"         KL(q‖p) = Σ q log(q / p)
+        "cross_entropy"   - Σ q log p, with the gradients of "forward"
         "reverse"         KL(p‖q) = Σ p log(p / q)
         "jensen_shannon"  beta · KL(q‖m) + (1 − beta) · KL(p‖m)
 
     The last is the generalized Jensen-Shannon divergence of GKD (arXiv:2306.13649), with TRL's and Liger's convention
-    for beta. The loss is not multiplied by temperature². For "mean" and "sum", the forward computes the gradients. For
+    for beta. The loss is not multiplied by temperature². With labels, ``cross_entropy_weight`` times the cross-entropy
+    ``-log softmax(z)[target]`` is added, at temperature 1 (arXiv:1503.02531); the logits and their gradient are then
+    computed once for both. For "mean" and "sum", the forward computes the gradients. For
     "none", and for float16 without `Options(expected_gradient=)`, the backward computes the logits again and then the
     gradients. This works eagerly and in torch.compile, where the call is one operator, but not in `thunder.jit`.
 
@@ -52,9 +57,10 @@ def linear_kl_divergence(
         teacher_weight: (V, H′), teacher_input's dtype, on input's device: the weight of the teacher's head. It gets no
             gradient, even if it requires one.
         target: (...) integers in [0, V), or ignore_index for tokens to ignore. None: no token is ignored.
-        divergence: "forward", "reverse" or "jensen_shannon".
+        divergence: "forward", "cross_entropy", "reverse" or "jensen_shannon".
         beta: weight of the teacher in the mixture m, between 0 and 1, both excluded; for "jensen_shannon" only.
-        temperature: positive divisor of all logits. On a GPU, kernels are compiled for each value.
+        temperature: positive divisor of the logits in the divergence. On a GPU, kernels are compiled for each value.
+        cross_entropy_weight: factor of the target's cross-entropy; requires a target unless it is 0.
         ignore_index: tokens whose target has this value are ignored. It may lie in [0, V).
         reduction: "mean" over the tokens that are not ignored, "sum" or "none".
         options: choices about time and memory. memory_budget covers the logits of both; strategy must be None.
@@ -83,10 +89,17 @@ def linear_kl_divergence(
         "expected_gradient": options.expected_gradient,
         "teacher_input": teacher_input, "teacher_weight": teacher_weight,
     }  # fmt: skip
+    label_weight = plain(cross_entropy_weight)
+    check_finite("cross_entropy_weight", label_weight)
+    if target is None and label_weight:
+        raise ValueError(f"target must be given with a cross_entropy_weight other than 0, here {label_weight}")
     if target is None and isinstance(input, Tensor) and input.ndim and not input.is_nested:
         # No row is ignored.
         tensors["target"] = torch.zeros(input.shape[:-1], dtype=torch.int64, device=input.device)
         ignore_index = NOTHING_IGNORED
+    if label_weight and isinstance(target, Tensor):
+        dtype = torch.promote_types(input.dtype, torch.float32)
+        tensors["label_weights"] = torch.full_like(target, label_weight, dtype=dtype)
     kind = Divergence(kind=divergence, beta=plain(beta), temperature=plain(temperature))
     loss = loss_of(reduction=reduction, ignore_index=ignore_index, divergence=kind)
     return run(Call(tensors=autocast(named_tensors(tensors)), loss=loss), options)[0]

@@ -1,5 +1,6 @@
 """`linear_kl_divergence` against eager PyTorch in float64."""
 
+import math
 from functools import partial
 
 import pytest
@@ -30,19 +31,26 @@ def operands(dtype=torch.float64, device="cpu", *, tokens=T, vocab=V, scale=0.5)
 
 def composed(
     x, weight, teacher_x, teacher_weight, target, *,
-    divergence="forward", beta=0.5, temperature=1.0, reduction="mean", ignore_index=-100,
+    divergence="forward", beta=0.5, temperature=1.0, cross_entropy_weight=0.0, reduction="mean", ignore_index=-100,
 ):  # fmt: skip
     """By PyTorch's own divergence, as TRL's GKD has it; logits of 16 bits in float32."""
     logits = (F.linear(x, weight), F.linear(teacher_x, teacher_weight).detach())
-    log_p, log_q = ((z.float() if z.dtype.itemsize < 4 else z).div(temperature).log_softmax(-1) for z in logits)
+    logits = [z.float() if z.dtype.itemsize < 4 else z for z in logits]
+    log_p, log_q = (z.div(temperature).log_softmax(-1) for z in logits)
     kl = partial(F.kl_div, reduction="none", log_target=True)
     if divergence == "jensen_shannon":
         share = torch.tensor(beta, dtype=log_p.dtype, device=log_p.device)
         log_m = torch.logsumexp(torch.stack([log_p + torch.log1p(-share), log_q + share.log()]), 0)
         row_losses = (beta * kl(log_m, log_q) + (1 - beta) * kl(log_m, log_p)).sum(-1)
+    elif divergence == "cross_entropy":
+        row_losses = -(log_q.exp() * log_p).sum(-1)
     else:
         row_losses = (kl(log_p, log_q) if divergence == "forward" else kl(log_q, log_p)).sum(-1)
     valid = torch.ones_like(row_losses, dtype=torch.bool) if target is None else target != ignore_index
+    if cross_entropy_weight:
+        labels = torch.where(valid, target, 0)
+        losses = F.cross_entropy(logits[0].movedim(-1, 1), labels, reduction="none")
+        row_losses = row_losses + cross_entropy_weight * losses
     row_losses = torch.where(valid, row_losses, 0)
     if reduction == "none":
         return row_losses
@@ -66,6 +74,7 @@ def check_call(number: int, *, dtype: torch.dtype = torch.float64, is_compiled: 
         tensor.requires_grad_(is_needed)
     tensors[3] = torch.nn.Parameter(tensors[3])
     target = one_of(*[target] * 5, None, None, torch.full_like(target, settings["ignore_index"]))
+    settings["cross_entropy_weight"] = 0.0 if target is None else one_of(0.0, 0.7, 2)
     if target is not None and settings["ignore_index"] == 0:
         target = target.clamp(min=0)
     call = partial(linear_kl_divergence, options=options, **settings)
@@ -100,7 +109,8 @@ def test_any_call(is_compiled):
 def test_error_beside_pytorchs(dtype, divergence, device):
     """Also with logits in float32, and with a teacher of another dtype."""
     *tensors, target = operands(dtype, device, tokens=25, vocab=1009)
-    settings, upstream = {"divergence": divergence, "temperature": 1.3}, torch.tensor(1024.0, device=device)
+    upstream = torch.tensor(1024.0, device=device)
+    settings = {"divergence": divergence, "temperature": 1.3, "cross_entropy_weight": 0.5}
 
     def results(function, tensors):
         loss = function(*tensors, target, **settings)
@@ -130,6 +140,8 @@ INPUT, WEIGHT, TEACHER_INPUT, TEACHER_WEIGHT, TARGET = operands()
     ({"divergence": "kl"}, ValueError, "divergence must be one of"),
     ({"beta": 1.0}, ValueError, "beta must be between 0 and 1, both excluded, but got 1.0"),
     ({"temperature": 0}, ValueError, "temperature must be positive and finite, but got 0"),
+    ({"cross_entropy_weight": math.inf}, ValueError, "cross_entropy_weight must be finite, but got inf"),
+    ({"cross_entropy_weight": 0.5, "target": None}, ValueError, "target must be given with a cross_entropy_weight"),
     ({"options": Options(strategy="save_logits")}, ValueError, "options.strategy must be None"),
     ({"options": Options(row_kernels="nvfuser")}, ValueError, 'row_kernels="nvfuser"'),
 ])  # fmt: skip

@@ -95,7 +95,7 @@ def test_what_cannot_be(call, options, device, reason):
         choose(a_call(**call), replace(INVARIANT, **options), replace(H200, **device))
 
 
-@pytest.mark.parametrize(("batch", "kind"), list(enumerate(KINDS)), indirect=["batch"])
+@pytest.mark.parametrize(("batch", "kind"), list(enumerate(sorted({*KINDS} - {"cross_entropy"}))), indirect=["batch"])
 def test_divergences(batch, kind):
     """Of a token and its teacher: alone, in a part, in chunks, beside ignored rows, and where gradients are made."""
     # On a CPU, matmuls in bfloat16 take long.

@@ -26,7 +26,7 @@ from triton.runtime.jit import KernelInterface
 
 from thunder_flce.device import ABSENT_DEVICE, Device
 from thunder_flce.engine.kernels import interface, triton_vectors
-from thunder_flce.engine.kernels.interface import RowStatistics
+from thunder_flce.engine.kernels.interface import LabelTerm, RowStatistics
 from thunder_flce.engine.kernels.triton_divergence import divergence_
 from thunder_flce.engine.kernels.triton_logits import logits_
 from thunder_flce.engine.kernels.triton_rows import TritonRowKernels
@@ -219,7 +219,8 @@ def divergences(dtype):
     for kind in ("forward", "reverse", "jensen_shannon"):
         for vocab in (128256,) if IS_SHORT else (8192, 128256):
             z, teacher = logits(vocab, dtype), logits(vocab, torch.bfloat16)
-            divergence_(z, teacher, Divergence(kind=kind), factors=vector(), out=z)
+            for labels in (None, LabelTerm(vector(torch.int64), row_statistics(), vector())):
+                divergence_(z, teacher, Divergence(kind=kind), factors=vector(), out=z, labels=labels)
 
 
 def vectors(dtype):

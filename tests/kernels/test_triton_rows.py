@@ -19,7 +19,8 @@ from test_row_kernels import BF16, FP16, FP32, Backend, Exact, Rows, check_gradi
 from thunder_flce.device import Device
 from thunder_flce.engine import row_loss
 from thunder_flce.engine.kernels import torch_divergence, triton_rows
-from thunder_flce.engine.kernels.interface import RowStatistics
+from thunder_flce.engine.kernels.interface import LabelTerm, RowStatistics
+from thunder_flce.engine.kernels.torch_rows import TorchRowKernels
 from thunder_flce.engine.kernels.triton_divergence import divergence_
 from thunder_flce.engine.kernels.triton_logits import logits_
 from thunder_flce.engine.kernels.triton_tokens import kernel_for
@@ -133,26 +134,38 @@ def test_rows_that_are_not_aligned_are_refused():
         TRITON.kernels(LogitMap()).statistics(z)
 
 
+@pytest.mark.parametrize("with_labels", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("vocab", "dtypes", "in_place"),
     [(33, (FP32, BF16), False), (2048, (BF16, BF16), True), (16385, (FP16, FP32), True)],
     ids=str,
 )
-def test_divergences(kind, vocab, dtypes, in_place):
-    """With and without gradients; one of the student's logits is -inf, and one of the teacher's where it may be."""
+def test_divergences(kind, vocab, dtypes, in_place, with_labels):
+    """With and without gradients; one of the student's logits is -inf, and one of the teacher's where it may be.
+
+    With labels, one label's probability is 1 but for the last digits of a float32.
+    """
     student, teacher = (Rows(TRITON, 3, vocab, dtype, LogitMap(), masked=False).z for dtype in dtypes)
     divergence = Divergence(kind=kind, beta=0.3, temperature=1.7)
-    if kind != "forward":
+    if kind not in ("forward", "cross_entropy"):
         student[1, 2] = -math.inf
     if kind != "reverse":
         teacher[1, 3] = -math.inf
     factors = torch.tensor([1.0, -0.3, 0.0], device=DEVICE) * vocab
     exact, exact_teacher = student.double(), teacher.double()
-    expected = torch_divergence.divergence_(exact, exact_teacher, divergence, factors=factors.double(), out=exact)
+    labels = exact_labels = None
+    if with_labels:
+        target, label_factors = torch.tensor([vocab - 1, 5, 0], device=DEVICE), factors.flip(0) + 0.5
+        labels = LabelTerm(target, TRITON.kernels(LogitMap()).statistics(student)[0], label_factors)
+        exact_statistics = TorchRowKernels().statistics(exact)[0]
+        exact_labels = LabelTerm(target, exact_statistics, label_factors.double())
+    expected = torch_divergence.divergence_(
+        exact, exact_teacher, divergence, factors=factors.double(), out=exact, labels=exact_labels
+    )
     loss_only = divergence_(student, teacher, divergence, factors=None, out=student)
     out = student if in_place else logits(3, vocab, BF16, DEVICE)
-    with_gradient = divergence_(student, teacher, divergence, factors=factors, out=out)
+    with_gradient = divergence_(student, teacher, divergence, factors=factors, out=out, labels=labels)
     assert error(with_gradient, expected) < 1e-5 and error(loss_only, expected) < 1e-5
     assert error(out, exact) < max(torch.finfo(out.dtype).eps, 1e-5)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from thunder_flce.engine import row_loss
-from thunder_flce.engine.kernels.interface import RowStatistics
+from thunder_flce.engine.kernels.interface import LabelTerm, RowStatistics
 from thunder_flce.engine.kernels.scaling import usable
 from thunder_flce.engine.plan import LOSS_ONLY
 from thunder_flce.engine.primitives import Primitives
@@ -109,11 +109,8 @@ def run(
         if teacher_logits is None:
             results, dlogits, bias_grad = _row_work(ops, rows, chunk, z, coefficients, statistics)
         else:
-            factors = None if coefficients is None else rows.of_chunk(coefficients.all_rows.probability, chunk)
-            row_losses, dlogits = ops.divergence_(
-                z, teacher_logits.of_chunk(chunk, [ops.gather(rows, ops.call.tensors[TEACHER.x], chunk)]), factors
-            )
-            results, bias_grad = RowResults(row_losses=row_losses), None
+            teacher = teacher_logits.of_chunk(chunk, [ops.gather(rows, ops.call.tensors[TEACHER.x], chunk)])
+            (results, dlogits), bias_grad = _row_work_with_teacher(ops, rows, chunk, z, teacher, coefficients), None
         chunk_results.append(results)
         if sums is not None:
             sums.add(dlogits, xs, chunk, bias_grad)
@@ -200,6 +197,26 @@ def _row_work(
     if coefficients is None:
         return results, z, None
     return results, *ops.gradient_(z, results, coefficients.of_chunk(chunk, results), target)
+
+
+def _row_work_with_teacher(
+    ops: Primitives, rows: Rows, chunk: slice, z: Tensor, teacher: Tensor, coefficients: Coefficients | None
+) -> tuple[RowResults, Tensor]:
+    """Returns a chunk's row results and its dlogits, from the logits of the student, z, and of the teacher."""
+    call, target = ops.call, rows.of_chunk(rows.target, chunk)
+    names = [name for name in ("divergence_weights", "label_weights") if name in call.tensors]
+    weights = {name: rows.of_chunk(rows.gather(call.tensors[name]), chunk) for name in names}
+    results = ops.results(z, target) if "label_weights" in weights else RowResults()
+    factors, labels = None, None
+    if coefficients is not None:
+        factors = s = rows.of_chunk(coefficients.all_rows.probability, chunk)
+        if "divergence_weights" in weights:
+            factors = s * weights["divergence_weights"]
+        if "label_weights" in weights:
+            labels = LabelTerm(target, results.statistics, s * weights["label_weights"])
+    divergence, dlogits = ops.divergence_(z, teacher, factors, labels)
+    results = results._replace(divergence=divergence)
+    return results._replace(row_losses=row_loss.with_teacher(call, results, weights)), dlogits
 
 
 def _results(

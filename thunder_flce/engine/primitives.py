@@ -15,6 +15,7 @@ from thunder_flce.device import is_capturing
 from thunder_flce.engine import collectives, row_loss, rows, token_parts
 from thunder_flce.engine.kernels import dispatch
 from thunder_flce.engine.kernels.interface import (
+    LabelTerm,
     RowKernels,
     RowStatistics,
     TokenVectors,
@@ -443,7 +444,9 @@ class Primitives:
         row = torch.arange(column.shape[0], device=column.device)[:, None]
         dlogits[row, column] = entry.to(dlogits.dtype)
 
-    def divergence_(self, z: Tensor, teacher: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor]:
+    def divergence_(
+        self, z: Tensor, teacher: Tensor, factors: Tensor | None, labels: LabelTerm | None
+    ) -> tuple[Tensor, Tensor]:
         """Returns (C,) each row's divergence from the teacher, and dlogits, which are written only with `factors`."""
         call, divergence = self.call, self.call.loss.divergence
         compute = dispatch.divergence_for(
@@ -451,10 +454,10 @@ class Primitives:
         )
         out = z if factors is None else self.dlogits_buffer(z)
         is_invariant = self.plan.batch_invariant and factors is not None
-        divergences = compute(z, teacher, divergence, factors=None if is_invariant else factors, out=out)
+        divergences = compute(z, teacher, divergence, factors=None if is_invariant else factors, out=out, labels=labels)
         if is_invariant:
             # A kernel that computes values and gradients at once may add in another order.
-            compute(z, teacher, divergence, factors=factors, out=out)
+            compute(z, teacher, divergence, factors=factors, out=out, labels=labels)
         return divergences.to(call.row_dtype), out
 
     def token_loss(

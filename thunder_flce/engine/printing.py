@@ -21,7 +21,7 @@ from torch import Tensor
 from thunder_flce.engine import engine, rows
 from thunder_flce.engine.kernels import scaling
 from thunder_flce.engine.kernels.dispatch import BACKENDS
-from thunder_flce.engine.kernels.interface import RowStatistics
+from thunder_flce.engine.kernels.interface import LabelTerm, RowStatistics
 from thunder_flce.engine.matmul import matmul
 from thunder_flce.engine.plan import LOSS_ONLY, Plan
 from thunder_flce.engine.primitives import Primitives, Region
@@ -256,11 +256,14 @@ class _Writer(Primitives):
         self._write(f"{self._typed('db', sums)} {sign} sums of dlogits over the rows", self._row_library)
         return out, sums
 
-    def divergence_(self, z: Tensor, teacher: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor]:
+    def divergence_(
+        self, z: Tensor, teacher: Tensor, factors: Tensor | None, labels: LabelTerm | None
+    ) -> tuple[Tensor, Tensor]:
         value, divergence = self.empty(z.shape[:1], self.call.row_dtype), self.call.loss.divergence
         assert divergence is not None
         gradient = "" if factors is None else ", dlogits in place"
         words = f"{self._in_chunk('divergence', value)}{gradient} = {divergence.kind}, of logits from teacher"
+        words += "" if labels is None else ", + cross-entropy"
         self._write(words, "Triton" if self.region.backend == "triton" else "PyTorch")
         return value, z
 
@@ -270,8 +273,10 @@ class _Writer(Primitives):
         call, reduction = self.call, self.call.loss.reduction
         shape = (call.own_tokens,) if reduction == "none" else ()
         row_loss = f"row_log_sum + row_max - {self._u}[y]" if call.loss.is_plain else "loss"
-        row_loss = row_loss if call.loss.divergence is None else "divergence"
-        has_weights = "weight" in call.tensors or "token_weights" in call.tensors
+        if call.loss.divergence is not None:
+            row_loss = "divergence + cross-entropy" if "label_weights" in call.tensors else "divergence"
+        weights = ("weight", "token_weights", "divergence_weights", "label_weights")
+        has_weights = any(name in call.tensors for name in weights)
         words = f"{row_loss} of each row" if reduction == "none" else f"{reduction} over valid rows of {row_loss}"
         words += ", weighted" if has_weights else ""
         self._write(f"loss {_type(shape, call.row_dtype)} = {words}", self._vector_library)

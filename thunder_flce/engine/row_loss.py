@@ -20,21 +20,24 @@ class RowResults(NamedTuple):
     """Results of the forward for some rows, (C,) each; None for a result that the loss does not need."""
 
     statistics: Any = None
-    """`RowStatistics`; None for a divergence, which has no z_y either"""
+    """`RowStatistics`; None for a divergence without label weights, which has no z_y either"""
     z_y: Any = None
     """The linear's output at each row's target; (C, K) with target weights; None in a backward with saved statistics"""
     moments: dict[str, Tensor] = {}
     argmax: Tensor | None = None
     row_losses: Tensor | None = None
-    """Each row's token loss or divergence, in place of its cross-entropy"""
+    """Each row's token loss, or its loss with a teacher, in place of its cross-entropy"""
     coefficients: RowCoefficients | None = None
     """Coefficients of a token loss's gradient"""
+    divergence: Tensor | None = None
 
     def row(self, call: Call) -> Row:
         """Returns the results as the `Row` that the formulas of `Loss` take."""
+        if self.statistics is None:
+            return Row(None, None, target_logit=None, moments={}, divergence=self.divergence)
         u_y = call.loss.logit_map(self.z_y.to(call.row_dtype))
         row_max, row_log_sum = self.statistics
-        return Row(row_max, row_log_sum, target_logit=u_y, moments=self.moments, argmax=self.argmax)
+        return Row(row_max, row_log_sum, u_y, self.moments, self.argmax, self.divergence)
 
 
 class Coefficients:
@@ -131,6 +134,20 @@ def token_loss(
     return value, RowCoefficients(probability, one_hot, None if g_u is None else g_u / -columns, g_e)
 
 
+def with_teacher(call: Call, results: RowResults, weights: Mapping[str, Tensor]) -> Tensor:
+    """Returns the losses of some rows, (C,), from their divergences and the `weights` by name, (C,) each."""
+
+    def times(name: str, number: Any) -> Tensor:
+        # The number may be infinite where its weight is 0.
+        return number if name not in weights else torch.where(weights[name] == 0, 0.0, weights[name] * number)
+
+    losses = times("divergence_weights", results.divergence)
+    if "label_weights" in weights:
+        cross_entropy = call.loss.cross_entropy(results.row(call), call.whole_vocab)
+        losses = losses + times("label_weights", cross_entropy)
+    return losses
+
+
 def joined(call: Call, rows: Rows, chunks: list[RowResults]) -> RowResults:
     """Returns the row results of all chunks as those of all rows."""
     if len(chunks) == 1:
@@ -139,7 +156,8 @@ def joined(call: Call, rows: Rows, chunks: list[RowResults]) -> RowResults:
         nothing = torch.empty(0, dtype=call.row_dtype, device=call.device)
         z_y = nothing if rows.target_weights is None else rows.target_weights
         moments = dict.fromkeys(call.loss.moments, nothing)
-        return RowResults(RowStatistics(nothing, nothing), z_y, moments, nothing.to(torch.int64), nothing)
+        argmax = nothing.to(torch.int64)
+        return RowResults(RowStatistics(nothing, nothing), z_y, moments, argmax, nothing, divergence=nothing)
 
     def cat(vectors: list[Any]) -> Any:
         return None if vectors[0] is None else torch.cat(vectors)
@@ -151,6 +169,7 @@ def joined(call: Call, rows: Rows, chunks: list[RowResults]) -> RowResults:
         {name: torch.cat([chunk.moments[name] for chunk in chunks]) for name in chunks[0].moments},
         cat([chunk.argmax for chunk in chunks]),
         cat([chunk.row_losses for chunk in chunks]),
+        divergence=cat([chunk.divergence for chunk in chunks]),
     )
 
 

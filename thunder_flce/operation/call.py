@@ -60,6 +60,8 @@ ARGUMENTS = {
     "terms.weight": Argument(COLUMN, dtype_of="input", differentiable=True),
     "teacher_input": Argument(HIDDEN),
     "teacher_weight": Argument(COLUMN, dtype_of="teacher_input"),
+    "divergence_weights": Argument(TOKEN),
+    "label_weights": Argument(TOKEN),
 }
 """Arguments by name. Items of the sequences `token_inputs` and `terms` are named token_inputs[0], terms[0].input …"""
 

@@ -55,6 +55,11 @@ def check_call(call: Call) -> None:
         _check_number("temperature", divergence.temperature, ("be positive and finite", lambda x: 0 < x < math.inf))
 
 
+def check_finite(name: str, number: Any) -> None:
+    """Raises an error if an argument is not a finite number."""
+    _check_number(name, number, _FINITE)
+
+
 def check_scalar(name: str, number: Any) -> None:
     """Raises an error if an argument that is a number in place of a tensor must not be that number."""
     _check_number(name, number, _SCALAR_RULES[name], what=_NUMBER_OR_TENSOR)
@@ -183,6 +188,8 @@ def _check_combinations(names: Collection[str], loss: Loss) -> None:
          "cross-entropy that it replaces"),
         (has_targets and loss.label_smoothing, "label_smoothing must be 0 with target_weights, which are soft targets "
          "already"),
+        ("divergence" in loss.outputs and not loss.divergence, "outputs must not have 'divergence' without a teacher; "
+         "call linear_kl_divergence"),
         (has_targets and "accuracy" in loss.outputs, "outputs must not have 'accuracy' with target_weights: a token "
          "has no single target then"),
         (inputs and not loss.token_loss, "token_inputs must be empty without token_loss, which reads them"),

@@ -90,6 +90,8 @@ class Row(NamedTuple):
     """Sums over the row, by their names in `moments.MOMENTS`"""
     argmax: Any | None = None
     """Column of the largest logit"""
+    divergence: Any | None = None
+    """Divergence from the teacher"""
 
     def of_targets(self) -> "Row":
         """Returns the row with its statistics in the shape of the target logits, of which there may be K."""
@@ -129,6 +131,7 @@ OUTPUTS = {
     "valid_argmax": Output(lambda row, columns: row.argmax, is_index=True, ignored=-1),
     "accuracy": Output(lambda row, columns: row.argmax, is_mean=True),
     "mean_logit": Output(lambda row, columns: row.max + row.moments["shifted_sum"] / columns, ("shifted_sum",)),
+    "divergence": Output(lambda row, columns: row.divergence),
     "log_sum_sq_probs": Output(lambda row, columns: torch.log(row.moments["sum_sq"]), ("sum_sq",)),
 }
 DIFFERENTIABLE_OUTPUTS = VARIABLES

@@ -110,7 +110,8 @@ def divergence_for(choice: str = "auto", *, dtypes: Sequence[torch.dtype], devic
 
     It takes logits (C, V) of the student and of the teacher, a `Divergence`, and by name `factors`, (C,), and `out`. It
     returns the divergence of each row, (C,). With factors, it writes the gradient of the student's logits, times each
-    row's factor, to `out` (C, V), which may be the student's logits.
+    row's factor, to `out` (C, V), which may be the student's logits. With `labels`, a `LabelTerm`, the gradient of the
+    cross-entropy, times its factors, is added.
 
     Raises:
         ValueError: as `check_available`, and for "nvfuser".

@@ -31,6 +31,17 @@ class RowStatistics(NamedTuple):
         return RowStatistics(self.row_max[rows], self.row_log_sum[rows])
 
 
+class LabelTerm(NamedTuple):
+    """A cross-entropy beside a divergence, (C,) each."""
+
+    target: Tensor
+    """Column of each row"""
+    statistics: RowStatistics
+    """Those of the student's logits at temperature 1"""
+    factors: Tensor
+    """The factor of each row's gradient"""
+
+
 class TokenVectors(NamedTuple):
     """Vectors that depend on the targets of all tokens but not on their logits."""
 

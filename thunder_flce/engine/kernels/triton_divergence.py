@@ -10,8 +10,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from thunder_flce.engine.kernels.interface import LabelTerm
 from thunder_flce.engine.kernels.launch import contiguous, kernel, launch, settings_of
-from thunder_flce.engine.kernels.triton_rows import _STATISTICS_BLOCKS, _block_for, _exp, _logits, _row_statistics
+from thunder_flce.engine.kernels.triton_rows import (
+    _STATISTICS_BLOCKS,
+    _block_for,
+    _exp,
+    _gradient,
+    _logits,
+    _row_statistics,
+)
 from thunder_flce.operation.divergence import Divergence
 
 
@@ -38,12 +46,24 @@ def _weighted(probability, log, log_other):
     return tl.where(probability == 0.0, 0.0, probability * (log - log_other))
 
 
+@triton.jit
+def _label_gradient(row, columns, target, largest, log_sum, factor, VOCAB: tl.constexpr, IS_EXACT: tl.constexpr):
+    """Returns the gradient of the cross-entropy times a factor."""
+    z, is_target = tl.load(row + columns, mask=columns < VOCAB, other=float("-inf")), columns == target
+    gradient = _gradient(z, largest, log_sum, factor, 1.0, None, IS_EXACT)
+    # Most blocks do not contain the target.
+    if tl.max(is_target.to(tl.int32), 0) > 0:
+        at_target = _gradient(z, largest, log_sum, factor, 1.0, None, IS_EXACT, factor)
+        gradient = tl.where(is_target, at_target, gradient)
+    return gradient
+
+
 @kernel(3)
 def _divergence_kernel(
-    student, teacher, out, factors, divergence,
+    student, teacher, out, factors, target, row_max, row_log_sum, label_factors, divergence,
     STUDENT_STRIDE: tl.constexpr, TEACHER_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, VOCAB: tl.constexpr,
     SCALE: tl.constexpr, STUDENT_WEIGHT: tl.constexpr, TEACHER_WEIGHT: tl.constexpr,
-    LOG_STUDENT: tl.constexpr, LOG_TEACHER: tl.constexpr, BLOCK: tl.constexpr,
+    LOG_STUDENT: tl.constexpr, LOG_TEACHER: tl.constexpr, HAS_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     EXACT_STUDENT: tl.constexpr = student.dtype.element_ty == tl.float32
     EXACT_TEACHER: tl.constexpr = teacher.dtype.element_ty == tl.float32
@@ -57,6 +77,10 @@ def _divergence_kernel(
     if factors is not None:
         factor = tl.load(factors + index) * SCALE
         out += index.to(tl.int64) * OUT_STRIDE
+    label, s_max, s_log_sum, label_factor = 0, 0.0, 0.0, 0.0
+    if target is not None:
+        label, label_factor = tl.load(target + index), tl.load(label_factors + index)
+        s_max, s_log_sum = tl.load(row_max + index), tl.load(row_log_sum + index)
 
     student_terms, teacher_terms = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for start in range(0, VOCAB, BLOCK):
@@ -65,9 +89,14 @@ def _divergence_kernel(
         log_q = _log_probabilities(teacher, columns, q_max, q_log_sum, VOCAB, SCALE, IS_EXACT)
         p, q = _exp(log_p, IS_EXACT), _exp(log_q, IS_EXACT)
         if STUDENT_WEIGHT == 0:
-            teacher_terms += _weighted(q, log_q, log_p)
+            teacher_terms += _weighted(q, log_q if HAS_ENTROPY else 0.0, log_p)
             if factors is not None:
-                tl.store(out + columns, ((p - q) * factor).to(out.dtype.element_ty), mask=columns < VOCAB)
+                gradient = (p - q) * factor
+                if target is not None:
+                    gradient += _label_gradient(
+                        student, columns, label, s_max, s_log_sum, label_factor, VOCAB, IS_EXACT
+                    )
+                tl.store(out + columns, gradient.to(out.dtype.element_ty), mask=columns < VOCAB)
         elif TEACHER_WEIGHT == 0:
             student_terms += _weighted(p, log_p, log_q)
         else:
@@ -87,12 +116,15 @@ def _divergence_kernel(
                 log_other = _log_mixture(log_p, log_other, LOG_STUDENT, LOG_TEACHER, IS_EXACT)
             p = _exp(log_p, IS_EXACT)
             gradient = (_weighted(p, log_p, log_other) - p * mean) * factor
+            if target is not None:
+                gradient += _label_gradient(student, columns, label, s_max, s_log_sum, label_factor, VOCAB, IS_EXACT)
             tl.store(out + columns, gradient.to(out.dtype.element_ty), mask=columns < VOCAB)
 
 
 def divergence_(
-    student: Tensor, teacher: Tensor, divergence: Divergence, *, factors: Tensor | None, out: Tensor
-) -> Tensor:
+    student: Tensor, teacher: Tensor, divergence: Divergence, *, factors: Tensor | None, out: Tensor,
+    labels: LabelTerm | None = None,
+) -> Tensor:  # fmt: skip
     """Returns each row's divergence, (C,) float32: see `dispatch.divergence_for`."""
     rows, vocab = student.shape
     result = torch.empty(rows, dtype=torch.float32, device=student.device)
@@ -101,7 +133,8 @@ def divergence_(
         STUDENT_STRIDE=student.stride(0), TEACHER_STRIDE=teacher.stride(0), OUT_STRIDE=out.stride(0), VOCAB=vocab,
         SCALE=1 / divergence.temperature, STUDENT_WEIGHT=divergence.student_factor,
         TEACHER_WEIGHT=divergence.teacher_factor, LOG_STUDENT=log_student, LOG_TEACHER=log_teacher,
-        **_block_for(vocab, _STATISTICS_BLOCKS).settings,
+        HAS_ENTROPY=divergence.has_teachers_entropy, **_block_for(vocab, _STATISTICS_BLOCKS).settings,
     )  # fmt: skip
-    launch(_divergence_kernel, rows, [student, teacher, out, *contiguous(factors), result], settings)
+    label_vectors = (None,) * 4 if labels is None else (labels.target, *labels.statistics, labels.factors)
+    launch(_divergence_kernel, rows, [student, teacher, out, *contiguous(factors, *label_vectors), result], settings)
     return result
