@@ -659,6 +659,27 @@ def log_softmax_with_the_maximum_added_again(hidden, weight, tokens):
     return log_probs.gather(-1, tokens[..., None]).mean()
 
 
+def divergence_from_a_teacher(hidden, weight, second_weight):
+    with torch.no_grad():
+        teacher = F.linear(hidden, second_weight).softmax(-1)
+    return F.kl_div(F.linear(hidden, weight).log_softmax(-1), teacher, reduction="batchmean")
+
+
+def divergence_from_a_teacher_written_out(hidden, weight, second_weight):
+    with torch.no_grad():
+        teacher = F.linear(hidden, second_weight).log_softmax(-1)
+    return (teacher.exp() * (teacher - F.linear(hidden, weight).log_softmax(-1))).sum(-1).mean()
+
+
+def cross_entropy_from_a_teacher_and_from_labels(hidden, weight, second_weight, labels):
+    """As in Hinton, Vinyals and Dean: at a temperature, and without it; both losses and an accuracy are logged."""
+    student, teacher = (F.linear(hidden, each).float().flatten(0, 1) for each in (weight, second_weight.detach()))
+    soft = F.cross_entropy(student / 2, F.softmax(teacher.detach() / 2, dim=-1))
+    hard = F.cross_entropy(student, labels.flatten())
+    accuracy = (student.argmax(-1) == labels.flatten()).float().mean()
+    return 0.9 * 2**2 * soft + 0.1 * hard, soft.detach(), hard.detach(), accuracy
+
+
 FUSED: tuple[Callable, ...] = (
     float32_logits,
     flattened,
@@ -764,6 +785,9 @@ FUSED: tuple[Callable, ...] = (
     mean_logit_beside_cross_entropy,
     log_probability_beside_another_use,
     log_softmax_with_the_maximum_added_again,
+    divergence_from_a_teacher,
+    divergence_from_a_teacher_written_out,
+    cross_entropy_from_a_teacher_and_from_labels,
 )
 
 
@@ -855,16 +879,10 @@ def smoothed_one_hot_targets(hidden, weight, tokens):
     return -((0.9 * F.one_hot(tokens, weight.shape[0]) + 0.001) * log_probs).sum(-1).mean()
 
 
-def divergence_from_a_teacher(hidden, weight, second_weight):
+def divergence_from_a_teacher_at_another_temperature(hidden, weight, second_weight):
     with torch.no_grad():
         teacher = F.linear(hidden, second_weight).softmax(-1)
-    return F.kl_div(F.linear(hidden, weight).log_softmax(-1), teacher, reduction="batchmean")
-
-
-def divergence_from_a_teacher_written_out(hidden, weight, second_weight):
-    with torch.no_grad():
-        teacher = F.linear(hidden, second_weight).log_softmax(-1)
-    return (teacher.exp() * (teacher - F.linear(hidden, weight).log_softmax(-1))).sum(-1).mean()
+    return F.kl_div(F.log_softmax(F.linear(hidden, weight) / 2, dim=-1), teacher, reduction="batchmean")
 
 
 def log_probability_after_an_activation(hidden, weight, tokens):
@@ -935,8 +953,7 @@ NOT_FUSED: dict[Callable, Reason] = {
     entropy_by_nansum: Reason.TRANSFORMED_LOGITS,
     entropy_beside_an_epsilon: Reason.TRANSFORMED_LOGITS,
     smoothed_one_hot_targets: Reason.CLASS_PROBABILITIES,
-    divergence_from_a_teacher: Reason.CLASS_PROBABILITIES,
-    divergence_from_a_teacher_written_out: Reason.NOT_FOLLOWED,
+    divergence_from_a_teacher_at_another_temperature: Reason.CLASS_PROBABILITIES,
     tanh_after_the_maximum_was_subtracted: Reason.TRANSFORMED_LOGITS,
     nll_loss_of_logits: Reason.NOT_LOG_PROBABILITIES,
     activation: Reason.TRANSFORMED_LOGITS,

@@ -3,9 +3,10 @@
 Ways to write a language model's loss are in traces/patterns.py, see test_patterns. Here are losses of libraries for
 fine-tuning and reinforcement learning, and what only looks like a loss. `h` (B, T, H) and `w` (V, H) are trained, `y`
 (B, T) are labels, `a` (B, T) advantages or old log-probabilities, `m` (B, T) a mask; of them, `z` (B, T, V) are logits,
-and `x`, `s`, `e` (B, T) log-probabilities of the labels, losses and entropies; `f` and `g` are log-probabilities of the
-first and the other sequences, each of a linear of its own. A program takes what it names. Each goes through the backend
-of torch.compile, and through thunder where thunder's traces have something in another way.
+and `x`, `s`, `e` (B, T) log-probabilities of the labels, losses and entropies; `t` are a teacher's logits; `f` and `g`
+are log-probabilities of the first and the other sequences, each of a linear of its own. A program takes what it names.
+Each goes through the backend of torch.compile, and through thunder where thunder's traces have something in another
+way.
 """
 
 import inspect
@@ -145,6 +146,7 @@ ARGUMENTS = {
     "x": lambda h, w, y, a, m: log_probs(h, w, y),
     "s": lambda h, w, y, a, m: losses(h, w, y),
     "e": lambda h, w, y, a, m: entropies(h, w),
+    "t": lambda h, w, y, a, m: F.linear(h.detach().cos(), w.detach().sin()),
     "f": lambda h, w, y, a, m: log_probs(h[:2], w, y[:2]),
     "g": lambda h, w, y, a, m: log_probs(h[2:], w, y[2:]),
 }
@@ -869,6 +871,90 @@ expect_each(thunder=True, programs={
         ).mean(),
     ),
 })  # fmt: skip
+
+# Distillation from a teacher.
+
+
+def _kl(z, t, tau=1.0, **settings):
+    return F.kl_div((z / tau).log_softmax(-1), (t / tau).softmax(-1), **settings)
+
+
+def _of_parts(h, w, y, a, m):
+    """As torchtune computes it: a call of both heads for each chunk of tokens."""
+    total, teacher = 0.0, w.detach().sin()
+    for x, labels in zip(h.chunk(2, 1), y.chunk(2, 1), strict=True):
+        z, t = F.linear(x, w), F.linear(x.detach().cos(), teacher)
+        total = total + _kl(z, t, reduction="sum") + 0.5 * ce_loss(z, labels, reduction="sum")
+    return total / y.numel()
+
+
+expect([AT_ONCE], thunder=True)({
+    "divergence of flattened rows": lambda z, t: _kl(z.flatten(0, 1), t.flatten(0, 1), reduction="batchmean"),
+    "divergence of sequences, at a temperature": lambda z, t: 4 * _kl(z, t, 2.0, reduction="batchmean"),
+    "mean over the classes": lambda z, t: F.kl_div(z.log_softmax(-1), t.log_softmax(-1), log_target=True),
+    "divergence and labels": lambda z, t, y: 0.3 * ce_loss(z, y) + 2 * _kl(z, t, 2.0, reduction="sum") / y.numel(),
+    "what is logged of both": lambda z, t, y: (
+        hard := ce_loss(z, y), soft := _kl(z, t, 2.0, reduction="none").sum(-1),
+        (hard + soft.mean(), hard.detach(), soft.detach().max(), (z.argmax(-1) == y).sum(), entropy(z).mean().detach()),
+    )[-1],
+    "labels that are only logged": lambda z, t, y: (_kl(z, t, reduction="sum"), ce_loss(z, y).detach()),
+    # Each leaves out tokens of its own, and some that the other leaves out, too.
+    "other tokens of both": lambda z, t, y, m: (_kl(z, t, reduction="none").sum(-1) * m).sum() / m.sum()
+        + ce_loss(z, torch.where((m > 0) & (y < 30), y, -100)),
+    "teacher's probabilities as targets": lambda z, t, m: (
+        F.cross_entropy(z.flatten(0, 1), t.softmax(-1).flatten(0, 1), reduction="none") * m.flatten()
+    ).mean(),
+    "cross-entropy written out": lambda z, t, m: -((t.softmax(-1) * z.log_softmax(-1)).sum(-1) * m).sum() / m.sum(),
+    "times a number before the sum": lambda z, t: ((q := t.log_softmax(-1)).exp() * (q - z.log_softmax(-1)) * 2).sum(),
+    "reverse divergence": lambda z, t: F.kl_div(
+        (t / 3).log_softmax(-1), (z / 3).log_softmax(-1), reduction="batchmean", log_target=True
+    ),
+    "reverse divergence written out, and labels": lambda z, t, y, m: ce_loss(z, y) + (
+        ((p := (z / 2).log_softmax(-1)).exp() * (p - (t / 2).log_softmax(-1))).sum(-1) * m
+    ).sum(),
+    "next tokens of both": lambda z, t, y: _kl(z[:, :-1], t[:, :-1], reduction="sum") + ce_loss(z[:, :-1], y[:, 1:]),
+    "calls for parts": _of_parts,
+})  # fmt: skip
+expect([NO_GRADIENT], thunder=True)({
+    "evaluated": lambda z, t, y: _without_gradients(lambda: (_kl(z, t, 2.0, reduction="sum"), ce_loss(z, y))),
+})  # fmt: skip
+expect(Reason.CLASS_PROBABILITIES)({
+    # These gradients would wait, and nothing saves the logits of both.
+    "divergences that are clipped": lambda z, t: _kl(z, t, reduction="none").sum(-1).clamp(max=2).sum(),
+    "another temperature": lambda z, t: F.kl_div((z / 2).log_softmax(-1), t.softmax(-1), reduction="sum"),
+    "a head with a bias": lambda z, t, w: _kl(z + w[:, 0], t, reduction="sum"),
+    "some of the classes": lambda z, t: _kl(z[..., :40], t[..., :40], reduction="sum"),
+    "a teacher that is also returned": lambda z, t: (_kl(z, t, reduction="sum"), t),
+    "a teacher that is trained": lambda h, z, w: -(F.linear(h.cos(), w.sin()).softmax(-1) * z.log_softmax(-1)).sum(),
+    "two teachers": lambda z, t: _kl(z, t, reduction="sum") + _kl(z, t * 2, 2.0, reduction="sum"),
+    "smoothed targets": lambda z, t: F.cross_entropy(z.mT, t.softmax(-1).mT, label_smoothing=0.1),
+    # The gradient is another one.
+    "a reverse divergence without that of its weights":
+        lambda z, t: ((p := z.log_softmax(-1)).exp().detach() * (p - t.log_softmax(-1))).sum(),
+    "probabilities of one and a difference of the other":
+        lambda z, t: ((q := t.log_softmax(-1)).exp() * (z.log_softmax(-1) - q)).sum(),
+})  # fmt: skip
+expect(TRANSFORMED)({
+    "a divergence written out the other way":
+        lambda z, t: ((p := z.log_softmax(-1)).exp() * (t.log_softmax(-1) - p)).sum(),
+})  # fmt: skip
+expect(ANY)({
+    "divergence beside another loss": lambda z, t: _kl(z, t, reduction="sum") + z.logsumexp(-1).square().mean(),
+    "divergence beside a smoothed loss":
+        lambda z, t, y: _kl(z, t, reduction="sum") + ce_loss(z, y, label_smoothing=0.1),
+    "divergence of one number, and of one beside it":
+        lambda z, t: (d := _kl(z, t, reduction="none").sum(-1), d.mean() + z.logsumexp(-1).mean())[-1],
+    "a difference that is summed": lambda z, t: (t.log_softmax(-1) - z.log_softmax(-1)).sum(),
+    "a difference at a label":
+        lambda z, t, y: (t.log_softmax(-1) - z.log_softmax(-1)).gather(-1, y[..., None]).mean(),
+    "a difference of other rows": lambda z, t:
+        (t.softmax(-1)[:, 1:] * (t.log_softmax(-1) - z.log_softmax(-1))[:, :-1]).sum(),
+    "divergences that are joined": lambda z, t:
+        torch.cat([_kl(z[at], t[at], reduction="none").sum(-1) for at in (slice(2), slice(2, None))]).mean(),
+    "rows in another order": lambda z, t: _kl(z.transpose(0, 1), t.transpose(0, 1), reduction="batchmean"),
+    "a teacher of other rows": lambda z, t: _kl(z.flatten(0, 1), t.transpose(0, 1).flatten(0, 1), reduction="sum"),
+})  # fmt: skip
+
 
 # What is changed, and what reads it: the same tensors, or views of the same, are other operands then.
 CHANGED = {

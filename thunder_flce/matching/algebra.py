@@ -9,6 +9,9 @@ where r is a linear combination of u_y, L, M, E = Σ p u, the mean U of u, and 1
 at the label is u_y - L, its mean U - L, and an entropy L - E. A cross-entropy is L - u_y, or 0 in rows whose label is
 ignored. A rule says what an operation makes of such sums, so the matcher need not know each way to write a loss.
 
+The probabilities q of a teacher, another head without a gradient, may stand for a label. Then u_y is Σ q u, and r may
+have H = Σ q log q: the divergence from the teacher is L - u_y + H.
+
 Each atom of a sum has a gradient or not: it has none after `detach`, and if computed under `torch.no_grad`.
 """
 
@@ -39,7 +42,7 @@ class Atom(NamedTuple):
     """A variable of a sum, with or without its gradient."""
 
     name: str
-    """"u" (only in a `Class`), "y", "L", "M", "E", "U" or "1"."""
+    """"u" (only in a `Class`), "y", "L", "M", "E", "U", "H" or "1"."""
     has_grad: bool = True
 
 
@@ -279,6 +282,15 @@ class Labels:
     and the replaced label (None for all negative ones)"""
     shapes: tuple[tuple[Any, ...], ...] = field(default=(), compare=False)
     dim: int = 0
+    teacher: Logits | None = None
+    """If given, there are no tensors: the logits, without a gradient, of a distribution q that stands for the labels"""
+    is_reverse: bool = False
+    """Whether L - u_y + H stands for Σ p log(p / q), whose summands mean nothing alone"""
+
+    @property
+    def are_given(self) -> bool:
+        """Whether there are labels, or a teacher."""
+        return bool(self.tensors) or self.teacher is not None
 
     @property
     def has_ignored(self) -> bool:
@@ -307,12 +319,14 @@ class Class:
     sum: Poly
     """a u + r; no atom occurs both with its gradient and without"""
     form: str = ""
-    """"" for the sum itself, "exp" for factor * exp(sum), "p" for softmax(u) * sum"""
+    """"" for the sum itself, "exp" for factor * exp(sum), "p" for softmax(u) * sum, "q" for log q + sum, where the
+    program multiplies that by q or, for a reverse divergence from q, by -p"""
     factor: Fraction = Fraction(1)
     p_has_grad: bool = True
     """For the form "p": whether softmax(u) has its gradient"""
     labels: Labels = NO_LABELS
-    """If given, all classes but each row's label are 0, and the program only sums over the classes"""
+    """If given, all classes but each row's label are 0, or they have the factor q. Unless the form is "q", the program
+    then only sums over the classes"""
 
     def __post_init__(self) -> None:
         if len(atoms(self.sum)) < len(self.sum):
@@ -366,6 +380,7 @@ class Class:
 
     def row(self, name: str, shape: tuple[Any, ...], labels: Labels = NO_LABELS) -> "Row":
         """Returns the number of each row with the atom `name`, such as "y" for u_y, in place of u."""
+        require(self.form != "q")
         return Row(self.logits, shape, with_u_as(name, self.sum), self.form, self.factor, labels)
 
     def detached(self) -> "Class":
@@ -397,11 +412,11 @@ class Row:
     def as_loss(self) -> tuple[Fraction, Fraction] | None:
         """Factor c and label smoothing s if it is c times a cross-entropy, L - (1 - s) u_y - s U; else None."""
         factors = value(self.sum)
-        factor, label_factor, mean_factor = (factors.pop(name, Fraction(0)) for name in ("L", "y", "U"))
+        factor, label_factor, mean_factor, entropy_factor = (factors.pop(name, Fraction(0)) for name in "LyUH")
         smoothing = -mean_factor / factor if factor else Fraction(-1)
-        is_loss = factor + label_factor + mean_factor == 0 and 0 <= smoothing <= 1
-        has_one_grad = len({atom.has_grad for atom, _ in self.sum}) == 1
-        if not is_loss or not has_one_grad or factors or self.form or not self.labels.tensors:
+        is_loss = factor + label_factor + mean_factor == 0 and 0 <= smoothing <= 1 and entropy_factor in (0, factor)
+        has_one_grad = len({atom.has_grad for atom, _ in self.sum if atom.name != "H"}) == 1
+        if not is_loss or not has_one_grad or factors or self.form or not self.labels.are_given:
             return None
         return factor, smoothing
 
@@ -440,6 +455,8 @@ class Row:
         """What messages call it: one of `decisions.PLURALS`."""
         if self.labels.has_ignored:
             return "cross-entropy"
+        if self.labels.teacher is not None:
+            return "divergence"
         names = self.variables
         return next((words for name, words in _KINDS.items() if name in names), "log-sum-exp")
 

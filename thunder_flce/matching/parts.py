@@ -64,6 +64,17 @@ class Part:
         return math.prod(self.logits.rows_shape)
 
     @property
+    def teacher(self) -> Logits | None:
+        """The teacher's logits, if its results are divergences from a teacher, or cross-entropies from it."""
+        return self.labels.teacher
+
+    @property
+    def divergence(self) -> str:
+        """The kind of divergence from its teacher: see `operation.divergence`."""
+        has_entropy = any("H" in atoms(row.sum) for row in self.rows.values())
+        return "reverse" if self.labels.is_reverse else "forward" if has_entropy else "cross_entropy"
+
+    @property
     def has_several_labels(self) -> bool:
         """Whether each row has several labels."""
         return not same(self.labels.per_row, 1)
@@ -116,7 +127,7 @@ class Part:
         """Returns the steps from the part's rows to those of an argmax; None if they are no slices and reshapes."""
         rows, count = argmax.logits.rows, len(self.logits.rows)
         has_rows = rows[:count] == self.logits.rows and replace(self.logits.argmax_key, rows=rows) == argmax.logits
-        is_plain = all(step.kind in ("index", "reshape", "permute") for step in rows[count:])
+        is_plain = self.teacher is None and all(step.kind in ("index", "reshape", "permute") for step in rows[count:])
         return rows[count:] if has_rows and is_plain else None
 
 
@@ -134,7 +145,7 @@ def parts_of(interpreter: Interpreter) -> list[Part]:
     def priority(result: tuple[Tensor, Row]) -> tuple[bool, bool, int]:
         # An entropy has no labels, and joins a part that has: so cross-entropies come first, then others with labels.
         tensor, row = result
-        return not row.labels.tensors, not row.labels.has_ignored, tensor.position
+        return not row.labels.are_given, not row.labels.has_ignored, tensor.position
 
     for tensor, row in sorted(rows.items(), key=priority):
         part = next((other for other in parts if _can_return(other, row)), None)
@@ -144,12 +155,14 @@ def parts_of(interpreter: Interpreter) -> list[Part]:
         part.rows[tensor] = row
     for part in parts:
         part.rows = dict(sorted(part.rows.items(), key=lambda result: result[0].position))
-        part.line = part.labels.line if part.labels.tensors else part.first.op.source  # type: ignore[union-attr]
+        part.line = part.labels.line if part.labels.are_given else part.first.op.source  # type: ignore[union-attr]
     return sorted(parts, key=lambda part: part.first.position)
 
 
 def _can_return(part: Part, row: Row) -> bool:
     """Whether a part can return this number, too: it has the same rows, labels that fit, and no class weights."""
     has_weights = part.class_weight is not None or row.class_weight is not None
-    has_labels = row.labels in (NO_LABELS, part.labels) or row.labels.are_filled(part.labels)
+    # What is computed from a teacher gives no entropies beside it.
+    others = () if part.teacher is not None else (NO_LABELS,)
+    has_labels = row.labels in (*others, part.labels) or row.labels.are_filled(part.labels)
     return part.logits == row.logits and has_labels and not has_weights

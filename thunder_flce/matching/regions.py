@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import thunder_flce.matching.rules  # noqa: F401
-from thunder_flce.matching.algebra import Argmax, Class, Row, atoms, row_operands
+from thunder_flce.matching.algebra import Argmax, Class, Logits, Row, atoms, row_operands
 from thunder_flce.matching.decisions import Decision, NotFused, Reason
 from thunder_flce.matching.interpreter import Interpreter
 from thunder_flce.matching.parts import Part, parts_of
@@ -51,6 +51,11 @@ class Region:
         return tensor if is_loss else None
 
     @property
+    def teacher(self) -> Logits | None:
+        """Logits of the teacher, those of the first part; None without a teacher."""
+        return next((part.teacher for part in self.parts if part.teacher is not None), None)
+
+    @property
     def needs_grad(self) -> bool:
         """See `Part.needs_grad`."""
         return any(part.needs_grad for part in self.parts)
@@ -63,6 +68,8 @@ class Region:
     @cached_property
     def keeps_ignored(self) -> bool:
         """Whether rows whose label is ignored are computed, too."""
+        if self.teacher is not None:
+            return True
 
         def is_needed(part: Part) -> bool:
             if self.total is None:
@@ -81,22 +88,26 @@ class Region:
         """Factors of the parts' losses and their label smoothing, if the sum is of plain losses alone; else None."""
         # Beside several labels of each row there may be other results: they cannot become a token loss.
         has_only_losses = self.has_only_sum or any(part.has_several_labels for part in self.parts)
-        return self.total.as_losses if self.total and has_only_losses and not self.keeps_ignored else None
+        if self.total is None or not (has_only_losses or self.teacher) or (self.keeps_ignored and not self.teacher):
+            return None
+        return self.total.as_losses
 
     @property
     def row_groups(self) -> list[list[Part]]:
         """The parts; those in one list have the same rows, which are computed once, with the labels of all."""
         losses = self.plain_losses
-        if losses is None or losses[1] != 0 or self.parts[0].class_weight is not None:
+        has_several_labels = losses is not None and losses[1] == 0 and self.parts[0].class_weight is None
+        if self.teacher is None and not has_several_labels:
             return [[part] for part in self.parts]
         groups: list[list[Part]] = []
         for part in self.parts:
-            group = next((group for group in groups if group[0].logits == part.logits), None)
+            group = next((group for group in groups if _have_same_rows(group[0], part)), None)
             if group is None:
                 groups.append([part])
             else:
                 group.append(part)
-        return groups
+        # A divergence comes before the cross-entropy of the same rows.
+        return [sorted(group, key=lambda part: part.teacher is None) for group in groups]
 
     @property
     def reads_again(self) -> bool:
@@ -141,6 +152,11 @@ class Region:
             for tensor, position in row_operands(logits.rows).items():
                 add(position, tensor)
             add(labels.read_at, *labels.tensors, part.class_weight)
+            if labels.teacher is not None:
+                (term,) = labels.teacher.terms
+                add(term.outputs[0].position, term.input, term.weight)
+                for tensor, position in row_operands(labels.teacher.rows).items():
+                    add(position, tensor)
         if self.total is not None:
             made = {out for op in self.total.ops for out in op.outs} | {each.tensor for each in self.total.summands}
             for op in self.total.ops:
@@ -180,17 +196,24 @@ def _regions_of(interpreter: Interpreter, options: Options) -> tuple[list[Region
     for part in parts:
         part.problem = _problem(part, interpreter)
     _assign_argmaxes(parts, interpreter)
+    _refuse_beside_teachers(parts, options)
     _refuse_means(parts)
     _refuse_together(parts)
     regions = _join_parts([part for part in parts if part.problem is None], interpreter, options)
+    regions = _without_refused(regions, parts)
     while (stuck := _find_stuck(regions, interpreter)) is not None:
         _split_or_refuse(*stuck, regions, options=options)
-        _refuse_together(parts)
-        regions = [region for region in regions if all(part.problem is None for part in region.parts)]
+        regions = _without_refused(regions, parts)
     refused = [
         part.problem.at(part.line, part.kind) for part in parts if part.problem is not None and _is_reported(part)
     ]
     return regions, list(dict.fromkeys([*refused, *interpreter.refusals, *_decisions_on_escapes(interpreter, parts)]))
+
+
+def _without_refused(regions: Sequence[Region], parts: Sequence[Part]) -> list[Region]:
+    """Returns the regions of which no part is refused, or has to be together with another."""
+    _refuse_together(parts)
+    return [region for region in regions if all(part.problem is None for part in region.parts)]
 
 
 def _is_reported(part: Part) -> bool:
@@ -216,6 +239,8 @@ def _problem(part: Part, interpreter: Interpreter) -> NotFused | None:
     if part.class_weight is not None and None in map(part.as_loss, part.rows):
         # A region with class weights returns weighted losses, and no log-probabilities from which to compute others.
         return NotFused(Reason.CLASS_WEIGHTS, "of a loss without the gradient of a cross-entropy")
+    if part.teacher is not None and (problem := _problem_with_teacher(part, part.teacher, interpreter)):
+        return NotFused(Reason.CLASS_PROBABILITIES, problem)
     if not logits.has_float_factors:
         return NotFused(Reason.TRANSFORMED_LOGITS, "by factors whose product overflows or underflows")
     if not all(tensor.is_plain for tensor in Region([part]).read_at):
@@ -226,6 +251,53 @@ def _problem(part: Part, interpreter: Interpreter) -> NotFused | None:
         names = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
         return NotFused(Reason.DTYPE, ", ".join(names))
     return None
+
+
+def _problem_with_teacher(part: Part, teacher: Logits, interpreter: Interpreter) -> str:
+    """Returns why a region cannot compute a divergence from a teacher; empty if it can."""
+    heads = part.logits, teacher
+    if any(len(head.terms) > 1 or head.bias is not None or head.group is not None for head in heads):
+        return "of heads with a bias or an adapter, or that are divided among ranks"
+    if not all(head.is_linear for head in heads):
+        return "of heads with a softcap, or of a part of the vocabulary"
+    if part.logits.scale != teacher.scale or teacher.scale < 0:
+        return "from a teacher at another temperature"
+    if any(not teacher.linears.isdisjoint(escape.value.logits.linears) for escape in interpreter.escapes):
+        return "from a teacher whose logits are also used elsewhere"
+    have_entropy = ["H" in atoms(row.sum) for row in part.rows.values()]
+    if None in map(part.as_loss, part.rows) or len({*have_entropy}) > 1 or part.labels.is_reverse > have_entropy[0]:
+        return "from a teacher, in a way that is no divergence"
+    return ""
+
+
+def _refuse_beside_teachers(parts: Sequence[Part], options: Options) -> None:
+    """Refuses divergences beside results of the student's logits that one call cannot compute with them."""
+    for part in (part for part in parts if part.teacher is not None):
+        if options.strategy not in (None, GRADIENTS_IN_FORWARD) or options.row_kernels == "nvfuser":
+            chosen = f"with strategy={options.strategy!r} and row_kernels={options.row_kernels!r}"
+            part.problem = part.problem or NotFused(Reason.CLASS_PROBABILITIES, f"from a teacher, {chosen}")
+        others = [
+            each for each in parts
+            if each is not part and not each.logits.linears.isdisjoint(part.logits.linears)
+            and (each.teacher is None or _have_same_rows(each, part))
+        ]  # fmt: skip
+        if others and (len(others) > 1 or not _is_beside(others[0], part)):
+            part.problem = part.problem or NotFused(
+                Reason.CLASS_PROBABILITIES, "from a teacher, beside further results of the student"
+            )
+
+
+def _is_beside(part: Part, divergence: Part) -> bool:
+    """Whether a part has the rows of a divergence from a teacher, and is computed in one call with it."""
+    is_plain = part.teacher is None and part.class_weight is None and not part.has_several_labels
+    return divergence.teacher is not None and is_plain and part.logits.scale == 1 and _have_same_rows(part, divergence)
+
+
+def _have_same_rows(a: Part, b: Part) -> bool:
+    """Whether parts have the same logits; beside a divergence, the temperature may differ."""
+    if a.teacher is None and b.teacher is None:
+        return a.logits == b.logits
+    return replace(a.logits, scale=Fraction(1)) == replace(b.logits, scale=Fraction(1))
 
 
 def _assign_argmaxes(parts: Sequence[Part], interpreter: Interpreter) -> None:
@@ -277,7 +349,7 @@ def _decisions_on_escapes(interpreter: Interpreter, parts: Sequence[Part]) -> li
         reported |= linears
         name, detail = escape.user.name, escape.detail.strip()
         reason, text = Reason.NOT_FOLLOWED, f"by {name} {detail}".strip()
-        if form:
+        if form in ("exp", "p"):
             reason = Reason.TRANSFORMED_LOGITS
         elif escape.user.is_change:
             reason = Reason.OPERAND_MODIFIED
@@ -287,9 +359,9 @@ def _decisions_on_escapes(interpreter: Interpreter, parts: Sequence[Part]) -> li
             reason, text = Reason.NOT_A_LOG_PROBABILITY, detail or text
         operands = map(interpreter.get, escape.user.operands)
         has_two_heads = any(isinstance(each, Class) and each.logits != value.logits for each in operands)
-        if name == "kl_div" or (name in ("mul", "sub") and has_two_heads):
+        if name == "kl_div" or (name in ("mul", "sub") and (has_two_heads or form == "q")):
             text += "; `linear_kl_divergence` takes a teacher's hidden states and head"
-        kind = {"": "log-probability", "exp": "probability", "p": "entropy"}[form]
+        kind = {"exp": "probability", "p": "entropy", "q": "divergence"}.get(form, "log-probability")
         decisions.append(Decision(escape.user.source, reason=reason, detail=text, kind=kind))
     return decisions
 
@@ -309,10 +381,20 @@ def _join_parts(parts: Sequence[Part], interpreter: Interpreter, options: Option
         # Labels at which numbers are gathered are never negative, so a negative label may be ignored among them, too.
         indices = [each.labels.ignore_index for each in parts if part.has_several_labels and each.logits == part.logits]
         ignored = max((index for index in indices if index < 0), default=part.labels.ignore_index)
-        by_head.setdefault((ignored, _head_key(part)), []).append(part)
+        key: Any = ignored, _head_key(part)
+        divergence = next((each for each in parts if _is_beside(part, each)), part)
+        if divergence.teacher is not None:
+            key = divergence.divergence, _head_key(divergence), _without_rows(divergence.teacher)
+        by_head.setdefault(key, []).append(part)
     regions: list[Region] = []
     for head_parts in by_head.values():
         joined = _with_sum(head_parts, interpreter, options)
+        if joined.teacher is not None:
+            if joined.needs_grad and joined.total is None:
+                # Nothing would save the logits of student and teacher, and computing both again takes long.
+                _refuse(joined, NotFused(Reason.CLASS_PROBABILITIES, f"from a teacher: {joined.note}"))
+            regions.append(joined)
+            continue
         if joined.total is not None or len(head_parts) == 1 or _has_large_gradients(head_parts, options):
             regions.append(joined)
             continue
@@ -360,11 +442,15 @@ def _has_only_rows(part: Part) -> bool:
 
 def _head_key(part: Part) -> Any:
     """Returns a key that is equal for parts whose rows can be computed in one call."""
-    logits, inputs_need_grad = part.logits, tuple(term.input.needs_grad for term in part.logits.terms)
+    inputs_need_grad = tuple(term.input.needs_grad for term in part.logits.terms)
+    return _without_rows(part.logits), inputs_need_grad, part.class_weight, part.needs_grad
+
+
+def _without_rows(logits: Logits) -> Logits:
+    """Returns logits that are equal for the same head, whatever its input."""
     # Each input becomes the weight, which stands for any.
     terms = tuple(replace(term, input=term.weight, hidden_dim=0, changes=0) for term in logits.terms)
-    head = replace(logits, terms=terms, rows=(), group=str(logits.group))
-    return head, inputs_need_grad, part.class_weight, part.needs_grad
+    return replace(logits, terms=terms, rows=(), group=str(logits.group))
 
 
 def _with_sum(parts: list[Part], interpreter: Interpreter, options: Options) -> Region:
@@ -398,11 +484,12 @@ def _check_sum(region: Region, total: TokenSum, *, has_no_scale: bool) -> None:
         is_mean = any(row.reduction == "mean" for part in parts for row in part.rows.values())
         if not is_plain or is_mean:
             raise NotASum("the losses have class weights")
-    if any(part.has_several_labels for part in parts):
+    if region.teacher is not None or any(part.has_several_labels for part in parts):
         if region.plain_losses is None or region.plain_losses[1] != 0:
-            raise NotASum(
-                "its tokens have several labels, and the loss is not one weighted sum of their log-probabilities"
-            )
+            has, numbers = "its tokens have several labels", "log-probabilities"
+            if region.teacher is not None:
+                has, numbers = "it has a teacher", "divergences and cross-entropies"
+            raise NotASum(f"{has}, and the loss is not one weighted sum of their {numbers}")
     elif len(parts) > 1 and not is_plain:
         losses = [
             (text, [each if isinstance(each, int) else (each[0].dtype, each[0].ignored) for each in inputs])
@@ -519,15 +606,20 @@ def _is_view(op: Op) -> bool:
 
 
 def _split_or_refuse(region: Region, problem: NotFused, regions: list[Region], *, options: Options) -> None:
-    """Leaves a region's sum to the program, or divides it into its parts; refuses a single part without a sum."""
-    if region.total is not None or len(region.parts) > 1:
+    """Leaves a region's sum to the program, or divides it into its parts; otherwise refuses it."""
+    if region.teacher is None and (region.total is not None or len(region.parts) > 1):
         why = "a tensor that it may depend on is changed in place"
         if problem.reason is Reason.LOGITS_USED:
             is_by = problem.detail.startswith("by ")
             why = f"its results are used {problem.detail}" if is_by else "its tokens' weights depend on its own results"
         _leave_sum_to_program(region, why, regions, options=options)
         return
-    region.parts[0].problem = problem
+    _refuse(region, problem)
+
+
+def _refuse(region: Region, problem: NotFused) -> None:
+    for part in region.parts:
+        part.problem = problem
 
 
 def _leave_sum_to_program(region: Region, why: str, regions: list[Region], *, options: Options) -> None:

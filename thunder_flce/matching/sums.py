@@ -108,7 +108,11 @@ class TokenSum:
     def as_losses(self) -> tuple[list[Fraction], Fraction] | None:
         """Factor of each part, and label smoothing of all, if every summand has a `Part.as_loss`; else None."""
         factors, smoothings = list[Fraction](), set[Fraction]()
+        has_teacher = any(part.teacher is not None for part in self.parts)
         for part in self.parts:
+            if has_teacher and not any(summand.part is part for summand in self.summands):
+                factors.append(Fraction(0))  # A cross-entropy that is only logged, beside a divergence.
+                continue
             losses = {part.handles[tensor]: part.as_loss(tensor) for tensor in part.rows if tensor.needs_grad}
             part_losses = {losses.get(summand.handle) for summand in self.summands if summand.part is part}
             if len(part_losses) != 1 or (loss := part_losses.pop()) is None:

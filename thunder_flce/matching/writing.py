@@ -6,6 +6,7 @@ All of it is written in PyTorch's functions, which a `Writer` adds to its graph.
 import math
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial, reduce
 from typing import Any, Protocol
 
@@ -32,6 +33,7 @@ from thunder_flce.matching.program import (
 from thunder_flce.matching.regions import Region, is_compared_with_labels
 from thunder_flce.matching.sums import PRODUCTS, Summand, TokenSum
 from thunder_flce.operation.call import Call, named_tensors, operand_names
+from thunder_flce.operation.divergence import Divergence
 from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS, NOTHING_IGNORED, Loss
 from thunder_flce.options import RECOMPUTE_LOGITS, SAVE_LOGITS, Options
 
@@ -71,7 +73,8 @@ class _Writing:
         """The program's result that is the region's loss; None if that is a sum, or if results are computed from it"""
         self._keeps_ignored, self._losses, self._groups = region.keeps_ignored, region.plain_losses, region.row_groups
         self._is_joined = len(region.parts) > 1
-        self._most_labels = max(sum(part.labels.per_row for part in group) for group in self._groups)
+        per_row = [sum(part.labels.per_row for part in group) for group in self._groups]
+        self._most_labels = max(per_row) if region.teacher is None else 1
         """Number of labels of a row, of those that have most"""
         self._constants: list[Tensor] = []
         """Numbers to add to the sum: 0, or NaN if no token counts and the sum is divided by their number"""
@@ -90,13 +93,7 @@ class _Writing:
             "terms": tuple((x, self._weight(t)) for x, t in zip(inputs[1:], logits.terms[1:], strict=True)),
             "weight": region.parts[0].class_weight,
         }
-        # The scale of a `Loss` includes the softcap.
-        scale = logits.scale if logits.softcap is None else logits.scale * logits.softcap
-        settings: dict[str, Any] = {
-            "logit_scale": float(scale),
-            "softcap": None if logits.softcap is None else float(logits.softcap),
-            "vocab_size": logits.vocab_size,
-        }
+        settings = self._settings_of_logits() if region.teacher is None else self._settings_of_teacher(arguments)
         settings |= self._settings_of_rows(arguments) if region.total is None else self._settings_of_sum(arguments)
         outputs = self._outputs()
         detached = tuple(name for name, has_grad in outputs.items() if name in DIFFERENTIABLE_OUTPUTS and not has_grad)
@@ -131,7 +128,9 @@ class _Writing:
     def _inputs_and_labels(self) -> tuple[list[Tensor], Tensor]:
         """Returns each term's input, (..., H), and the labels of all parts, (...), or (..., K) if rows have several."""
         part_operands = {part: self._operands_of(part) for part in self._region.parts}
-        labels = self._of_labels([each for _, each in part_operands.values()])
+        # Beside a divergence, which has no labels, a row has those of its cross-entropy.
+        labelled = self._region.parts if self._region.teacher is None else [group[-1] for group in self._groups]
+        labels = self._of_labels([part_operands[part][1] for part in labelled])
         inputs = [part_operands[group[0]][0] for group in self._groups]
         if not self._is_joined:
             return inputs[0], labels
@@ -158,7 +157,7 @@ class _Writing:
         return self._joined(rows)
 
     def _operands_of(self, part: Part) -> tuple[list[Tensor], Tensor]:
-        inputs = [self._input(term, part) for term in part.logits.terms]
+        inputs = [self._input(term, part.logits.rows) for term in part.logits.terms]
         rows = inputs[0].shape[:-1]
         if not part.labels.tensors:
             zeros = self._call(torch.zeros, rows, dtype=torch.int64, device=inputs[0].device)
@@ -191,11 +190,11 @@ class _Writing:
             return self._call(torch.unsqueeze, tensor, 0)
         return self._call(torch.flatten, tensor, 0, tensor.ndim - ndim)
 
-    def _input(self, term: Term, part: Part) -> Tensor:
-        input = self._operand(self._call(torch.Tensor.to, term.input, term.dtype), term.has_grad)
+    def _input(self, term: Term, rows: Sequence[RowStep], *, has_grad: bool = True) -> Tensor:
+        input = self._operand(self._call(torch.Tensor.to, term.input, term.dtype), has_grad and term.has_grad)
         if (dim := term.hidden_dim) != input.ndim - 1:
             input = self._call(torch.permute, input, (*range(dim), *range(dim + 1, input.ndim), dim))
-        input = reduce(self._apply_step, part.logits.rows, input)
+        input = reduce(self._apply_step, rows, input)
         return input if term.factor == 1 else self._call(torch.mul, input, float(term.factor))
 
     def _apply_step(self, hidden: Tensor, step: RowStep) -> Tensor:
@@ -235,10 +234,55 @@ class _Writing:
 
     # What the region computes.
 
+    def _settings_of_logits(self) -> dict[str, Any]:
+        logits, softcap = self._logits, self._logits.softcap
+        # The scale of a `Loss` includes the softcap.
+        scale = float(logits.scale if softcap is None else logits.scale * softcap)
+        return {
+            "logit_scale": scale,
+            "softcap": None if softcap is None else float(softcap),
+            "vocab_size": logits.vocab_size,
+        }
+
+    def _settings_of_teacher(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Returns the divergence from a teacher; adds the teacher's operands to the arguments."""
+        inputs = []
+        for part, *_ in self._groups:
+            assert part.teacher is not None
+            (term,) = part.teacher.terms
+            input = self._input(term, part.teacher.rows, has_grad=False)
+            inputs.append(self._flat(input, 2) if self._is_joined else input)
+        input = self._joined(inputs)
+        arguments["teacher_input"] = self._call(torch.reshape, input, (*self._rows_shape, input.shape[-1]))
+        arguments["teacher_weight"] = self._weight(replace(term, has_grad=False))
+        return {"divergence": Divergence(kind=part.divergence, temperature=float(1 / part.logits.scale))}
+
+    def _add_weights_beside_teacher(self, arguments: dict[str, Any], weights: Sequence[Tensor]) -> dict[str, Any]:
+        """Adds the weights of divergences and of cross-entropies, given for each part, to the arguments."""
+        of_part = dict(zip(self._region.parts, weights, strict=True))
+        of_group = [[of_part[part] for part in group] for group in self._groups]
+        columns = {"divergence_weights": [first for first, *_ in of_group]}
+        if any(len(group) > 1 for group in of_group):
+            columns["label_weights"] = [
+                others[0] if others else self._call(torch.zeros_like, first) for first, *others in of_group
+            ]
+        for name, column in columns.items():
+            arguments[name] = self._call(torch.reshape, self._joined(column), self._rows_shape)
+        if not self._region.has_only_sum:
+            return {}
+        # Rows whose weights are all 0 are ignored.
+        counts = (self._call(torch.ne, arguments[name], 0.0) for name in columns)
+        is_counted = reduce(partial(self._call, torch.logical_or), counts)
+        arguments["target"] = self._call(torch.where, is_counted, arguments["target"], _IGNORED)
+        return {"ignore_index": _IGNORED}
+
     def _settings_of_rows(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Returns the settings of the loss for a region without a sum; several labels of each row need weights, too."""
         if self._region.parts[0].has_several_labels:
             arguments["target_weights"] = self._call(torch.zeros_like, arguments["target"], dtype=self._rows_dtype)
+        if any(len(group) > 1 for group in self._groups):
+            # The loss of a row is its divergence, and the cross-entropy beside it an output.
+            arguments["label_weights"] = self._call(torch.zeros_like, arguments["target"], dtype=self._rows_dtype)
         if self._loss is None:
             return {"reduction": "none", "ignore_index": NOTHING_IGNORED}
         (part,) = self._region.parts
@@ -279,9 +323,11 @@ class _Writing:
             all_weights = []
             for part, factor, part_weights in zip(region.parts, factors, weights, strict=True):
                 # Each weight has the shape that the program gave its tokens.
-                in_rows = (self._in_rows(weight, part) if weight.ndim else weight for weight in part_weights)
-                weight = reduce(partial(self._call, torch.add), in_rows)
+                in_rows = [self._in_rows(weight, part) if weight.ndim else weight for weight in part_weights]
+                weight = reduce(partial(self._call, torch.add), in_rows or [self._full((), 0.0, self._rows_dtype)])
                 all_weights.append(self._per_token(scaled(weight, factor, self._call), part))
+            if region.teacher is not None:
+                return settings | self._add_weights_beside_teacher(arguments, all_weights)
             name = "token_weights" if same(self._most_labels, 1) else "target_weights"
             arguments[name] = self._of_labels(all_weights, are_weights=True)
             return settings
@@ -421,9 +467,9 @@ class _Writing:
         for part in self._region.parts:
             for tensor, row in self._region.kept_rows(part).items():
                 for name, (factor, _) in row.variables.items():
-                    if total is None and (
-                        self._loss is not None or (name == "log_prob" and not part.has_several_labels)
-                    ):
+                    name = name if part.teacher is None else "divergence"
+                    follows = name == ("log_prob" if self._region.teacher is None else "divergence")
+                    if total is None and (self._loss is not None or (follows and not part.has_several_labels)):
                         continue  # It follows from the loss.
                     flows[name] = flows.get(name, False) or (factor != 0 and tensor.needs_grad and total is None)
             if part.argmaxes:
@@ -471,6 +517,9 @@ class _Writing:
 
     def _part_outputs(self, outputs: dict[str, Tensor], part: Part) -> dict[str, Tensor]:
         """Returns the outputs of one part's rows and labels."""
+        if part.teacher is not None and self._region.kept_rows(part):
+            divergence = outputs.get("divergence", outputs["loss"])
+            outputs = {**outputs, "log_prob": self._call(torch.neg, divergence)}
         if not self._is_joined:
             return outputs
         at = next(number for number, group in enumerate(self._groups) if part in group)
@@ -554,6 +603,10 @@ class _Writing:
             return None
         # A loss in 16 bits rounds its upstream gradient.
         return number if result is None or result.dtype.itemsize >= 4 else _rounded(number, result.dtype)
+
+
+_IGNORED = -100
+"""A label that is in no vocabulary"""
 
 
 def _before_reshapes(labels: Tensor, rows: Sequence[Any], interpreter: Interpreter) -> Tensor:

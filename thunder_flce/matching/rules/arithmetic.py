@@ -8,10 +8,13 @@ from typing import Any, TypeVar
 import torch
 
 from thunder_flce.matching.algebra import (
+    LOG_PROBABILITY,
+    NO_LABELS,
     ONE,
     Class,
     Labels,
     Logits,
+    Poly,
     Row,
     RowStep,
     Term,
@@ -23,6 +26,7 @@ from thunder_flce.matching.algebra import (
     poly,
     require,
     value,
+    without_grad,
 )
 from thunder_flce.matching.interpreter import Interpreter, rule
 from thunder_flce.matching.program import COPIES, Op, Tensor, hint, is_number, same, same_shape
@@ -33,14 +37,26 @@ from thunder_flce.matching.rules.shapes import with_step
 def _mul(interpreter: Interpreter, op: Op, input: Any, other: Any) -> Value:
     a, b = interpreter.get(input), interpreter.get(other)
     if isinstance(a, Class) and isinstance(b, Class):
-        return weighted(a, b)
+        if a.logits == b.logits and "q" not in (a.form, b.form):
+            return weighted(a, b)
+        require(is_only_summed(op.output))
+        return weighted_by_teacher(op, *((a, b) if a.form == "exp" else (b, a)))
     described, factor = (a, other) if a is not None else (b, input)
     if not isinstance(described, Class | Row):
         raise Unknown
-    if isinstance(described, Class) and all(user.name == "sum" for user in op.output.users):
+    if isinstance(described, Class) and is_only_summed(op.output):
         if (at_labels := at_one_hot(interpreter, op, described, factor)) is not None:
             return at_labels
     return _with_factor(interpreter, op, described, factor) or times(described, _as_fraction(factor))
+
+
+def is_only_summed(classes: Tensor) -> bool:
+    """Whether a program only sums up a tensor, perhaps times numbers."""
+    return all(
+        user.name == "sum"
+        or (user.name in ("mul", "div", "neg") and len(user.operands) == 1 and is_only_summed(user.output))
+        for user in classes.users
+    )
 
 
 def _with_factor(interpreter: Interpreter, op: Op, input: Class | Row, factor: Any) -> Class | None:
@@ -74,7 +90,7 @@ def at_one_hot(interpreter: Interpreter, product: Op, input: Class, one_hot: Any
     while copies and (producer := copies[-1].op) is not None and producer.name in COPIES:
         copies.append(producer.operands[0])
     op = copies[-1].op if copies and interpreter.program.changed.isdisjoint(copies) else None
-    if op is None or op.name != "one_hot" or input.form == "p" or not same_shape(one_hot.shape, input.shape):
+    if op is None or op.name != "one_hot" or input.form in ("p", "q") or not same_shape(one_hot.shape, input.shape):
         return None
     index = op.operands[0]
     if input.dim != len(input.shape) - 1 or interpreter.depends_on(index, input.logits):
@@ -90,6 +106,39 @@ def weighted(a: Class, b: Class) -> Class:
     require(is_p and p.logits == other.logits and p.dim == other.dim and not other.form)
     require(same_shape(p.shape, other.shape))
     return replace(other, form="p", sum=added((p.factor, other.sum)), p_has_grad=has_grad(p.sum))
+
+
+def difference(op: Op, minuend: Class, subtrahend: Class) -> Class:
+    """Returns log q - (a u + r), or log p - log q: one of them is a teacher's log-probability, without a gradient."""
+    is_reverse = has_grad(minuend.sum)
+    teacher, student = (subtrahend, minuend) if is_reverse else (minuend, subtrahend)
+    require(teacher.form == student.form == "" and value(teacher.sum) == value(LOG_PROBABILITY))
+    require(not student.labels.are_given and (student.sum == LOG_PROBABILITY or not is_reverse))
+    labels = replace(_labels_of_teacher(op, teacher, student), is_reverse=is_reverse)
+    return replace(student, form="q", sum=added((-1, student.sum)), labels=labels)
+
+
+def weighted_by_teacher(op: Op, factor: Class, other: Class) -> Class:
+    """Returns the product of a teacher's probabilities q and a u + r, of q and a `difference`, or of p and one."""
+    require(replace(factor, factor=Fraction(1)).is_probability and other.form in ("", "q"))
+    entropy: Poly = ()
+    if other.form:
+        entropy = without_grad(poly(H=1))
+    if other.labels.is_reverse:
+        require(factor.logits == other.logits and factor.sum == LOG_PROBABILITY)
+        labels = other.labels
+    else:
+        labels = _labels_of_teacher(op, factor, other)
+        require(other.labels == (labels if other.form else NO_LABELS))
+    summands = added((factor.factor, other.sum), (factor.factor, entropy))
+    return replace(other, form="", sum=summands, labels=labels)
+
+
+def _labels_of_teacher(op: Op, teacher: Class, student: Class) -> Labels:
+    """Returns a teacher's distribution as the labels of a student."""
+    require(not has_grad(teacher.sum), "with a teacher that requires a gradient")
+    require(teacher.dim == student.dim and same_shape(teacher.shape, student.shape))
+    return Labels((), (), op.position, op.source, teacher=teacher.logits)
 
 
 @rule("div")
@@ -119,7 +168,7 @@ _Scaled = TypeVar("_Scaled", bound=Class | Row)
 
 def times(input: _Scaled, factor: Fraction) -> _Scaled:
     """Returns a description times a number that is not 0; for logits alone, the number becomes their factor."""
-    require(factor != 0)
+    require(factor != 0 and input.form != "q")
     if input.form == "exp":
         return replace(input, factor=input.factor * factor)
     if isinstance(input, Row):
@@ -149,9 +198,11 @@ def _add(interpreter: Interpreter, op: Op, input: Any, other: Any, *, alpha: Any
     if isinstance(a, Row) and isinstance(b, Row):
         return _sum_of_rows(a, b, sign)
     if isinstance(a, Class) and isinstance(b, Row):
-        require(interpreter.is_row_of(b, a) and not (b.form or a.form or b.labels.tensors))
+        require(interpreter.is_row_of(b, a) and not (b.form or a.form or b.labels.are_given))
         return replace(a, sum=added((1, a.sum), (sign, b.sum)))
     if isinstance(a, Class) and isinstance(b, Class):
+        if sign == -1 and a.logits != b.logits:
+            return difference(op, a, b)
         if a.logits == b.logits and a.dim == b.dim and not a.form and not b.form and same_shape(a.shape, b.shape):
             return replace(a, sum=added((1, a.sum), (sign, b.sum)))
         require(sign == 1)
@@ -167,12 +218,12 @@ def _add(interpreter: Interpreter, op: Op, input: Any, other: Any, *, alpha: Any
 def _sum_of_rows(a: Row, b: Row, sign: int) -> Row:
     b = _in_terms_of(b, a.logits) or b
     a = a if a.logits == b.logits else _in_terms_of(a, b.logits) or a
-    with_labels = [row for row in (a, b) if row.labels.tensors] or [a]
+    with_labels = [row for row in (a, b) if row.labels.are_given] or [a]
     labels, shape = min((row.labels for row in with_labels), key=lambda each: each.read_at), with_labels[0].shape
     has_one_set = all(row.labels == labels for row in with_labels)
     # A number of each row is broadcast to those of its several labels.
     row_shape = shape if same(labels.per_row, 1) else (*shape[:-1], 1)
-    have_shape = all(same_shape(row.shape, shape if row.labels.tensors else row_shape) for row in (a, b))
+    have_shape = all(same_shape(row.shape, shape if row.labels.are_given else row_shape) for row in (a, b))
     require(a.logits == b.logits and not a.form and not b.form and has_one_set and have_shape)
     row_sum = added((1, a.sum), (sign, b.sum))
     # Without u_y, it has a number for each label that is the same for all.

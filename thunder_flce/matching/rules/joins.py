@@ -15,7 +15,8 @@ from thunder_flce.matching.rules.shapes import rows_in_shape
 def _join(interpreter: Interpreter, op: Op, tensors: Sequence[Tensor], dim: int = 0) -> Class | Row:
     """Describes joined rows of the same logits, such as the sequences of a batch, or those of the token before each."""
     operands: list[Any] = [interpreter.get(each) for each in tensors]
-    require(all(isinstance(each, Class | Row) for each in operands), "with other tensors")
+    are_plain = all(isinstance(each, Class | Row) and each.labels.teacher is None for each in operands)
+    require(are_plain, "with other tensors")
     have_one_input = len({each.logits.terms[0].input for each in operands}) == 1
     operands = operands if have_one_input else [_as_rows_of_whole_input(interpreter, each) for each in operands]
     first, shape = operands[0], op.output.shape

@@ -1,5 +1,6 @@
 """PyTorch's own losses."""
 
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -8,8 +9,14 @@ import torch
 from thunder_flce.matching.algebra import LOG_PROBABILITY, Class, Labels, Row, added, require, value, with_u_as
 from thunder_flce.matching.decisions import NotFused, Reason
 from thunder_flce.matching.interpreter import Interpreter, rule
-from thunder_flce.matching.program import Op, Tensor
-from thunder_flce.matching.rules.reductions import wrong_dimension
+from thunder_flce.matching.program import Op, Tensor, has_elements
+from thunder_flce.matching.rules.arithmetic import (
+    difference,
+    is_only_summed,
+    times,
+    weighted_by_teacher,
+)
+from thunder_flce.matching.rules.reductions import columns_of, summed, wrong_dimension
 from thunder_flce.operation.loss import NOTHING_IGNORED
 
 
@@ -32,7 +39,9 @@ def _loss(
     ignore_index = NOTHING_IGNORED - 1 if ignore_index == NOTHING_IGNORED else ignore_index
     if size_average is not None or reduce is not None:
         raise NotFused(Reason.DEPRECATED_ARGUMENT)
-    if target.dtype.is_floating_point or target.ndim == input.ndim:
+    teacher = interpreter.get(target)
+    is_distribution = target.dtype.is_floating_point or target.ndim == input.ndim
+    if is_distribution and (not isinstance(teacher, Class) or weight is not None or label_smoothing):
         raise NotFused(Reason.CLASS_PROBABILITIES)
     if classes.dim != min(1, input.ndim - 1):
         raise wrong_dimension(classes, f"logits of shape {input.shape}")
@@ -43,6 +52,9 @@ def _loss(
         raise NotFused(Reason.NOT_LOG_PROBABILITIES)
     if not classes.is_shifted_logits:
         raise NotFused(Reason.TRANSFORMED_LOGITS, "by a factor after log_softmax")
+    if isinstance(teacher, Class) and is_distribution:
+        losses = replace(classes, sum=added((-1, classes.u), (1, with_u_as("L", classes.u))))
+        return replace(summed(weighted_by_teacher(op, teacher, losses), classes.rows_shape), reduction=reduction)
     if weight is not None and classes.logits.vocab_size is not None:
         raise NotFused(Reason.CLASS_WEIGHTS, "for a part of the linear's vocabulary")
     number = interpreter.program.number_at(target, op)
@@ -55,3 +67,27 @@ def _loss(
         factors = {"L": 1, "y": smoothing - 1, "U": -smoothing}
         row_sum = added(*((factor, with_u_as(name, classes.u)) for name, factor in factors.items()))
     return Row(classes.logits, target.shape, row_sum, labels=labels, class_weight=weight, reduction=reduction)
+
+
+@rule("kl_div")
+def _kl_div(
+    interpreter: Interpreter, op: Op, input: Class, target: Class, size_average: Any = None, reduce: Any = None,
+    reduction: str = "mean", log_target: bool = False,
+) -> Class | Row:  # fmt: skip
+    """Describes target * (log(target) - input), or a reduction of it; `log_target` says that target is a logarithm."""
+    is_last = input.dim == len(input.shape) - 1 and len(input.shape) > 1
+    require(size_average is None and reduce is None and is_last and target.form == ("" if log_target else "exp"))
+    product = weighted_by_teacher(op, replace(target, form="exp"), difference(op, replace(target, form=""), input))
+    if reduction == "none":
+        require(is_only_summed(op.output))
+        return product
+    total = summed(product, input.rows_shape)
+    if reduction == "sum":
+        return replace(total, reduction="sum")
+    if reduction == "batchmean" and len(input.rows_shape) > 1:
+        sequences = input.shape[0]
+        require(type(sequences) is int and sequences, "over a number of sequences that changes")
+        return replace(times(total, Fraction(1, sequences)), reduction="sum")
+    require(has_elements(op.operands[0]))
+    columns = columns_of(input) if reduction == "mean" else 1
+    return replace(times(total, Fraction(1, columns)), reduction="mean")

@@ -70,7 +70,7 @@ def _sum(
 def _mean(
     interpreter: Interpreter, op: Op, input: Class, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Row:
-    mean = times(_sum(interpreter, op, input, dim, keepdim), 1 / Fraction(_columns(input)))
+    mean = times(_sum(interpreter, op, input, dim, keepdim), 1 / Fraction(columns_of(input)))
     if mean.reduction == "none":
         return mean
     detail = "over no tokens, or over a number of tokens that depends on the values of a tensor"
@@ -78,7 +78,8 @@ def _mean(
     return replace(mean, reduction="mean")
 
 
-def _columns(input: Class) -> int:
+def columns_of(input: Class) -> int:
+    """Returns the number of classes."""
     # A symbol would have to become a number, and the program would be compiled for each number.
     require(type(input.columns) is int, "over a number of classes that is not known when the program is compiled")
     return int(input.columns)
@@ -86,10 +87,10 @@ def _columns(input: Class) -> int:
 
 def summed(input: Class, shape: tuple[Any, ...]) -> Row:
     """Returns Σ exp(u + r), Σ p (a u + r) or Σ (a u + r) over the classes, or the label's summand if others are 0."""
-    if input.labels.tensors:
+    if input.labels.are_given:
         return input.row("y", shape, input.labels)
     if not input.form:
-        return times(input.row("U", shape), Fraction(_columns(input)))
+        return times(input.row("U", shape), Fraction(columns_of(input)))
     if input.form == "exp" and input.factor_of_u == 1:
         return input.row("L", shape)
     require(input.form == "p")
