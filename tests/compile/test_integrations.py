@@ -823,7 +823,8 @@ def test_programs_of_the_page(title, program, tmp_path, monkeypatch, capsys):
         pytest.importorskip(library)
     monkeypatch.chdir(tmp_path)
     tiny.model(num_hidden_layers=1 if "peft" in title else 0).save_pretrained("model")
-    names = {"model": transformers.AutoModelForCausalLM.from_pretrained("model"), "tokenizer": tiny.tokenizer()}
+    models = {name: transformers.AutoModelForCausalLM.from_pretrained("model") for name in ("model", "teacher")}
+    names = {**models, "tokenizer": tiny.tokenizer()}
     if title == "TRL":
         import trl
         from datasets import Dataset

@@ -912,6 +912,10 @@ expect([AT_ONCE], thunder=True)({
     "reverse divergence written out, and labels": lambda z, t, y, m: ce_loss(z, y) + (
         ((p := (z / 2).log_softmax(-1)).exp() * (p - (t / 2).log_softmax(-1))).sum(-1) * m
     ).sum(),
+    "added for each token": lambda z, t, y, m: (
+        (F.cross_entropy(z.mT, torch.where(m > 0, y, -100), reduction="none") + _kl(z, t, reduction="none").sum(-1))
+        * y.cos()
+    ).mean(),
     "next tokens of both": lambda z, t, y: _kl(z[:, :-1], t[:, :-1], reduction="sum") + ce_loss(z[:, :-1], y[:, 1:]),
     "calls for parts": _of_parts,
 })  # fmt: skip

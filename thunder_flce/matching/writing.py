@@ -260,6 +260,9 @@ class _Writing:
     def _add_weights_beside_teacher(self, arguments: dict[str, Any], weights: Sequence[Tensor]) -> dict[str, Any]:
         """Adds the weights of divergences and of cross-entropies, given for each part, to the arguments."""
         of_part = dict(zip(self._region.parts, weights, strict=True))
+        for part in (part for part in of_part if part.labels.has_ignored):
+            is_valid = self._in_rows(self._is_valid(part), part)
+            of_part[part] = self._call(torch.where, is_valid, of_part[part], 0.0)
         of_group = [[of_part[part] for part in group] for group in self._groups]
         columns = {"divergence_weights": [first for first, *_ in of_group]}
         if any(len(group) > 1 for group in of_group):
