@@ -134,6 +134,15 @@ def _minus_divergence(logits: Tensor, target: Tensor, *teacher: Tensor) -> Tenso
     return -F.kl_div(logits.log_softmax(-1), teacher_log_probs, reduction="none", log_target=True).sum(-1)
 
 
+def _half_of_both(logits: Tensor, target: Tensor, *teacher: Tensor) -> Tensor:
+    return (_log_probs(logits, target) + _minus_divergence(logits, target, *teacher)) / 2
+
+
+def _liger_half_of_both(x: Tensor, weight: Tensor, target: Tensor, *teacher: Tensor) -> Tensor:
+    """Liger's Jensen-Shannon divergence beside the cross-entropy, half of each; the forward KL at β = 0."""
+    return import_module("liger_kernel.chunked_loss").LigerFusedLinearJSDLoss(beta=0.0)(x, weight, *teacher, target)
+
+
 def _liger_divergence(x: Tensor, weight: Tensor, _: Tensor, *teacher: Tensor) -> Tensor:
     """Liger's Jensen-Shannon divergence, which is the forward KL at β = 0."""
     function = import_module("liger_kernel.transformers.functional").liger_fused_linear_jsd
@@ -159,6 +168,9 @@ LOSSES = {
             "function": lambda x, weight, _, *teacher: linear_kl_divergence(x, weight, *teacher),
             "liger": _liger_divergence,
         },
+    ),
+    "KL and labels": Loss(
+        reduce=_mean, per_token=_half_of_both, make_extras=_teacher, matmuls=4, own={"liger": _liger_half_of_both}
     ),
 }  # fmt: skip
 

@@ -486,10 +486,11 @@ def _check_sum(region: Region, total: TokenSum, *, has_no_scale: bool) -> None:
             raise NotASum("the losses have class weights")
     if region.teacher is not None or any(part.has_several_labels for part in parts):
         if region.plain_losses is None or region.plain_losses[1] != 0:
-            has, numbers = "its tokens have several labels", "log-probabilities"
             if region.teacher is not None:
-                has, numbers = "it has a teacher", "divergences and cross-entropies"
-            raise NotASum(f"{has}, and the loss is not one weighted sum of their {numbers}")
+                raise NotASum("the loss is not one weighted sum of divergences and cross-entropies")
+            raise NotASum(
+                "its tokens have several labels, and the loss is not one weighted sum of their log-probabilities"
+            )
     elif len(parts) > 1 and not is_plain:
         losses = [
             (text, [each if isinstance(each, int) else (each[0].dtype, each[0].ignored) for each in inputs])
