@@ -149,6 +149,8 @@ def test_as_many_logits_are_saved_as_the_budget_allows():
     # Half where the head is frozen and dX fills the device, 132 multiprocessors.
     *(((8192, 128256, h), FROZEN, rows) for h, rows in ((2048, 2048), (4096, 1024))),
     ((8192, 128256, 4096), {**FROZEN, "rank": 1024}, 2048),
+    # Half with a teacher, whose logits take as much memory, unless there are many tokens or very few.
+    *(((tokens, 128256, 4096), {"teacher": 4096}, rows) for tokens, rows in ((1000, 1000), (2048, 1024), (8192, 2048))),
     # Without dW, a single chunk avoids no sum.
     ((8192, 32000, 2048), FROZEN, 2816),
     ((8192, 128256, 4096), {"needs_grad": ()}, 2048),
