@@ -104,12 +104,17 @@ def scalars_as_tensors(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
             continue
         check_scalar(name, number)
         if isinstance(input := arguments.get("input"), Tensor):
-            dtype = torch.float64 if input.dtype is torch.float64 else torch.float32
-            # `full` would specialise a symbol; multiplied, it stays one, and a program is compiled once for all values.
-            is_symbol = isinstance(number, torch.SymInt | torch.SymFloat)
-            tensor = torch.full((), 1 if is_symbol else plain(number), dtype=dtype, device=input.device)
-            tensors = {**tensors, name: tensor * number if is_symbol else tensor}
+            tensors = {**tensors, name: scalar_tensor(number, like=input)}
     return tensors
+
+
+def scalar_tensor(number: Any, *, like: Tensor) -> Tensor:
+    """Returns a number as a tensor, in the row dtype and on the device of the operand `like`."""
+    dtype = torch.float64 if like.dtype is torch.float64 else torch.float32
+    # `full` would specialise a symbol; multiplied, it stays one, and a program is compiled once for all values.
+    is_symbol = isinstance(number, torch.SymInt | torch.SymFloat)
+    tensor = torch.full((), 1 if is_symbol else plain(number), dtype=dtype, device=like.device)
+    return tensor * number if is_symbol else tensor
 
 
 def autocast(tensors: dict[str, Any]) -> dict[str, Any]:

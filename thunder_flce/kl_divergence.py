@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from thunder_flce.calls import autocast, run
+from thunder_flce.calls import autocast, run, scalar_tensor
 from thunder_flce.functional import one_call
 from thunder_flce.operation.call import Call, is_tensor, named_tensors
-from thunder_flce.operation.checks import check_finite
+from thunder_flce.operation.checks import check_fits_float32
 from thunder_flce.operation.divergence import Divergence
 from thunder_flce.operation.loss import NOTHING_IGNORED, loss_of
 from thunder_flce.options import Options, as_options, plain
@@ -89,17 +89,19 @@ def linear_kl_divergence(
         "expected_gradient": options.expected_gradient,
         "teacher_input": teacher_input, "teacher_weight": teacher_weight,
     }  # fmt: skip
-    label_weight = plain(cross_entropy_weight)
-    check_finite("cross_entropy_weight", label_weight)
-    if target is None and label_weight:
-        raise ValueError(f"target must be given with a cross_entropy_weight other than 0, here {label_weight}")
-    if target is None and isinstance(input, Tensor) and input.ndim and not input.is_nested:
-        # No row is ignored.
-        tensors["target"] = torch.zeros(input.shape[:-1], dtype=torch.int64, device=input.device)
-        ignore_index = NOTHING_IGNORED
-    if label_weight and isinstance(target, Tensor):
-        dtype = torch.promote_types(input.dtype, torch.float32)
-        tensors["label_weights"] = torch.full_like(target, label_weight, dtype=dtype)
+    check_fits_float32("cross_entropy_weight", cross_entropy_weight)
+    # Compared, a symbol would be specialised.
+    has_labels = isinstance(cross_entropy_weight, torch.SymInt | torch.SymFloat) or cross_entropy_weight != 0
+    if target is None and has_labels:
+        raise ValueError(f"target must be given with a cross_entropy_weight other than 0, here {cross_entropy_weight}")
+    if isinstance(input, Tensor) and input.ndim and not input.is_nested:
+        tokens = input.shape[:-1]
+        if target is None:
+            # No row is ignored.
+            tensors["target"] = torch.zeros(tokens, dtype=torch.int64, device=input.device)
+            ignore_index = NOTHING_IGNORED
+        if has_labels:
+            tensors["label_weights"] = scalar_tensor(cross_entropy_weight, like=input).expand(tokens)
     kind = Divergence(kind=divergence, beta=plain(beta), temperature=plain(temperature))
     loss = loss_of(reduction=reduction, ignore_index=ignore_index, divergence=kind)
     return run(Call(tensors=autocast(named_tensors(tensors)), loss=loss), options)[0]

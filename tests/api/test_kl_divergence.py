@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import thunder
 import torch
+import torch._dynamo.testing
 import torch.nn.functional as F
 
 from random_calls import chooser, named
@@ -134,13 +135,15 @@ INPUT, WEIGHT, TEACHER_INPUT, TEACHER_WEIGHT, TARGET = operands()
     ({"teacher_input": TEACHER_INPUT[0]}, ValueError, r"teacher_input must be \(3, 7, 24\)"),
     ({"teacher_weight": TEACHER_WEIGHT.float()}, TypeError, "teacher_weight must have teacher_input's dtype, flo"),
     ({"teacher_input": TEACHER_INPUT.clone().requires_grad_()}, ValueError, "teacher_input must not require a gr"),
-    ({"input": INPUT.detach().numpy()}, TypeError, "input must be a tensor, but got ndarray"),
+    ({"input": INPUT.detach().numpy(), "cross_entropy_weight": 2}, TypeError, "input must be a tensor, but got nd"),
     ({"input": torch.nested.nested_tensor([*INPUT]), "target": None}, TypeError, "input must be a dense tensor, but"),
     ({"target": TARGET + 3 * V}, IndexError, r"target has 21 of 21 values that are neither in \[0, 101\)"),
     ({"divergence": "kl"}, ValueError, "divergence must be one of"),
     ({"beta": 1.0}, ValueError, "beta must be between 0 and 1, both excluded, but got 1.0"),
     ({"temperature": 0}, ValueError, "temperature must be positive and finite, but got 0"),
-    ({"cross_entropy_weight": math.inf}, ValueError, "cross_entropy_weight must be finite, but got inf"),
+    ({"cross_entropy_weight": math.nan}, ValueError, "cross_entropy_weight must be between -3.4e38 and 3.4e38, but"),
+    ({"cross_entropy_weight": 1e300}, ValueError, "cross_entropy_weight must be between -3.4e38 and 3.4e38, but got 1"),
+    ({"cross_entropy_weight": 2, "target": TARGET.to_sparse()}, TypeError, "target must be a dense tensor, but has"),
     ({"cross_entropy_weight": 0.5, "target": None}, ValueError, "target must be given with a cross_entropy_weight"),
     ({"options": Options(strategy="save_logits")}, ValueError, "options.strategy must be None"),
     ({"options": Options(row_kernels="nvfuser")}, ValueError, 'row_kernels="nvfuser"'),
@@ -150,6 +153,18 @@ def test_bad_argument(change, exception, message):
     arguments |= {"teacher_input": TEACHER_INPUT, "teacher_weight": TEACHER_WEIGHT}
     with pytest.raises(exception, match=message):
         linear_kl_divergence(**arguments | change)
+
+
+@pytest.mark.parametrize("kind", [int, float])
+def test_weights_that_change_between_calls(kind):
+    """The program is compiled once for all weights of the cross-entropy, such as those of a schedule."""
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(linear_kl_divergence, backend=counter, fullgraph=True)
+    tensors = operands()
+    for number in (3, 5, 8, 20):
+        weight = {"cross_entropy_weight": kind(number)}
+        torch.testing.assert_close(compiled(*tensors, **weight), composed(*tensors, **weight))
+    assert counter.frame_count == 2
 
 
 def test_inside_thunder():

@@ -69,7 +69,10 @@ CALLS = {
     "factors": {
         "token_weights": torch.rand(37), "expected_gradient": torch.tensor(3.0), "num_items": torch.tensor(3.0),
     },
-    "divergence, each row": {"divergence": "jensen_shannon", "reduction": "none", "options": Options(chunk_rows=5)},
+    "divergence, each row": {
+        "divergence": "jensen_shannon", "cross_entropy_weight": 0.5, "reduction": "none",
+        "options": Options(chunk_rows=5),
+    },
 }  # fmt: skip
 
 

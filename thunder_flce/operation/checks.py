@@ -55,9 +55,9 @@ def check_call(call: Call) -> None:
         _check_number("temperature", divergence.temperature, ("be positive and finite", lambda x: 0 < x < math.inf))
 
 
-def check_finite(name: str, number: Any) -> None:
-    """Raises an error if an argument is not a finite number."""
-    _check_number(name, number, _FINITE)
+def check_fits_float32(name: str, number: Any) -> None:
+    """Raises an error if an argument is not a number that is finite as a float32."""
+    _check_number(name, number, ("be between -3.4e38 and 3.4e38", lambda x: -3.4e38 <= x <= 3.4e38))
 
 
 def check_scalar(name: str, number: Any) -> None:
