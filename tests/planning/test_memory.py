@@ -85,18 +85,24 @@ def test_predicted_memory_is_what_tensors_take(strategy, needs, settings, live, 
     shapes = {"input": (TOKENS, HIDDEN), "linear_weight": (VOCAB, HIDDEN), "linear_bias": (VOCAB,)}
     if has_teacher:
         del shapes["linear_bias"]
-        shapes |= {"teacher_input": (TOKENS, HIDDEN), "teacher_weight": (VOCAB, HIDDEN)}
+        shapes |= {"teacher_input": (TOKENS, 32 * HIDDEN), "teacher_weight": (VOCAB, 32 * HIDDEN)}
     operands = {
         name: torch.randn(shape, dtype=dtype).requires_grad_(name in needs_grad) for name, shape in shapes.items()
     }
     operands["target"] = torch.randint(VOCAB, (TOKENS,))
+    if has_teacher:
+        # The rows of others are copied.
+        operands["target"][:10] = -100
     reduction = "none" if has_teacher and strategy == "recompute_logits" else "mean"
     plan = Plan(strategy=strategy, **settings)
     loss = Loss(reduction=reduction, divergence=Divergence() if has_teacher else None)
     call = Call(tensors=named_tensors(operands), loss=loss, needs_grad=needs_grad).specs()
     run_by(monkeypatch, plan)
     with live:
-        result = (linear_kl_divergence if has_teacher else linear_cross_entropy)(**operands, reduction=reduction)
+        if has_teacher:
+            result = linear_kl_divergence(**operands, cross_entropy_weight=0.5, reduction=reduction)
+        else:
+            result = linear_cross_entropy(**operands, reduction=reduction)
         if result.requires_grad:
             result.sum().backward()
     taken, predicted = live.peak - call.gradient_bytes, temporary_bytes(call, plan)

@@ -214,6 +214,10 @@ def test_where_dw_is_summed():
     # Also if the rows after those whose logits are saved are one chunk.
     plan = Plan(strategy="save_logits", saved_rows=1664, chunk_rows=4096, float32_accumulator=True)
     assert [plan.sum_dtype(call(), 4096, rows=rows).itemsize for rows in (1664, 1665, 4096)] == [2, 4, 4]
+    # Labels beside a divergence tell the frequent rows, also if none is ignored.
+    nothing_ignored, weights = Loss(ignore_index=NOTHING_IGNORED), Spec((8192,), torch.float32, torch.device("cuda"))
+    assert plan_of(teacher=4096, loss=nothing_ignored, label_weights=weights).float32_rows == 192
+    assert not plan_of(teacher=4096, loss=nothing_ignored).float32_rows
     # All rows of an adapter's dW are summed in float32.
     assert plan_of(rank=512).float32_rows == 192 and not plan_of(rank=512, **FROZEN).float32_rows
 

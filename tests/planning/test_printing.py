@@ -6,13 +6,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from reference import make_case, ours, run_by
+from reference import differentiate, make_case, run_by
 from test_plan import call as a_call
 from test_plan import shard_of
+from thunder_flce import Options
+from thunder_flce.calls import run
 from thunder_flce.engine import printing
 from thunder_flce.engine.plan import Plan
 from thunder_flce.engine.primitives import Primitives
-from thunder_flce.operation.call import Call, Spec, named_tensors
+from thunder_flce.operation.call import Call, Spec, argument, named_tensors
+from thunder_flce.operation.divergence import Divergence
 from thunder_flce.operation.loss import Loss
 
 BF16 = torch.bfloat16
@@ -58,6 +61,8 @@ CASES = {
     "recompute logits": (RECOMPUTE, {}, {"reduction": "none", "label_smoothing": 0.1}),
     "outputs": (RECOMPUTE, {}, {"outputs": ("entropy", "argmax"), "z_loss": 0.1}),
     "loss only": (Plan(strategy="loss_only", chunk_rows=10), {}, {}),
+    "divergence": (replace(IN_FORWARD, float32_logits=True), {"dtype": BF16}, {"divergence": Divergence()}),
+    "divergence of each row": (RECOMPUTE, {}, {"divergence": Divergence(kind="jensen_shannon"), "reduction": "none"}),
     "frozen head": (IN_FORWARD, {}, {"reduction": "none"}),
     "weight alone": (IN_FORWARD, {}, {}),
 }
@@ -71,12 +76,16 @@ def test_a_call_runs_the_printed_primitives(name, ignored_rows, called, monkeypa
     plan, case = replace(plan, ignored_rows=ignored_rows), make_case(**sizes, ignored=0.0)
     run_by(monkeypatch, plan)
     operands = {"input": case.x, "linear_weight": case.weight, "target": case.target, "linear_bias": case.bias}
-    tensors = named_tensors({**operands, "terms": case.terms})
-    for argument, tensor in tensors.items():
-        tensor.requires_grad_(argument not in ("target", frozen) and plan.strategy != "loss_only")
-    ours(case, **settings)
-    needs_grad = tuple(argument for argument, tensor in tensors.items() if tensor.requires_grad)
-    program = printing.program(Call(tensors=tensors, loss=Loss(**settings), needs_grad=needs_grad).specs(), plan)
+    if "divergence" in settings:
+        operands |= {"teacher_input": case.x.detach(), "teacher_weight": case.weight.detach()}
+        operands["label_weights"] = torch.rand(case.target.shape)
+    tensors, loss = named_tensors({**operands, "terms": case.terms}), Loss(**settings)
+    for operand, tensor in tensors.items():
+        tensor.requires_grad_(argument(operand).differentiable and operand != frozen and plan.strategy != "loss_only")
+    results = run(Call(tensors=tensors, loss=loss), Options())
+    differentiate(results if loss.outputs else results[0], case, None, loss.outputs)
+    needs_grad = tuple(operand for operand, tensor in tensors.items() if tensor.requires_grad)
+    program = printing.program(Call(tensors=tensors, loss=loss, needs_grad=needs_grad).specs(), plan)
     assert called[printing._Writer] == called[Primitives] != []
     is_scaled = plan.finishes_in_forward and frozen != "linear_weight"
     assert sum(" *= grad" in line for line in program.backward) == (len(needs_grad) if is_scaled else 0)

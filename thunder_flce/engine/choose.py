@@ -223,8 +223,10 @@ def temporary_bytes(call: Call, plan: Plan, device: Device | None = None) -> int
         # x of this chunk and of the next one, whose all-gather runs ahead.
         per_row += call.hidden * itemsize * (2 if is_divided else 1)
     elif plan.ignored_rows == "skip" and call.ignores_rows:
-        # Copies of the valid rows of x, unless they are gathered into the memory of dX.
-        per_row += itemsize * (call.hidden if has_units else call.hidden - sum(dx_sizes))
+        # Copies of the valid rows of each input, unless they are gathered into the memory of its dX.
+        for name, x in call.tensors.items():
+            if argument(name).role == HIDDEN and (has_units or name not in call.needs_grad):
+                per_row += x.shape[-1] * x.dtype.itemsize
 
     def beside_logits(rows: int) -> int:
         return rows * per_row + _scratch_bytes(call, plan, device, rows)
@@ -410,7 +412,7 @@ class _Choice:
 
     def _plan_in_16_bits(self, rows: int) -> Plan:
         """Returns a plan that sums dW in 16 bits and, if there are several chunks, its frequent rows in float32."""
-        has_targets = not self.has_teacher or self.call.loss.ignores_rows
+        has_targets = not self.has_teacher or self.call.loss.ignores_rows or "label_weights" in self.call.tensors
         if not self._rounds_sums(rows) or not has_targets:
             return self._plan_of(rows)
         frequent = min(FREQUENT_ROWS, FREQUENT_BYTES // (4 * sum(self.dw_sizes)))

@@ -27,7 +27,7 @@ from thunder_flce.engine.plan import LOSS_ONLY, Plan
 from thunder_flce.engine.primitives import Primitives, Region
 from thunder_flce.engine.row_loss import RowResults
 from thunder_flce.engine.rows import Rows
-from thunder_flce.operation.call import TEACHER, TOKEN, Call, Linear, Spec, argument, gradient_name
+from thunder_flce.operation.call import HIDDEN, TEACHER, TOKEN, Call, Linear, Spec, argument, gradient_name
 from thunder_flce.operation.loss import RowCoefficients
 
 WIDTH = 112
@@ -141,7 +141,7 @@ class _Writer(Primitives):
         note = "    targets are checked" if is_first else ""
         self._write(f"valid_count i64[] = count of valid rows{note}", self._vector_library)
         if region.may_skip:
-            names = ", ".join([*(letter(linear.x) for linear in call.linears), "y"])
+            names = ", ".join([*(letter(name) for name, role in call.roles.items() if role == HIDDEN), "y"])
             ahead = " while the first logits run" if region.starts_early else ""
             note = f"    the host waits for their number{ahead}" if region.device_type == "cuda" and is_first else ""
             self._write(f"{names} = valid rows of {names}{note}")
@@ -261,11 +261,12 @@ class _Writer(Primitives):
     ) -> tuple[Tensor, Tensor]:
         value, divergence = self.empty(z.shape[:1], self.call.row_dtype), self.call.loss.divergence
         assert divergence is not None
-        gradient = "" if factors is None else ", dlogits in place"
+        out = z if factors is None else self.dlogits_buffer(z)
+        gradient = "" if factors is None else f", dlogits {'in place' if out is z else 'in new memory'}"
         words = f"{self._in_chunk('divergence', value)}{gradient} = {divergence.kind}, of logits from teacher"
         words += "" if labels is None else ", + cross-entropy"
         self._write(words, "Triton" if self.region.backend == "triton" else "PyTorch")
-        return value, z
+        return value, out
 
     # Results.
 
