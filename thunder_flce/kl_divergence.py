@@ -45,9 +45,11 @@ def linear_kl_divergence(
     The last is the generalized Jensen-Shannon divergence of GKD (arXiv:2306.13649), with TRL's and Liger's convention
     for beta. The loss is not multiplied by temperature². With labels, ``cross_entropy_weight`` times the cross-entropy
     ``-log softmax(z)[target]`` is added, at temperature 1 (arXiv:1503.02531); the logits and their gradient are then
-    computed once for both. For "mean" and "sum", the forward computes the gradients. For
-    "none", and for float16 without `Options(expected_gradient=)`, the backward computes the logits again and then the
-    gradients. This works eagerly and in torch.compile, where the call is one operator, but not in `thunder.jit`.
+    computed once for both.
+
+    For "mean" and "sum", the forward computes the gradients. For "none", and for float16 without
+    `Options(expected_gradient=)`, the backward computes the logits again and then the gradients. This works eagerly and
+    in torch.compile, where the call is one operator, but not in `thunder.jit`.
 
     Args:
         input: (..., H) float16, bfloat16, float32 or float64: the student's hidden states.

@@ -11,7 +11,6 @@ from test_plan import call as a_call
 from thunder_flce import Options, linear_cross_entropy, linear_kl_divergence
 from thunder_flce.engine.choose import choose
 from thunder_flce.operation.call import Spec
-from thunder_flce.operation.divergence import KINDS
 from thunder_flce.options import STRATEGIES
 
 INVARIANT = Options(batch_invariant=True)
@@ -95,7 +94,7 @@ def test_what_cannot_be(call, options, device, reason):
         choose(a_call(**call), replace(INVARIANT, **options), replace(H200, **device))
 
 
-@pytest.mark.parametrize(("batch", "kind"), list(enumerate(sorted({*KINDS} - {"cross_entropy"}))), indirect=["batch"])
+@pytest.mark.parametrize(("batch", "kind"), [(0, "forward"), (1, "reverse"), (2, "jensen_shannon")], indirect=["batch"])
 def test_divergences(batch, kind):
     """Of a token and its teacher: alone, in a part, in chunks, beside ignored rows, and where gradients are made."""
     # On a CPU, matmuls in bfloat16 take long.
@@ -105,7 +104,7 @@ def test_divergences(batch, kind):
 
     def divergences(rows=slice(None), *, reduction="none", **options):
         operands = x[rows], weight, teacher_x[rows], teacher_weight, batch.target[:tokens][rows]
-        settings = {"divergence": kind, "temperature": 1.3, "reduction": reduction}
+        settings = {"divergence": kind, "temperature": 1.3, "cross_entropy_weight": 0.5, "reduction": reduction}
         return linear_kl_divergence(*operands, **settings, options=replace(INVARIANT, **options))
 
     expected = divergences().detach()

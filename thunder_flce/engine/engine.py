@@ -110,7 +110,7 @@ def run(
             results, dlogits, bias_grad = _row_work(ops, rows, chunk, z, coefficients, statistics)
         else:
             teacher = teacher_logits.of_chunk(chunk, [ops.gather(rows, ops.call.tensors[TEACHER.x], chunk)])
-            (results, dlogits), bias_grad = _row_work_with_teacher(ops, rows, chunk, z, teacher, coefficients), None
+            results, dlogits, bias_grad = _row_work_with_teacher(ops, rows, chunk, z, teacher, coefficients)
         chunk_results.append(results)
         if sums is not None:
             sums.add(dlogits, xs, chunk, bias_grad)
@@ -201,22 +201,26 @@ def _row_work(
 
 def _row_work_with_teacher(
     ops: Primitives, rows: Rows, chunk: slice, z: Tensor, teacher: Tensor, coefficients: Coefficients | None
-) -> tuple[RowResults, Tensor]:
-    """Returns a chunk's row results and its dlogits, from the logits of the student, z, and of the teacher."""
+) -> tuple[RowResults, Tensor, None]:
+    """Returns what `_row_work` does, from the logits of the student, z, and of the teacher; there is no db."""
     call, target = ops.call, rows.of_chunk(rows.target, chunk)
-    names = [name for name in ("divergence_weights", "label_weights") if name in call.tensors]
-    weights = {name: rows.of_chunk(rows.gather(call.tensors[name]), chunk) for name in names}
-    results = ops.results(z, target) if "label_weights" in weights else RowResults()
-    factors, labels = None, None
+    divergence_weights, label_weights = (
+        rows.of_chunk(rows.gather(call.tensors[name]), chunk) if name in call.tensors else None
+        for name in ("divergence_weights", "label_weights")
+    )
+    results, factors, labels = RowResults(), None, None
+    if label_weights is not None:
+        results = ops.results(z, target)
     if coefficients is not None:
         factors = s = rows.of_chunk(coefficients.all_rows.probability, chunk)
-        if "divergence_weights" in weights:
-            factors = s * weights["divergence_weights"]
-        if "label_weights" in weights:
-            labels = LabelTerm(target, results.statistics, s * weights["label_weights"])
+        if divergence_weights is not None:
+            factors = s * divergence_weights
+        if label_weights is not None:
+            labels = LabelTerm(target, results.statistics, s * label_weights)
     divergence, dlogits = ops.divergence_(z, teacher, factors, labels)
     results = results._replace(divergence=divergence)
-    return results._replace(row_losses=row_loss.with_teacher(call, results, weights)), dlogits
+    row_losses = row_loss.with_teacher(call, results, divergence_weights, label_weights)
+    return results._replace(row_losses=row_losses), dlogits, None
 
 
 def _results(

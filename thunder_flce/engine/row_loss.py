@@ -134,17 +134,21 @@ def token_loss(
     return value, RowCoefficients(probability, one_hot, None if g_u is None else g_u / -columns, g_e)
 
 
-def with_teacher(call: Call, results: RowResults, weights: Mapping[str, Tensor]) -> Tensor:
-    """Returns the losses of some rows, (C,), from their divergences and the `weights` by name, (C,) each."""
+def with_teacher(
+    call: Call, results: RowResults, divergence_weights: Tensor | None, label_weights: Tensor | None
+) -> Tensor:
+    """Returns the losses of some rows, (C,), from their divergences and cross-entropies, and the weights of both."""
 
-    def times(name: str, number: Any) -> Tensor:
-        # The number may be infinite where its weight is 0.
-        return number if name not in weights else torch.where(weights[name] == 0, 0.0, weights[name] * number)
+    def weighted(losses: Any, weights: Tensor) -> Tensor:
+        # A loss may be infinite where its weight is 0.
+        return torch.where(weights == 0, 0.0, weights * losses)
 
-    losses = times("divergence_weights", results.divergence)
-    if "label_weights" in weights:
-        cross_entropy = call.loss.cross_entropy(results.row(call), call.whole_vocab)
-        losses = losses + times("label_weights", cross_entropy)
+    losses: Any = results.divergence
+    if divergence_weights is not None:
+        losses = weighted(losses, divergence_weights)
+    if label_weights is not None:
+        cross_entropies = call.loss.cross_entropy(results.row(call), call.whole_vocab)
+        losses = losses + weighted(cross_entropies, label_weights)
     return losses
 
 

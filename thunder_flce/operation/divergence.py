@@ -12,8 +12,8 @@ For logits z of the student and z′ of the teacher, temperature τ and the rows
 The last is the generalized Jensen-Shannon divergence of GKD (arXiv:2306.13649), with β as in TRL's `GKDTrainer` and in
 Liger's fused linear JSD: it weighs the teacher. The loss is not multiplied by τ².
 
-With labels, a row's loss is a D + b (- log softmax(z)_y), where a and b are its divergence weight and its label weight
-(arXiv:1503.02531). The cross-entropy has the temperature 1.
+With labels, a row's loss is its divergence, times its divergence weight, and - log softmax(z)_y, its cross-entropy at
+temperature 1, times its label weight (arXiv:1503.02531).
 """
 
 import math

@@ -26,8 +26,9 @@ def divergence_(
         p, q = log_p.exp(), log_q.exp()
         value, student_ratio = result[rows].zero_(), None
         if divergence.teacher_factor:
-            minuend = log_q if divergence.has_teachers_entropy else torch.zeros_like(log_q)
-            teacher_ratio = _ratio(minuend, log_p if log_m is None else log_m, q)
+            teacher_ratio = _ratio(
+                log_q if divergence.has_teachers_entropy else 0.0, log_p if log_m is None else log_m, q
+            )
             value += divergence.teacher_factor * sums_of_rows(teacher_ratio.mul_(q))
         if divergence.student_factor:
             student_ratio = _ratio(log_p, log_q if log_m is None else log_m, p)
@@ -51,6 +52,6 @@ def _label_gradient(z: Tensor, labels: LabelTerm, rows: slice) -> Tensor:
     return log_s.exp_().scatter_(1, target, at_target).mul_(factors)
 
 
-def _ratio(log: Tensor, log_other: Tensor, probability: Tensor) -> Tensor:
+def _ratio(log: Tensor | float, log_other: Tensor, probability: Tensor) -> Tensor:
     """Returns the logarithm of a quotient of probabilities, and 0 where `probability`, its later factor, is 0."""
     return (log - log_other).masked_fill_(probability == 0, 0)

@@ -1,8 +1,8 @@
 """Divergences in Triton; see `operation.divergence`.
 
 Each program computes one row. It reads the student's and the teacher's logits for their maxima and sums, and a second
-time for the divergence, where it also writes the gradient of the forward divergence. For the gradients of the other
-divergences, it reads both a third time.
+time for the divergence, where it also writes the gradient of the forward divergence or of the cross-entropy from the
+teacher. For the gradients of the other divergences, it reads both a third time.
 """
 
 import torch
@@ -42,7 +42,7 @@ def _log_mixture(
 
 @triton.jit
 def _weighted(probability, log, log_other):
-    """Returns p log(p / p'), and 0 where p is 0."""
+    """Returns p (log - log_other), and 0 where p is 0."""
     return tl.where(probability == 0.0, 0.0, probability * (log - log_other))
 
 

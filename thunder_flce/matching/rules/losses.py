@@ -52,7 +52,7 @@ def _loss(
         raise NotFused(Reason.NOT_LOG_PROBABILITIES)
     if not classes.is_shifted_logits:
         raise NotFused(Reason.TRANSFORMED_LOGITS, "by a factor after log_softmax")
-    if isinstance(teacher, Class) and is_distribution:
+    if isinstance(teacher, Class):
         losses = replace(classes, sum=added((-1, classes.u), (1, with_u_as("L", classes.u))))
         return replace(summed(weighted_by_teacher(op, teacher, losses), classes.rows_shape), reduction=reduction)
     if weight is not None and classes.logits.vocab_size is not None:
