@@ -916,10 +916,14 @@ expect([AT_ONCE], thunder=True)({
         (F.cross_entropy(z.mT, torch.where(m > 0, y, -100), reduction="none") + _kl(z, t, reduction="none").sum(-1))
         * y.cos()
     ).mean(),
+    "labels that are all ignored, and their number": lambda z, t, y: _kl(z, t, reduction="none").sum(-1).sum()
+        + ce_loss(z, torch.full_like(y, -100), reduction="none").sum() / (y < 0).sum(),
     "next tokens of both": lambda z, t, y: _kl(z[:, :-1], t[:, :-1], reduction="sum") + ce_loss(z[:, :-1], y[:, 1:]),
     "calls for parts": _of_parts,
 })  # fmt: skip
 expect([NO_GRADIENT], thunder=True)({
+    "a divergence from the trained head": lambda z, t:
+        F.kl_div(t.log_softmax(-1), z.log_softmax(-1).detach(), reduction="sum", log_target=True),
     "evaluated": lambda z, t, y: _without_gradients(lambda: (_kl(z, t, 2.0, reduction="sum"), ce_loss(z, y))),
 })  # fmt: skip
 expect(Reason.CLASS_PROBABILITIES)({
@@ -932,6 +936,10 @@ expect(Reason.CLASS_PROBABILITIES)({
     "a teacher that is trained": lambda h, z, w: -(F.linear(h.cos(), w.sin()).softmax(-1) * z.log_softmax(-1)).sum(),
     "two teachers": lambda z, t: _kl(z, t, reduction="sum") + _kl(z, t * 2, 2.0, reduction="sum"),
     "smoothed targets": lambda z, t: F.cross_entropy(z.mT, t.softmax(-1).mT, label_smoothing=0.1),
+    "a part of the probabilities": lambda z, t: F.kl_div(z.log_softmax(-1), t.softmax(-1) / 2, reduction="sum"),
+    "a number for a reduction": lambda z, t: torch.kl_div(z.log_softmax(-1), t.softmax(-1), reduction=2),
+    # Such as at a graph break before an index by a mask.
+    "a divergence of each class": lambda z, t: _kl(z, t, reduction="none"),
     # The gradient is another one.
     "a reverse divergence without that of its weights":
         lambda z, t: ((p := z.log_softmax(-1)).exp().detach() * (p - t.log_softmax(-1))).sum(),
@@ -953,11 +961,46 @@ expect(ANY)({
         lambda z, t, y: (t.log_softmax(-1) - z.log_softmax(-1)).gather(-1, y[..., None]).mean(),
     "a difference of other rows": lambda z, t:
         (t.softmax(-1)[:, 1:] * (t.log_softmax(-1) - z.log_softmax(-1))[:, :-1]).sum(),
+    "a difference in another order": lambda z, t: (
+        (q := t.log_softmax(-1)).exp() * (q - z.log_softmax(-1))[torch.tensor([1, 0, 3, 2])]
+    ).sum(),
+    "a reverse difference in another order": lambda z, t: (
+        (p := z.log_softmax(-1)).exp().transpose(0, 1) * (p - t.log_softmax(-1)).transpose(0, 1)
+    ).sum(),
+    "a reverse difference of some rows": lambda z, t:
+        ((p := z.log_softmax(-1)).exp()[:2] * (p - t.log_softmax(-1))[:2]).sum(),
     "divergences that are joined": lambda z, t:
         torch.cat([_kl(z[at], t[at], reduction="none").sum(-1) for at in (slice(2), slice(2, None))]).mean(),
     "rows in another order": lambda z, t: _kl(z.transpose(0, 1), t.transpose(0, 1), reduction="batchmean"),
     "a teacher of other rows": lambda z, t: _kl(z.flatten(0, 1), t.transpose(0, 1).flatten(0, 1), reduction="sum"),
 })  # fmt: skip
+
+
+expect(Reason.LOGITS_USED)(
+    {
+        "a teacher whose predictions are counted": lambda z, t, y: (
+            _kl(z, t, reduction="sum"),
+            (t.argmax(-1) == y).sum(),
+        ),
+    }
+)
+
+
+def test_students_whose_losses_are_added_in_turns():
+    """With so few tokens, cross-entropies without a teacher would share a region whose gradients wait."""
+
+    @with_arguments
+    def program(h, w, z, t, y):
+        other = F.linear(h.cos(), w.sin())
+        return _kl(z, t, reduction="sum") + _kl(other, t, reduction="sum") + ce_loss(z, y) + ce_loss(other, y)
+
+    check(program, ANY, by_dynamo(program), (1, 6))
+
+
+def test_teachers_logits_that_are_changed_in_place_are_not_kept():
+    program = with_arguments(lambda z, t: (t.div_(2), _kl(z / 2, t, reduction="sum"))[1])
+    check(program, [AT_ONCE], by_dynamo(program), (6,))
+    assert not fused_graph(program, *operands(6)).graph.find_nodes(op="call_function", target=F.linear)
 
 
 # What is changed, and what reads it: the same tensors, or views of the same, are other operands then.

@@ -69,6 +69,11 @@ class Part:
         return self.labels.teacher
 
     @property
+    def linears(self) -> set[Tensor]:
+        """Outputs of the linears from which its results are computed, also of a teacher's."""
+        return self.logits.linears | (set() if self.teacher is None else self.teacher.linears)
+
+    @property
     def divergence(self) -> str:
         """The kind of divergence from its teacher: see `operation.divergence`."""
         has_entropy = any("H" in atoms(row.sum) for row in self.rows.values())

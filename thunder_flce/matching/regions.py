@@ -310,7 +310,7 @@ def _assign_argmaxes(parts: Sequence[Part], interpreter: Interpreter) -> None:
             min(steps, key=lambda part: len(steps[part])).argmaxes[tensor] = argmax
             continue
         for part in parts:
-            if not part.logits.linears.isdisjoint(argmax.logits.linears):
+            if not part.linears.isdisjoint(argmax.logits.linears):
                 part.problem = part.problem or NotFused(Reason.LOGITS_USED, f"by {tensor.op.name}")  # type: ignore[union-attr]
 
 
@@ -324,11 +324,11 @@ def _refuse_means(parts: Sequence[Part]) -> None:
 
 def _refuse_together(parts: Sequence[Part]) -> None:
     """Refuses parts whose logits a refused part reads, too: all parts of a linear are fused, or none."""
-    refused = {tensor for part in parts if part.problem is not None for tensor in part.logits.linears}
-    while broken := [part for part in parts if part.problem is None and not part.logits.linears.isdisjoint(refused)]:
+    refused = {tensor for part in parts if part.problem is not None for tensor in part.linears}
+    while broken := [part for part in parts if part.problem is None and not part.linears.isdisjoint(refused)]:
         for part in broken:
             part.problem = NotFused(Reason.LOGITS_USED, "by another result that is not fused")
-            refused |= part.logits.linears
+            refused |= part.linears
 
 
 def _decisions_on_escapes(interpreter: Interpreter, parts: Sequence[Part]) -> list[Decision]:
@@ -535,7 +535,7 @@ def dropped_writes(regions: Sequence[Region], interpreter: Interpreter) -> set[O
     writes: set[Op] = set()
     for region in regions:
         writes |= region.total.writes if region.total else set()
-        storages = {tensor.storage for part in region.parts for tensor in part.logits.linears}
+        storages = {tensor.storage for part in region.parts for tensor in part.linears}
         writes.update(op for op in interpreter.followed if op.writes[0].storage in storages)
     return writes
 
@@ -624,7 +624,13 @@ def _refuse(region: Region, problem: NotFused) -> None:
 
 
 def _leave_sum_to_program(region: Region, why: str, regions: list[Region], *, options: Options) -> None:
-    """Leaves a region's sum to the program; a region without a sum becomes one region for each part."""
+    """Leaves a region's sum to the program; a region without a sum becomes one region for each part.
+
+    Refuses divergences: nothing would save the logits of student and teacher, and computing both again takes long.
+    """
+    if region.teacher is not None:
+        _refuse(region, NotFused(Reason.CLASS_PROBABILITIES, f"from a teacher: {_WAITS} {why}"))
+        return
     has_only_rows = region.needs_grad and all(map(_has_only_rows, region.parts))
     shares_region = region.total is not None and (has_only_rows or _has_large_gradients(region.parts, options))
     position, groups = regions.index(region), [region.parts] if shares_region else [[part] for part in region.parts]

@@ -250,7 +250,7 @@ class _Writing:
         for part, *_ in self._groups:
             assert part.teacher is not None
             (term,) = part.teacher.terms
-            input = self._input(term, part.teacher.rows, has_grad=False)
+            input = self._call(torch.detach, self._input(term, part.teacher.rows, has_grad=False))
             inputs.append(self._flat(input, 2) if self._is_joined else input)
         input = self._joined(inputs)
         arguments["teacher_input"] = self._call(torch.reshape, input, (*self._rows_shape, input.shape[-1]))
@@ -348,7 +348,8 @@ class _Writing:
         total, ignore_index = self._region.total, self._region.ignore_index
         is_selected = total is not None and any(op.name in ("where", "masked_fill") for op in total.ops)
         is_reduced = any(row.reduction != "none" for part in self._region.parts for row in part.rows.values())
-        return is_selected or ((is_reduced or not self._keeps_ignored) and ignore_index != NOTHING_IGNORED)
+        is_left_out = is_reduced or not self._keeps_ignored or self._region.teacher is not None
+        return is_selected or (is_left_out and ignore_index != NOTHING_IGNORED)
 
     def _mean_of_ignored(self, summand: Summand) -> Tensor | None:
         """Returns what ignored rows add to a mean: 0, or NaN if all rows are ignored; None for other summands."""

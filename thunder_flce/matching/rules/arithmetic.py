@@ -39,22 +39,22 @@ def _mul(interpreter: Interpreter, op: Op, input: Any, other: Any) -> Value:
     if isinstance(a, Class) and isinstance(b, Class):
         if a.logits == b.logits and "q" not in (a.form, b.form):
             return weighted(a, b)
-        require(is_only_summed(op.output))
+        require(is_only_summed(interpreter, op.output))
         return weighted_by_teacher(op, *((a, b) if a.form == "exp" else (b, a)))
     described, factor = (a, other) if a is not None else (b, input)
     if not isinstance(described, Class | Row):
         raise Unknown
-    if isinstance(described, Class) and is_only_summed(op.output):
+    if isinstance(described, Class) and is_only_summed(interpreter, op.output):
         if (at_labels := at_one_hot(interpreter, op, described, factor)) is not None:
             return at_labels
     return _with_factor(interpreter, op, described, factor) or times(described, _as_fraction(factor))
 
 
-def is_only_summed(classes: Tensor) -> bool:
+def is_only_summed(interpreter: Interpreter, classes: Tensor) -> bool:
     """Whether a program only sums up a tensor, perhaps times numbers."""
-    return all(
+    return classes not in interpreter.program.results and all(
         user.name == "sum"
-        or (user.name in ("mul", "div", "neg") and len(user.operands) == 1 and is_only_summed(user.output))
+        or (user.name in ("mul", "div", "neg") and len(user.operands) == 1 and is_only_summed(interpreter, user.output))
         for user in classes.users
     )
 

@@ -77,9 +77,11 @@ def _kl_div(
     """Describes target * (log(target) - input), or a reduction of it; `log_target` says that target is a logarithm."""
     is_last = input.dim == len(input.shape) - 1 and len(input.shape) > 1
     require(size_average is None and reduce is None and is_last and target.form == ("" if log_target else "exp"))
+    # `torch.kl_div` has numbers for the reductions.
+    require(target.factor == 1 and reduction in ("none", "mean", "batchmean", "sum"))
     product = weighted_by_teacher(op, replace(target, form="exp"), difference(op, replace(target, form=""), input))
     if reduction == "none":
-        require(is_only_summed(op.output))
+        require(is_only_summed(interpreter, op.output))
         return product
     total = summed(product, input.rows_shape)
     if reduction == "sum":

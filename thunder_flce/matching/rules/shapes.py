@@ -63,6 +63,7 @@ def _permute(interpreter: Interpreter, op: Op, input: Class, *args: Any, **kwarg
 
 def with_step(input: Class, step: RowStep, rows_shape: tuple[Any, ...]) -> Logits:
     """Returns the logits after one more step on the rows, which have the shape of `input` before it."""
+    require(input.form != "q")  # The teacher's rows would not take that step.
     return replace(input.logits, rows=(*rows_in_shape(input), replace(step, shape=rows_shape)))
 
 
