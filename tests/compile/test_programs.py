@@ -897,6 +897,7 @@ expect([AT_ONCE], thunder=True)({
         hard := ce_loss(z, y), soft := _kl(z, t, 2.0, reduction="none").sum(-1),
         (hard + soft.mean(), hard.detach(), soft.detach().max(), (z.argmax(-1) == y).sum(), entropy(z).mean().detach()),
     )[-1],
+    "an accuracy without a cross-entropy": lambda z, t, y: (_kl(z, t, 2.0).mul(9), (z.argmax(-1) == y).double().mean()),
     "labels that are only logged": lambda z, t, y: (_kl(z, t, reduction="sum"), ce_loss(z, y).detach()),
     # Each leaves out tokens of its own, and some that the other leaves out, too.
     "other tokens of both": lambda z, t, y, m: (_kl(z, t, reduction="none").sum(-1) * m).sum() / m.sum()

@@ -132,7 +132,7 @@ class Part:
         """Returns the steps from the part's rows to those of an argmax; None if they are no slices and reshapes."""
         rows, count = argmax.logits.rows, len(self.logits.rows)
         has_rows = rows[:count] == self.logits.rows and replace(self.logits.argmax_key, rows=rows) == argmax.logits
-        is_plain = self.teacher is None and all(step.kind in ("index", "reshape", "permute") for step in rows[count:])
+        is_plain = all(step.kind in ("index", "reshape", "permute") for step in rows[count:])
         return rows[count:] if has_rows and is_plain else None
 
 

@@ -257,6 +257,12 @@ class _Writing:
         arguments["teacher_weight"] = self._weight(replace(term, has_grad=False))
         return {"divergence": Divergence(kind=part.divergence, temperature=float(1 / part.logits.scale))}
 
+    @property
+    def _has_label_weights(self) -> bool:
+        """Whether a call with a teacher takes weights of cross-entropies; without them it returns no argmax either."""
+        has_argmax = any(part.argmaxes for part in self._region.parts)
+        return self._region.teacher is not None and (has_argmax or any(len(group) > 1 for group in self._groups))
+
     def _add_weights_beside_teacher(self, arguments: dict[str, Any], weights: Sequence[Tensor]) -> dict[str, Any]:
         """Adds the weights of divergences and of cross-entropies, given for each part, to the arguments."""
         of_part = dict(zip(self._region.parts, weights, strict=True))
@@ -265,7 +271,7 @@ class _Writing:
             of_part[part] = self._call(torch.where, is_valid, of_part[part], 0.0)
         of_group = [[of_part[part] for part in group] for group in self._groups]
         columns = {"divergence_weights": [first for first, *_ in of_group]}
-        if any(len(group) > 1 for group in of_group):
+        if self._has_label_weights:
             columns["label_weights"] = [
                 others[0] if others else self._call(torch.zeros_like, first) for first, *others in of_group
             ]
@@ -283,7 +289,7 @@ class _Writing:
         """Returns the settings of the loss for a region without a sum; several labels of each row need weights, too."""
         if self._region.parts[0].has_several_labels:
             arguments["target_weights"] = self._call(torch.zeros_like, arguments["target"], dtype=self._rows_dtype)
-        if any(len(group) > 1 for group in self._groups):
+        if self._has_label_weights:
             # The loss of a row is its divergence, and the cross-entropy beside it an output.
             arguments["label_weights"] = self._call(torch.zeros_like, arguments["target"], dtype=self._rows_dtype)
         if self._loss is None:
