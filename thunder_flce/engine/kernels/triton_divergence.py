@@ -24,10 +24,13 @@ from thunder_flce.operation.divergence import Divergence
 
 
 @triton.jit
-def _log_probabilities(
-    row, columns, largest, log_sum, VOCAB: tl.constexpr, SCALE: tl.constexpr, IS_EXACT: tl.constexpr
-):  # fmt: skip
-    z = tl.load(row + columns, mask=columns < VOCAB, other=float("-inf"))
+def _load(row, columns, VOCAB: tl.constexpr):
+    """Loads logits of a row, -inf beyond its end."""
+    return tl.load(row + columns, mask=columns < VOCAB, other=float("-inf"))
+
+
+@triton.jit
+def _log_probabilities(z, largest, log_sum, SCALE: tl.constexpr, IS_EXACT: tl.constexpr):
     return _logits(z, SCALE, None, IS_EXACT) - largest - log_sum
 
 
@@ -47,15 +50,9 @@ def _weighted(probability, log, log_other):
 
 
 @triton.jit
-def _label_gradient(row, columns, target, largest, log_sum, factor, VOCAB: tl.constexpr, IS_EXACT: tl.constexpr):
-    """Returns the gradient of the cross-entropy times a factor."""
-    z, is_target = tl.load(row + columns, mask=columns < VOCAB, other=float("-inf")), columns == target
-    gradient = _gradient(z, largest, log_sum, factor, 1.0, None, IS_EXACT)
-    # Most blocks do not contain the target.
-    if tl.max(is_target.to(tl.int32), 0) > 0:
-        at_target = _gradient(z, largest, log_sum, factor, 1.0, None, IS_EXACT, factor)
-        gradient = tl.where(is_target, at_target, gradient)
-    return gradient
+def _label_gradient(z, is_label, at_label, largest, log_sum, factor, IS_EXACT: tl.constexpr):
+    """Returns the gradient of the cross-entropy times a factor; `at_label` is its entry at the label."""
+    return tl.where(is_label, at_label, _gradient(z, largest, log_sum, factor, 1.0, None, IS_EXACT))
 
 
 @kernel(3)
@@ -77,25 +74,26 @@ def _divergence_kernel(
     if factors is not None:
         factor = tl.load(factors + index) * SCALE
         out += index.to(tl.int64) * OUT_STRIDE
-    label, s_max, s_log_sum, label_factor = 0, 0.0, 0.0, 0.0
+    label, at_label, s_max, s_log_sum, label_factor = 0, 0.0, 0.0, 0.0, 0.0
     if target is not None:
         label, label_factor = tl.load(target + index), tl.load(label_factors + index)
         s_max, s_log_sum = tl.load(row_max + index), tl.load(row_log_sum + index)
+        z_y = tl.load(student + label)
+        at_label = _gradient(z_y, s_max, s_log_sum, label_factor, 1.0, None, IS_EXACT, label_factor)
 
     student_terms, teacher_terms = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for start in range(0, VOCAB, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        log_p = _log_probabilities(student, columns, p_max, p_log_sum, VOCAB, SCALE, IS_EXACT)
-        log_q = _log_probabilities(teacher, columns, q_max, q_log_sum, VOCAB, SCALE, IS_EXACT)
+        z = _load(student, columns, VOCAB)
+        log_p = _log_probabilities(z, p_max, p_log_sum, SCALE, IS_EXACT)
+        log_q = _log_probabilities(_load(teacher, columns, VOCAB), q_max, q_log_sum, SCALE, IS_EXACT)
         p, q = _exp(log_p, IS_EXACT), _exp(log_q, IS_EXACT)
         if STUDENT_WEIGHT == 0:
             teacher_terms += _weighted(q, log_q if HAS_ENTROPY else 0.0, log_p)
             if factors is not None:
                 gradient = (p - q) * factor
                 if target is not None:
-                    gradient += _label_gradient(
-                        student, columns, label, s_max, s_log_sum, label_factor, VOCAB, IS_EXACT
-                    )
+                    gradient += _label_gradient(z, columns == label, at_label, s_max, s_log_sum, label_factor, IS_EXACT)
                 tl.store(out + columns, gradient.to(out.dtype.element_ty), mask=columns < VOCAB)
         elif TEACHER_WEIGHT == 0:
             student_terms += _weighted(p, log_p, log_q)
@@ -110,14 +108,15 @@ def _divergence_kernel(
         factor *= STUDENT_WEIGHT
         for start in range(0, VOCAB, BLOCK):
             columns = start + tl.arange(0, BLOCK)
-            log_p = _log_probabilities(student, columns, p_max, p_log_sum, VOCAB, SCALE, IS_EXACT)
-            log_other = _log_probabilities(teacher, columns, q_max, q_log_sum, VOCAB, SCALE, IS_EXACT)
+            z = _load(student, columns, VOCAB)
+            log_p = _log_probabilities(z, p_max, p_log_sum, SCALE, IS_EXACT)
+            log_other = _log_probabilities(_load(teacher, columns, VOCAB), q_max, q_log_sum, SCALE, IS_EXACT)
             if TEACHER_WEIGHT != 0:
                 log_other = _log_mixture(log_p, log_other, LOG_STUDENT, LOG_TEACHER, IS_EXACT)
             p = _exp(log_p, IS_EXACT)
             gradient = (_weighted(p, log_p, log_other) - p * mean) * factor
             if target is not None:
-                gradient += _label_gradient(student, columns, label, s_max, s_log_sum, label_factor, VOCAB, IS_EXACT)
+                gradient += _label_gradient(z, columns == label, at_label, s_max, s_log_sum, label_factor, IS_EXACT)
             tl.store(out + columns, gradient.to(out.dtype.element_ty), mask=columns < VOCAB)
 
 
