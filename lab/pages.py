@@ -195,6 +195,7 @@ LOSSES = {
     "log-probabilities alone": "log-probabilities alone",
     "a teacher's 64 largest": "top-64 teacher",
     "forward KL from a teacher": "KL from a teacher",
+    "half of it, and half of the mean": "KL and labels",
 }
 WAYS = {
     "thunder_flce": ("function", "flce backend"),
