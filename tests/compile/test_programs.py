@@ -879,6 +879,11 @@ def _kl(z, t, tau=1.0, **settings):
     return F.kl_div((z / tau).log_softmax(-1), (t / tau).softmax(-1), **settings)
 
 
+def _smoothed(z, t):
+    x = z.log_softmax(-1)
+    return -0.9 * (t.softmax(-1) * x).sum(-1) - 0.1 * x.mean(-1)
+
+
 def _of_parts(h, w, y, a, m):
     """As torchtune computes it: a call of both heads for each chunk of tokens."""
     total, teacher = 0.0, w.detach().sin()
@@ -937,6 +942,9 @@ expect(Reason.CLASS_PROBABILITIES)({
     "a teacher that is trained": lambda h, z, w: -(F.linear(h.cos(), w.sin()).softmax(-1) * z.log_softmax(-1)).sum(),
     "two teachers": lambda z, t: _kl(z, t, reduction="sum") + _kl(z, t * 2, 2.0, reduction="sum"),
     "smoothed targets": lambda z, t: F.cross_entropy(z.mT, t.softmax(-1).mT, label_smoothing=0.1),
+    "a smoothed loss that is only logged": lambda z, t: (_kl(z, t, reduction="sum"), _smoothed(z, t).detach()),
+    "the teacher's entropy with another factor":
+        lambda z, t: (-(t.softmax(-1) * z.log_softmax(-1)).sum(-1) + _kl(z, t, reduction="none").sum(-1)).sum(),
     "a part of the probabilities": lambda z, t: F.kl_div(z.log_softmax(-1), t.softmax(-1) / 2, reduction="sum"),
     "a number for a reduction": lambda z, t: torch.kl_div(z.log_softmax(-1), t.softmax(-1), reduction=2),
     # Such as at a graph break before an index by a mask.

@@ -100,6 +100,7 @@ def _equals(expected: Poly, sum_: Poly) -> bool:
 ONE: Poly = ((Atom("1", has_grad=False), Fraction(1)),)
 LOG_PROBABILITY = poly(u=1, L=-1)
 """The sum that `log_softmax` returns"""
+MINUS_TEACHERS_ENTROPY = without_grad(poly(H=1))
 
 
 @dataclass(frozen=True)
@@ -319,8 +320,8 @@ class Class:
     sum: Poly
     """a u + r; no atom occurs both with its gradient and without"""
     form: str = ""
-    """"" for the sum itself, "exp" for factor * exp(sum), "p" for softmax(u) * sum, "q" for log q + sum, where the
-    program multiplies that by q or, for a reverse divergence from q, by -p"""
+    """"" for the sum itself, "exp" for factor * exp(sum), "p" for softmax(u) * sum, "q" for a sum with log q as H,
+    which the program multiplies by q or, for a reverse divergence from q, by -p"""
     factor: Fraction = Fraction(1)
     p_has_grad: bool = True
     """For the form "p": whether softmax(u) has its gradient"""

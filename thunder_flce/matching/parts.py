@@ -69,9 +69,14 @@ class Part:
         return self.labels.teacher
 
     @property
+    def heads(self) -> list[Logits]:
+        """Its logits, and those of a teacher."""
+        return [self.logits, *([] if self.teacher is None else [self.teacher])]
+
+    @property
     def linears(self) -> set[Tensor]:
         """Outputs of the linears from which its results are computed, also of a teacher's."""
-        return self.logits.linears | (set() if self.teacher is None else self.teacher.linears)
+        return {linear for head in self.heads for linear in head.linears}
 
     @property
     def divergence(self) -> str:

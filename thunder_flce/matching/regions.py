@@ -88,9 +88,8 @@ class Region:
         """Factors of the parts' losses and their label smoothing, if the sum is of plain losses alone; else None."""
         # Beside several labels of each row there may be other results: they cannot become a token loss.
         has_only_losses = self.has_only_sum or any(part.has_several_labels for part in self.parts)
-        if self.total is None or not (has_only_losses or self.teacher) or (self.keeps_ignored and not self.teacher):
-            return None
-        return self.total.as_losses
+        may_be_plain = self.teacher is not None or (has_only_losses and not self.keeps_ignored)
+        return self.total.as_losses if self.total is not None and may_be_plain else None
 
     @property
     def row_groups(self) -> list[list[Part]]:
@@ -145,18 +144,13 @@ class Region:
                 positions.setdefault(tensor, position)
 
         for part in self.parts:
-            logits, labels = part.logits, part.labels
-            for term in logits.terms:
-                add(term.outputs[0].position, term.input, term.weight)
-            add(logits.bias_read_at, logits.bias)
-            for tensor, position in row_operands(logits.rows).items():
-                add(position, tensor)
-            add(labels.read_at, *labels.tensors, part.class_weight)
-            if labels.teacher is not None:
-                (term,) = labels.teacher.terms
-                add(term.outputs[0].position, term.input, term.weight)
-                for tensor, position in row_operands(labels.teacher.rows).items():
+            for logits in part.heads:
+                for term in logits.terms:
+                    add(term.outputs[0].position, term.input, term.weight)
+                add(logits.bias_read_at, logits.bias)
+                for tensor, position in row_operands(logits.rows).items():
                     add(position, tensor)
+            add(part.labels.read_at, *part.labels.tensors, part.class_weight)
         if self.total is not None:
             made = {out for op in self.total.ops for out in op.outs} | {each.tensor for each in self.total.summands}
             for op in self.total.ops:
@@ -255,17 +249,17 @@ def _problem(part: Part, interpreter: Interpreter) -> NotFused | None:
 
 def _problem_with_teacher(part: Part, teacher: Logits, interpreter: Interpreter) -> str:
     """Returns why a region cannot compute a divergence from a teacher; empty if it can."""
-    heads = part.logits, teacher
-    if any(len(head.terms) > 1 or head.bias is not None or head.group is not None for head in heads):
+    if any(len(head.terms) > 1 or head.bias is not None or head.group is not None for head in part.heads):
         return "of heads with a bias or an adapter, or that are divided among ranks"
-    if not all(head.is_linear for head in heads):
+    if not all(head.is_linear for head in part.heads):
         return "of heads with a softcap, or of a part of the vocabulary"
     if part.logits.scale != teacher.scale or teacher.scale < 0:
         return "from a teacher at another temperature"
     if any(not teacher.linears.isdisjoint(escape.value.logits.linears) for escape in interpreter.escapes):
         return "from a teacher whose logits are also used elsewhere"
-    have_entropy = ["H" in atoms(row.sum) for row in part.rows.values()]
-    if None in map(part.as_loss, part.rows) or len({*have_entropy}) > 1 or part.labels.is_reverse > have_entropy[0]:
+    have_entropy = {"H" in atoms(row.sum) for row in part.rows.values()}
+    losses = [part.as_loss(tensor) for tensor in part.rows]
+    if any(loss is None or loss[1] != 0 for loss in losses) or len(have_entropy) > 1:
         return "from a teacher, in a way that is no divergence"
     return ""
 

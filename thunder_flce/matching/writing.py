@@ -6,7 +6,6 @@ All of it is written in PyTorch's functions, which a `Writer` adds to its graph.
 import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial, reduce
 from typing import Any, Protocol
 
@@ -190,8 +189,8 @@ class _Writing:
             return self._call(torch.unsqueeze, tensor, 0)
         return self._call(torch.flatten, tensor, 0, tensor.ndim - ndim)
 
-    def _input(self, term: Term, rows: Sequence[RowStep], *, has_grad: bool = True) -> Tensor:
-        input = self._operand(self._call(torch.Tensor.to, term.input, term.dtype), has_grad and term.has_grad)
+    def _input(self, term: Term, rows: Sequence[RowStep]) -> Tensor:
+        input = self._operand(self._call(torch.Tensor.to, term.input, term.dtype), term.has_grad)
         if (dim := term.hidden_dim) != input.ndim - 1:
             input = self._call(torch.permute, input, (*range(dim), *range(dim + 1, input.ndim), dim))
         input = reduce(self._apply_step, rows, input)
@@ -250,11 +249,11 @@ class _Writing:
         for part, *_ in self._groups:
             assert part.teacher is not None
             (term,) = part.teacher.terms
-            input = self._call(torch.detach, self._input(term, part.teacher.rows, has_grad=False))
+            input = self._call(torch.detach, self._input(term, part.teacher.rows))
             inputs.append(self._flat(input, 2) if self._is_joined else input)
         input = self._joined(inputs)
         arguments["teacher_input"] = self._call(torch.reshape, input, (*self._rows_shape, input.shape[-1]))
-        arguments["teacher_weight"] = self._weight(replace(term, has_grad=False))
+        arguments["teacher_weight"] = self._call(torch.detach, self._weight(term))
         return {"divergence": Divergence(kind=part.divergence, temperature=float(1 / part.logits.scale))}
 
     @property

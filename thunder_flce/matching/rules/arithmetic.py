@@ -9,12 +9,12 @@ import torch
 
 from thunder_flce.matching.algebra import (
     LOG_PROBABILITY,
+    MINUS_TEACHERS_ENTROPY,
     NO_LABELS,
     ONE,
     Class,
     Labels,
     Logits,
-    Poly,
     Row,
     RowStep,
     Term,
@@ -26,7 +26,6 @@ from thunder_flce.matching.algebra import (
     poly,
     require,
     value,
-    without_grad,
 )
 from thunder_flce.matching.interpreter import Interpreter, rule
 from thunder_flce.matching.program import COPIES, Op, Tensor, hint, is_number, same, same_shape
@@ -115,23 +114,19 @@ def difference(op: Op, minuend: Class, subtrahend: Class) -> Class:
     require(teacher.form == student.form == "" and value(teacher.sum) == value(LOG_PROBABILITY))
     require(not student.labels.are_given and (student.sum == LOG_PROBABILITY or not is_reverse))
     labels = replace(_labels_of_teacher(op, teacher, student), is_reverse=is_reverse)
-    return replace(student, form="q", sum=added((-1, student.sum)), labels=labels)
+    return replace(student, form="q", sum=added((-1, student.sum), (1, MINUS_TEACHERS_ENTROPY)), labels=labels)
 
 
 def weighted_by_teacher(op: Op, factor: Class, other: Class) -> Class:
     """Returns the product of a teacher's probabilities q and a u + r, of q and a `difference`, or of p and one."""
     require(replace(factor, factor=Fraction(1)).is_probability and other.form in ("", "q"))
-    entropy: Poly = ()
-    if other.form:
-        entropy = without_grad(poly(H=1))
     if other.labels.is_reverse:
         require(factor.logits == other.logits and factor.sum == LOG_PROBABILITY)
         labels = other.labels
     else:
         labels = _labels_of_teacher(op, factor, other)
         require(other.labels == (labels if other.form else NO_LABELS))
-    summands = added((factor.factor, other.sum), (factor.factor, entropy))
-    return replace(other, form="", sum=summands, labels=labels)
+    return replace(other, form="", sum=added((factor.factor, other.sum)), labels=labels)
 
 
 def _labels_of_teacher(op: Op, teacher: Class, student: Class) -> Labels:

@@ -10,12 +10,7 @@ from thunder_flce.matching.algebra import LOG_PROBABILITY, Class, Labels, Row, a
 from thunder_flce.matching.decisions import NotFused, Reason
 from thunder_flce.matching.interpreter import Interpreter, rule
 from thunder_flce.matching.program import Op, Tensor, has_elements
-from thunder_flce.matching.rules.arithmetic import (
-    difference,
-    is_only_summed,
-    times,
-    weighted_by_teacher,
-)
+from thunder_flce.matching.rules.arithmetic import difference, is_only_summed, times, weighted_by_teacher
 from thunder_flce.matching.rules.reductions import columns_of, summed, wrong_dimension
 from thunder_flce.operation.loss import NOTHING_IGNORED
 
