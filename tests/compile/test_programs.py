@@ -911,7 +911,8 @@ expect([AT_ONCE], thunder=True)({
         F.cross_entropy(z.flatten(0, 1), t.softmax(-1).flatten(0, 1), reduction="none") * m.flatten()
     ).mean(),
     "cross-entropy written out": lambda z, t, m: -((t.softmax(-1) * z.log_softmax(-1)).sum(-1) * m).sum() / m.sum(),
-    "times a number before the sum": lambda z, t: ((q := t.log_softmax(-1)).exp() * (q - z.log_softmax(-1)) * 2).sum(),
+    "times numbers before the sum":
+        lambda z, t: (-((q := t.log_softmax(-1)).exp() * (q - z.log_softmax(-1)) * -2) / 3).sum(),
     "reverse divergence": lambda z, t: F.kl_div(
         (t / 3).log_softmax(-1), (z / 3).log_softmax(-1), reduction="batchmean", log_target=True
     ),
@@ -966,6 +967,17 @@ expect(ANY)({
     "divergence of one number, and of one beside it":
         lambda z, t: (d := _kl(z, t, reduction="none").sum(-1), d.mean() + z.logsumexp(-1).mean())[-1],
     "a difference that is summed": lambda z, t: (t.log_softmax(-1) - z.log_softmax(-1)).sum(),
+    "a difference from logits": lambda z, t: (t.softmax(-1) * (t - z.log_softmax(-1))).sum(),
+    "a difference from probabilities": lambda z, t: ((q := t.softmax(-1)) * (q - z.log_softmax(-1))).sum(),
+    "a difference of probabilities": lambda z, t: (t.softmax(-1) * (t.log_softmax(-1) - z.softmax(-1))).sum(),
+    "a reverse difference of logits": lambda z, t: (z.softmax(-1) * (z - t.log_softmax(-1))).sum(),
+    "a difference of a difference":
+        lambda z, t: ((q := t.softmax(-1)) * (t.log_softmax(-1) - q * z.log_softmax(-1))).sum(),
+    "a product at a label": lambda z, t, y: (t.softmax(-1) * z.log_softmax(-1)).gather(-1, y[..., None]).mean(),
+    "a product at one-hot labels":
+        lambda z, t, y: (t.softmax(-1) * z.log_softmax(-1) * F.one_hot(y, V)).sum(),
+    "a difference at one-hot labels":
+        lambda z, t, y: (t.softmax(-1) * ((t.log_softmax(-1) - z.log_softmax(-1)) * F.one_hot(y, V))).sum(),
     "a difference at a label":
         lambda z, t, y: (t.log_softmax(-1) - z.log_softmax(-1)).gather(-1, y[..., None]).mean(),
     "a difference of other rows": lambda z, t:

@@ -45,7 +45,7 @@ class Reason(Enum):
     NOT_A_LOG_PROBABILITY = "its logits are gathered, but not into log-probabilities of each row's labels"
     NOT_FOLLOWED = "the program computes something from its log-probabilities that is not a supported loss"
     CLASS_DIMENSION = "the vocabulary is not the class dimension of the loss"
-    CLASS_PROBABILITIES = "the targets are class probabilities, and not those of a teacher's head in the same program"
+    CLASS_PROBABILITIES = "the targets are class probabilities, of which only those of a teacher's head can be fused"
     CUSTOM_FUNCTION = (
         "a torch.autograd.Function with a backward of its own computes it; write the loss with PyTorch's operations"
     )

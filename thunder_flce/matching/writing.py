@@ -72,8 +72,8 @@ class _Writing:
         """The program's result that is the region's loss; None if that is a sum, or if results are computed from it"""
         self._keeps_ignored, self._losses, self._groups = region.keeps_ignored, region.plain_losses, region.row_groups
         self._is_joined = len(region.parts) > 1
-        per_row = [sum(part.labels.per_row for part in group) for group in self._groups]
-        self._most_labels = max(per_row) if region.teacher is None else 1
+        most_labels = max(sum(part.labels.per_row for part in group) for group in self._groups)
+        self._most_labels = most_labels if region.teacher is None else 1
         """Number of labels of a row, of those that have most"""
         self._constants: list[Tensor] = []
         """Numbers to add to the sum: 0, or NaN if no token counts and the sum is divided by their number"""
@@ -250,7 +250,7 @@ class _Writing:
             assert part.teacher is not None
             (term,) = part.teacher.terms
             input = self._call(torch.detach, self._input(term, part.teacher.rows))
-            inputs.append(self._flat(input, 2) if self._is_joined else input)
+            inputs.append(self._flat(input, 2))
         input = self._joined(inputs)
         arguments["teacher_input"] = self._call(torch.reshape, input, (*self._rows_shape, input.shape[-1]))
         arguments["teacher_weight"] = self._call(torch.detach, self._weight(term))

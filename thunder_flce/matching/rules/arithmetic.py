@@ -89,7 +89,7 @@ def at_one_hot(interpreter: Interpreter, product: Op, input: Class, one_hot: Any
     while copies and (producer := copies[-1].op) is not None and producer.name in COPIES:
         copies.append(producer.operands[0])
     op = copies[-1].op if copies and interpreter.program.changed.isdisjoint(copies) else None
-    if op is None or op.name != "one_hot" or input.form in ("p", "q") or not same_shape(one_hot.shape, input.shape):
+    if op is None or op.name != "one_hot" or input.form == "p" or not same_shape(one_hot.shape, input.shape):
         return None
     index = op.operands[0]
     if input.dim != len(input.shape) - 1 or interpreter.depends_on(index, input.logits):
