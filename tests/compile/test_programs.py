@@ -911,6 +911,7 @@ expect([AT_ONCE], thunder=True)({
         F.cross_entropy(z.flatten(0, 1), t.softmax(-1).flatten(0, 1), reduction="none") * m.flatten()
     ).mean(),
     "cross-entropy written out": lambda z, t, m: -((t.softmax(-1) * z.log_softmax(-1)).sum(-1) * m).sum() / m.sum(),
+    "twice the probabilities": lambda z, t: (2 * t.softmax(-1) * z.log_softmax(-1)).sum(),
     "times numbers before the sum":
         lambda z, t: (-((q := t.log_softmax(-1)).exp() * (q - z.log_softmax(-1)) * -2) / 3).sum(),
     "reverse divergence": lambda z, t: F.kl_div(
@@ -973,6 +974,14 @@ expect(ANY)({
     "a reverse difference of logits": lambda z, t: (z.softmax(-1) * (z - t.log_softmax(-1))).sum(),
     "a difference of a difference":
         lambda z, t: ((q := t.softmax(-1)) * (t.log_softmax(-1) - q * z.log_softmax(-1))).sum(),
+    "a reverse difference times probabilities of another input":
+        lambda h, w, z, t: (F.linear(h.cos(), w).softmax(-1) * (z.log_softmax(-1) - t.log_softmax(-1))).sum(),
+    "a difference times another teacher's probabilities":
+        lambda z, t: ((t / 2).softmax(-1) * (t.log_softmax(-1) - z.log_softmax(-1))).sum(),
+    "a teacher of the first sequence for all": lambda z, t: (t[:1].softmax(-1) * z.log_softmax(-1)).sum(),
+    "a product without a normalisation": lambda z, t: (t.exp() * z.log_softmax(-1)).sum(),
+    "a product of probabilities": lambda z, t: (t.softmax(-1) * z.softmax(-1)).sum(),
+    "a product of three": lambda z, t: (t.softmax(-1) * (z.softmax(-1) * z.log_softmax(-1))).sum(),
     "a product at a label": lambda z, t, y: (t.softmax(-1) * z.log_softmax(-1)).gather(-1, y[..., None]).mean(),
     "a product at one-hot labels":
         lambda z, t, y: (t.softmax(-1) * z.log_softmax(-1) * F.one_hot(y, V)).sum(),
@@ -1016,6 +1025,17 @@ def test_students_whose_losses_are_added_in_turns():
         return _kl(z, t, reduction="sum") + _kl(other, t, reduction="sum") + ce_loss(z, y) + ce_loss(other, y)
 
     check(program, ANY, by_dynamo(program), (1, 6))
+
+
+def test_reverse_difference_times_transposed_probabilities():
+    """There are as many rows as classes."""
+
+    @with_arguments
+    def program(h, w):
+        z, t = F.linear(w, w), F.linear(w.detach().cos(), w.detach().sin())
+        return ((p := z.log_softmax(-1)).exp().mT * (p - t.log_softmax(-1))).sum() + h.sum()
+
+    check(program, ANY, by_dynamo(program), (6,))
 
 
 def test_teachers_logits_that_are_changed_in_place_are_not_kept():

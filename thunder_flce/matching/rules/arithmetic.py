@@ -10,7 +10,6 @@ import torch
 from thunder_flce.matching.algebra import (
     LOG_PROBABILITY,
     MINUS_TEACHERS_ENTROPY,
-    NO_LABELS,
     ONE,
     Class,
     Labels,
@@ -102,9 +101,13 @@ def weighted(a: Class, b: Class) -> Class:
     """Returns the product of p and a u + r, in any order."""
     p, other = (a, b) if a.form == "exp" else (b, a)
     is_p = replace(p, factor=Fraction(1)).is_probability
-    require(is_p and p.logits == other.logits and p.dim == other.dim and not other.form)
-    require(same_shape(p.shape, other.shape))
+    require(is_p and p.logits == other.logits and _have_same_shape(p, other) and not other.form)
     return replace(other, form="p", sum=added((p.factor, other.sum)), p_has_grad=has_grad(p.sum))
+
+
+def _have_same_shape(a: Class, b: Class) -> bool:
+    """Whether tensors have the same shape, and the classes as the same dimension."""
+    return a.dim == b.dim and same_shape(a.shape, b.shape)
 
 
 def difference(op: Op, minuend: Class, subtrahend: Class) -> Class:
@@ -112,7 +115,6 @@ def difference(op: Op, minuend: Class, subtrahend: Class) -> Class:
     is_reverse = has_grad(minuend.sum)
     teacher, student = (subtrahend, minuend) if is_reverse else (minuend, subtrahend)
     require(teacher.form == student.form == "" and value(teacher.sum) == value(LOG_PROBABILITY))
-    require(not student.labels.are_given and (student.sum == LOG_PROBABILITY or not is_reverse))
     labels = replace(_labels_of_teacher(op, teacher, student), is_reverse=is_reverse)
     return replace(student, form="q", sum=added((-1, student.sum), (1, MINUS_TEACHERS_ENTROPY)), labels=labels)
 
@@ -121,18 +123,18 @@ def weighted_by_teacher(op: Op, factor: Class, other: Class) -> Class:
     """Returns the product of a teacher's probabilities q and a u + r, of q and a `difference`, or of p and one."""
     require(replace(factor, factor=Fraction(1)).is_probability and other.form in ("", "q"))
     if other.labels.is_reverse:
-        require(factor.logits == other.logits and factor.sum == LOG_PROBABILITY)
+        require(factor.logits == other.logits and _have_same_shape(factor, other) and factor.sum == LOG_PROBABILITY)
         labels = other.labels
     else:
         labels = _labels_of_teacher(op, factor, other)
-        require(other.labels == (labels if other.form else NO_LABELS))
+        require(not other.form or other.labels == labels)
     return replace(other, form="", sum=added((factor.factor, other.sum)), labels=labels)
 
 
 def _labels_of_teacher(op: Op, teacher: Class, student: Class) -> Labels:
     """Returns a teacher's distribution as the labels of a student."""
     require(not has_grad(teacher.sum), "with a teacher that requires a gradient")
-    require(teacher.dim == student.dim and same_shape(teacher.shape, student.shape))
+    require(_have_same_shape(teacher, student))
     return Labels((), (), op.position, op.source, teacher=teacher.logits)
 
 
@@ -198,7 +200,7 @@ def _add(interpreter: Interpreter, op: Op, input: Any, other: Any, *, alpha: Any
     if isinstance(a, Class) and isinstance(b, Class):
         if sign == -1 and a.logits != b.logits:
             return difference(op, a, b)
-        if a.logits == b.logits and a.dim == b.dim and not a.form and not b.form and same_shape(a.shape, b.shape):
+        if a.logits == b.logits and _have_same_shape(a, b) and not a.form and not b.form:
             return replace(a, sum=added((1, a.sum), (sign, b.sum)))
         require(sign == 1)
         return _sum_of_linears(interpreter, a, b, op)
