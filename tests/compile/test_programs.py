@@ -977,7 +977,7 @@ expect(ANY)({
     "a reverse difference times probabilities of another input":
         lambda h, w, z, t: (F.linear(h.cos(), w).softmax(-1) * (z.log_softmax(-1) - t.log_softmax(-1))).sum(),
     "a difference times another teacher's probabilities":
-        lambda z, t: ((t / 2).softmax(-1) * (t.log_softmax(-1) - z.log_softmax(-1))).sum(),
+        lambda w, z, t: ((t @ w @ w.T).detach().softmax(-1) * (t.log_softmax(-1) - z.log_softmax(-1))).sum(),
     "a teacher of the first sequence for all": lambda z, t: (t[:1].softmax(-1) * z.log_softmax(-1)).sum(),
     "a product without a normalisation": lambda z, t: (t.exp() * z.log_softmax(-1)).sum(),
     "a product of probabilities": lambda z, t: (t.softmax(-1) * z.softmax(-1)).sum(),

@@ -121,7 +121,7 @@ def difference(op: Op, minuend: Class, subtrahend: Class) -> Class:
 
 def weighted_by_teacher(op: Op, factor: Class, other: Class) -> Class:
     """Returns the product of a teacher's probabilities q and a u + r, of q and a `difference`, or of p and one."""
-    require(replace(factor, factor=Fraction(1)).is_probability and other.form in ("", "q"))
+    require(replace(factor, factor=Fraction(1)).is_probability)
     if other.labels.is_reverse:
         require(factor.logits == other.logits and _have_same_shape(factor, other) and factor.sum == LOG_PROBABILITY)
         labels = other.labels
