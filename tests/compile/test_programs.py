@@ -938,6 +938,7 @@ expect(Reason.CLASS_PROBABILITIES)({
     # These gradients would wait, and nothing saves the logits of both.
     "divergences that are clipped": lambda z, t: _kl(z, t, reduction="none").sum(-1).clamp(max=2).sum(),
     "another temperature": lambda z, t: F.kl_div((z / 2).log_softmax(-1), t.softmax(-1), reduction="sum"),
+    "a negative temperature": lambda z, t: _kl(z, t, -2.0, reduction="sum"),
     "a head with a bias": lambda z, t, w: _kl(z + w[:, 0], t, reduction="sum"),
     "some of the classes": lambda z, t: _kl(z[..., :40], t[..., :40], reduction="sum"),
     "a teacher that is also returned": lambda z, t: (_kl(z, t, reduction="sum"), t),
