@@ -963,6 +963,8 @@ expect(TRANSFORMED)({
         lambda z, t: ((p := z.log_softmax(-1)).exp() * (t.log_softmax(-1) - p)).sum(),
 })  # fmt: skip
 expect(ANY)({
+    "a reverse divergence less the normalisation, and twice that":
+        lambda z, t: ((z.softmax(-1) * (z - t.log_softmax(-1))).sum(-1) + z.logsumexp(-1)).sum(),
     "divergence beside another loss": lambda z, t: _kl(z, t, reduction="sum") + z.logsumexp(-1).square().mean(),
     "divergence beside a smoothed loss":
         lambda z, t, y: _kl(z, t, reduction="sum") + ce_loss(z, y, label_smoothing=0.1),

@@ -115,6 +115,8 @@ def difference(op: Op, minuend: Class, subtrahend: Class) -> Class:
     is_reverse = has_grad(minuend.sum)
     teacher, student = (subtrahend, minuend) if is_reverse else (minuend, subtrahend)
     require(teacher.form == student.form == "" and value(teacher.sum) == value(LOG_PROBABILITY))
+    # Only as a whole, its sum stands for the reverse divergence: see `Labels.is_reverse`.
+    require(not is_reverse or student.sum == LOG_PROBABILITY)
     labels = replace(_labels_of_teacher(op, teacher, student), is_reverse=is_reverse)
     return replace(student, form="q", sum=added((-1, student.sum), (1, MINUS_TEACHERS_ENTROPY)), labels=labels)
 
