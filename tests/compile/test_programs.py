@@ -970,6 +970,10 @@ expect(ANY)({
         lambda z, t, y: _kl(z, t, reduction="sum") + ce_loss(z, y, label_smoothing=0.1),
     "divergence of one number, and of one beside it":
         lambda z, t: (d := _kl(z, t, reduction="none").sum(-1), d.mean() + z.logsumexp(-1).mean())[-1],
+    "two teachers, and two calls of the head": lambda h, w, z, t:
+        _kl(z, t, reduction="sum") + _kl(F.linear(h, w), t.roll(1, 0), reduction="sum"),
+    "labels of two calls of the head": lambda h, w, z, t, y:
+        _kl(z, t, reduction="sum") + ce_loss(z, y) + 3 * ce_loss(F.linear(h, w), y.roll(1, 0)),
     "a difference that is summed": lambda z, t: (t.log_softmax(-1) - z.log_softmax(-1)).sum(),
     "a difference from logits": lambda z, t: (t.softmax(-1) * (t - z.log_softmax(-1))).sum(),
     "a difference from probabilities": lambda z, t: ((q := t.softmax(-1)) * (q - z.log_softmax(-1))).sum(),

@@ -272,8 +272,10 @@ def _refuse_beside_teachers(parts: Sequence[Part], options: Options) -> None:
             part.problem = part.problem or NotFused(Reason.CLASS_PROBABILITIES, f"from a teacher, {chosen}")
         others = [
             each for each in parts
-            if each is not part and not each.logits.linears.isdisjoint(part.logits.linears)
-            and (each.teacher is None or _have_same_rows(each, part))
+            if each is not part and (
+                _have_same_rows(each, part)  # Also of another call of the same linear.
+                or (each.teacher is None and not each.logits.linears.isdisjoint(part.logits.linears))
+            )
         ]  # fmt: skip
         if others and (len(others) > 1 or not _is_beside(others[0], part)):
             part.problem = part.problem or NotFused(

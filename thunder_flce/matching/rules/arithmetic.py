@@ -135,7 +135,7 @@ def weighted_by_teacher(op: Op, factor: Class, other: Class) -> Class:
 
 def _labels_of_teacher(op: Op, teacher: Class, student: Class) -> Labels:
     """Returns a teacher's distribution as the labels of a student."""
-    require(not has_grad(teacher.sum), "with a teacher that requires a gradient")
+    require(not has_grad(teacher.sum), "with probabilities that require a gradient")
     require(_have_same_shape(teacher, student))
     return Labels((), (), op.position, op.source, teacher=teacher.logits)
 
