@@ -469,6 +469,10 @@ expect(FUSED)({
     "names of ATen": lambda h, w, y: ATEN.cross_entropy_loss.default(
         u := ATEN.flatten.using_ints(ATEN.linear.default(h, w), 0, 1), v := ATEN.flatten.using_ints(y), None, 2
     ) + ATEN.nll_loss_nd.default(ATEN.log_softmax.int(u, -1), v),
+    "ATen's divergence": lambda z, t: ATEN.kl_div.default(
+        ATEN.log_softmax.int(z, -1), ATEN.log_softmax.int(t, -1), 2, log_target=True
+    ),
+    "ATen's divergence, a mean": lambda z, t: ATEN.kl_div.default(z.log_softmax(-1), t.softmax(-1)),
     "permuted by name":
         lambda z, y: F.cross_entropy(torch.transpose(input=z, dim0=1, dim1=2), y)
         + F.cross_entropy(torch.permute(input=z, dims=(0, 2, 1)), y)

@@ -24,7 +24,9 @@ from thunder_flce.matching.interpreter import LINEARS, LOSSES, NORMALISERS
 from thunder_flce.matching.program import Op, Program, Source, Tensor, agree, is_number, same, tensors_in
 
 _NUMPY_PARAMETERS = {"axis": "dim", "keepdims": "keepdim", "x": "input", "x1": "input", "x2": "other"}
-_ATEN_LOSSES = {"cross_entropy_loss": "cross_entropy", "nll_loss_nd": "nll_loss", "nll_loss": "nll_loss"}
+_ATEN_LOSSES = {
+    "cross_entropy_loss": "cross_entropy", "nll_loss_nd": "nll_loss", "nll_loss": "nll_loss", "kl_div": "kl_div"
+}  # fmt: skip
 """ATen's losses, as in the graph of an exported module; their reduction is a number."""
 _CAST_BY_AUTOCAST = (*LINEARS, *LOSSES, *NORMALISERS, "softmax")
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
@@ -263,7 +265,8 @@ def _as_function(node: Node, name: str, args: Any, kwargs: Any) -> tuple[str, An
         arguments = dict(zip(("input", "condition", "other"), args, strict=False)) | kwargs
         args, kwargs = (arguments["condition"], arguments["input"], arguments["other"]), {}
     if name in _ATEN_LOSSES and _library_of(node) == "aten":
-        names = ("input", "target", "weight", "reduction", "ignore_index", "label_smoothing")
+        weight = () if name == "kl_div" else ("weight",)
+        names = ("input", "target", *weight, "reduction", "ignore_index", "label_smoothing")
         loss_arguments: Any = {"reduction": 1, **dict(zip(names, args, strict=False)), **kwargs}
         loss_arguments["reduction"] = ("none", "mean", "sum")[loss_arguments["reduction"]]
         name, args, kwargs = _ATEN_LOSSES[name], (), loss_arguments
