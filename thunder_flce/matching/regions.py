@@ -409,7 +409,7 @@ def _join_parts(parts: Sequence[Part], interpreter: Interpreter, options: Option
         if taken & ops:
             _leave_sum_to_program(
                 region,
-                "its terms and those of another head are added in turns: first add up the terms of each head",
+                "its terms and those of another loss are added in turns: first add up the terms of each loss",
                 regions,
                 options=options,
             )
