@@ -847,9 +847,10 @@ def test_programs_of_the_page(title, program, tmp_path, monkeypatch, capsys):
         names |= {"batches": batches, "optimizer": torch.optim.SGD(names["model"].parameters(), lr=0.1)}
         names |= {"arguments": arguments(tmp_path), "dataset": rows, "collate": collate}
     before = len(thunder_flce.explain().decisions)
-    module = ModuleType("program")
+    # Dynamo looks there for what a function reads, and keeps modules by their names.
+    module = ModuleType(f"program_{PROGRAMS.index((title, program))}")
     vars(module).update(names)
-    monkeypatch.setitem(sys.modules, "program", module)  # Dynamo looks there for what a function reads.
+    monkeypatch.setitem(sys.modules, module.__name__, module)
     exec(program, vars(module))
     program_decisions = thunder_flce.explain().decisions[before:]
     assert all(decision.fused for decision in program_decisions)

@@ -56,7 +56,7 @@ def without_a_loss(hidden, weight):
 @pytest.mark.parametrize(("function", "line"), [
     ("own_loss", "    # logits f32[48, 100] = x @ W.t()"),
     ("model_and_arguments", "    # logits f32[24, 97] = x @ W.t() + b"),
-    ("without_a_loss", "# after: thunder_flce.jit\n# no cross-entropy, log-probability, entropy, "),
+    ("without_a_loss", "# after: thunder_flce.jit\n# no cross-entropy, divergence, log-probability, "),
 ])  # fmt: skip
 def test_programs_of_users(function, line, capsys):
     assert main(["trace", f"{__name__}:{function}", *SMALL]) == 0
