@@ -375,7 +375,8 @@ class _Choice:
         fewest = rows = max(self.compute_bound_rows, self.tokens if self.tokens <= ONE_CHUNK_ROWS else 0)
         if self.has_teacher and self.compute_bound_rows // 2 < self.tokens <= ONE_CHUNK_ROWS:
             # Of two heads, the logits of all these tokens would take more memory than in an unfused program, which has
-            # no dW yet. Half as many rows take 2% to 4% longer (H200, 2048 × 128256 × 2048, 2500 × 128256 × 4096).
+            # no dW yet. Half as many rows take 2% longer (H200, 2048 × 128256 × 2048, 2500 × 128256 × 4096), or 4%
+            # (2048 × 151936 × 896).
             fewest = rows = self.compute_bound_rows // 2
         enough = int(CHUNK_SECONDS * device.matmul_rate / (6 * max(call.hidden, 1) * max(call.vocab, 1)))
         rows_of_part = -(-self.tokens // (FEWEST_CHUNKS * TILE_ROWS)) * TILE_ROWS
