@@ -190,6 +190,7 @@ def composed(
         "entropy": lambda: of_tokens(entropy),
         "log_sum_exp": lambda: of_tokens(log_sum_exp),
         "mean_logit": lambda: of_tokens(z.mean(1)),
+        "max_logit": lambda: of_tokens(z.amax(1)),
         "log_sum_sq_probs": lambda: of_tokens((2 * log_probs).logsumexp(1)),
         "argmax": lambda: logits.argmax(1).reshape(shape),
         "valid_argmax": lambda: of_tokens(z.argmax(1), -1),

@@ -141,6 +141,7 @@ def linear_cross_entropy(
               target_weights, entropy, log-sum-exp of the logits, and mean of the logits over their columns. All are
               differentiable. The last two are NaN, not infinite, if the largest logit is infinite. With both weight and
               label_smoothing, "mean_logit" must be in detached.
+            - "max_logit": the largest logit, without a gradient. exp(max_logit - log_sum_exp) is its probability.
             - "log_sum_sq_probs": logarithm of the sum of the squared probabilities, without a gradient.
             - "argmax": int64, column of the largest logit before the softcap, which keeps the order of the logits but
               may make the largest ones equal. Rows of ignored tokens are computed for it, too.

@@ -414,6 +414,12 @@ expect(IN_FORWARD)({
     )[-1],
     "labels of another head":
         lambda h, w, y, z: ce_loss(z, (u := F.linear(h.tanh(), w)).argmax(-1).flatten()) + ce_loss(u, y),
+    "largest probabilities that are logged": lambda z, y, a, m: (
+        p := z.softmax(-1), clipped(log_prob(z, y), a).mean(), (p.amax(-1) * m).sum().detach(), p.argmax(-1),
+    )[1:],
+    "largest logits that are logged": lambda z, y: (
+        ce_loss(z, y.where(y > 9, -100)), (z.detach().max(-1).values - z.logsumexp(-1).detach()).exp().flatten()
+    ),
     # Of classes whose probabilities are shifted, beside their loss: e in each row.
     "sum of exp that is a constant":
         lambda z, y: (F.nll_loss((u := z.log_softmax(-1)).flatten(0, 1), y.flatten()), (u + 1).exp().sum(-1).detach()),
@@ -421,6 +427,7 @@ expect(IN_FORWARD)({
 expect(Reason.LOGITS_USED)({
     # No logits are returned.
     "a maximum that is returned": lambda z, y: (ce_loss(z, y), z.amax(-1)),
+    "a largest probability with a gradient": lambda z, y: ce_loss(z, y) + z.softmax(-1).amax(-1).mean(),
     "a function that adds to a loss's gradient": lambda z, y: OwnFunction.apply(z, ce_loss(z, y)),
     # A linear reads them, and not what they are made of.
     "mean embedding of what is predicted": lambda z, w, y: ce_loss(z, y) + (z.softmax(-1) @ w).square().mean(),
@@ -1592,6 +1599,11 @@ expect(ANY)({
     "zeros that are written": lambda s, m: (u := torch.zeros_like(m), u.view(-1).fill_(3.0), (s + u).sum())[2],
     "losses masked in place": lambda s, m: (s[None].index_put_((m[None] == 0,), s.new_zeros(())), s.sum())[1],
 })  # fmt: skip
+
+
+@expect("its tokens' weights depend on its own results")
+def weighted_by_their_confidence(z, y, a):
+    return (clipped(log_prob(z, y), a) * z.softmax(-1).amax(-1).detach()).mean()
 
 
 @expect("its tokens' weights depend on its own results")

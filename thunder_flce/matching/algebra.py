@@ -423,7 +423,7 @@ class Row:
 
     @property
     def variables(self) -> dict[str, tuple[Fraction, Fraction]]:
-        """The sum in terms of a region's outputs, `pointwise.VARIABLES`: factors with and without a gradient.
+        """The sum in terms of a region's outputs: factors with and without a gradient.
 
         u_y = log_prob + L and E = L - entropy.
         """
@@ -463,8 +463,13 @@ class Row:
 
     @property
     def is_whole(self) -> bool:
-        """Whether a region can return it: it does not depend on the maximum M."""
-        return atoms(self.sum).isdisjoint(("M", "u"))
+        """Whether a region can return it: one that depends on the maximum M has no gradient."""
+        return "u" not in atoms(self.sum) and not (self.has_maximum and has_grad(self.sum))
+
+    @property
+    def has_maximum(self) -> bool:
+        """Whether it depends on the maximum M, of which no token loss can be made."""
+        return "M" in atoms(self.sum)
 
 
 def scaled(number: Any, factor: Fraction | float, call: Callable[..., Any]) -> Any:
@@ -479,6 +484,7 @@ _VARIABLES = {
     "E": {"entropy": -1, "log_sum_exp": 1},
     "L": {"log_sum_exp": 1},
     "U": {"mean_logit": 1},
+    "M": {"max_logit": 1},
 }
 _KINDS = {
     "log_prob": "log-probability",

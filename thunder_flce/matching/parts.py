@@ -100,9 +100,9 @@ class Part:
         return next(kind for kind in PLURALS if kind in kinds)
 
     @property
-    def is_mean_of_logits(self) -> bool:
-        """Whether all its results are means of logits, which a program may also take of a layer that is no head."""
-        return all(set(value(row.sum)) - {"1"} == {"U"} for row in self.rows.values())
+    def has_only_logits(self) -> bool:
+        """Whether all its results are means and maxima of logits, which a program may also take of other layers."""
+        return all(set(value(row.sum)) - {"1"} in ({"U"}, {"M"}) for row in self.rows.values())
 
     @property
     def is_gathered_logits(self) -> bool:

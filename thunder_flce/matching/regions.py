@@ -191,7 +191,7 @@ def _regions_of(interpreter: Interpreter, options: Options) -> tuple[list[Region
         part.problem = _problem(part, interpreter)
     _assign_argmaxes(parts, interpreter)
     _refuse_beside_teachers(parts, options)
-    _refuse_means(parts)
+    _refuse_logits(parts)
     _refuse_together(parts)
     regions = _join_parts([part for part in parts if part.problem is None], interpreter, options)
     regions = _without_refused(regions, parts)
@@ -213,7 +213,7 @@ def _without_refused(regions: Sequence[Region], parts: Sequence[Part]) -> list[R
 def _is_reported(part: Part) -> bool:
     # A gate may have a loss of its own, of the log-sum-exp of its scores, and attention gathers relative positions.
     is_loss = part.kind != "log-sum-exp" and not (part.has_several_labels and part.is_gathered_logits)
-    return not part.logits.is_similarity and not part.is_mean_of_logits and (is_loss or part.logits.is_head)
+    return not part.logits.is_similarity and not part.has_only_logits and (is_loss or part.logits.is_head)
 
 
 # Parts.
@@ -310,12 +310,12 @@ def _assign_argmaxes(parts: Sequence[Part], interpreter: Interpreter) -> None:
                 part.problem = part.problem or NotFused(Reason.LOGITS_USED, f"by {tensor.op.name}")  # type: ignore[union-attr]
 
 
-def _refuse_means(parts: Sequence[Part]) -> None:
-    """Leaves a mean of logits to the program if no loss reads the same logits."""
-    losses = [part.logits.linears for part in parts if not part.is_mean_of_logits]
+def _refuse_logits(parts: Sequence[Part]) -> None:
+    """Leaves means and maxima of logits to the program if no loss reads the same logits."""
+    losses = [part.logits.linears for part in parts if not part.has_only_logits]
     for part in parts:
-        if part.is_mean_of_logits and all(map(part.logits.linears.isdisjoint, losses)):
-            part.problem = NotFused(Reason.LOGITS_USED, "by a mean")
+        if part.has_only_logits and all(map(part.logits.linears.isdisjoint, losses)):
+            part.problem = NotFused(Reason.LOGITS_USED, "by a mean or a maximum")
 
 
 def _refuse_together(parts: Sequence[Part]) -> None:
@@ -345,7 +345,9 @@ def _decisions_on_escapes(interpreter: Interpreter, parts: Sequence[Part]) -> li
         reported |= linears
         name, detail = escape.user.name, escape.detail.strip()
         reason, text = Reason.NOT_FOLLOWED, f"by {name} {detail}".strip()
-        if form in ("exp", "p"):
+        if isinstance(value, Row):
+            text = f"a maximum over the classes with a gradient, {text}"
+        elif form in ("exp", "p"):
             reason = Reason.TRANSFORMED_LOGITS
         elif escape.user.is_change:
             reason = Reason.OPERAND_MODIFIED

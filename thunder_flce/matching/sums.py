@@ -96,7 +96,7 @@ class TokenSum:
     """The linear operations from the summands to the place, in order"""
     parts: Sequence[Part]
     kept: set[Tensor]
-    """The sources that the program needs elsewhere, too, without a gradient"""
+    """The parts' results that the program needs elsewhere, too, without a gradient"""
     writes: set[Op]
     """The in-place changes that it replaces"""
     other_losses: list[Tensor]
@@ -233,6 +233,8 @@ class _Search:
     def __init__(self, parts: Sequence[Part], interpreter: Interpreter):
         self._interpreter, self._program, self._parts = interpreter, interpreter.program, parts
         self._sources: dict[Tensor, _Tokens] = {}
+        self._logged: set[Tensor] = set()
+        """The parts' results that are no sources"""
         self._tokens: dict[Tensor, _Tokens] = {}
         """The tensors that are computed token by token"""
         self._unselected: dict[tuple[Part, Handle], Handle] = {}
@@ -243,6 +245,9 @@ class _Search:
         self._is_read: dict[tuple[Tensor, Op], bool] = {}
         for part in parts:
             for tensor, row in part.rows.items():
+                if row.has_maximum:
+                    self._logged.add(tensor)
+                    continue
                 if tensor not in part.handles:
                     part.handles[tensor] = _record_source(tensor, part)
                 self._sources[tensor] = _Tokens(part, part.handles[tensor])
@@ -385,6 +390,7 @@ class _Search:
         results, computed = self._program.results, {place, *self._sources}
         rest = live(self._program.ops, results, computed=computed, dropped=self._writes)
         kept = {*results, *(each for op in rest for each in op.operands)}.intersection(self._sources) - {place}
+        kept |= self._logged
         has_constant = any(self._is_affine(op) and not self._is_linear(op) for op in order)
         total = TokenSum(place, summands, order, self._parts, kept, self._writes, list(others or ()), has_constant)
         # A region runs the same token loss for all its parts: the operations of one part count.

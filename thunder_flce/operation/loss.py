@@ -131,6 +131,7 @@ OUTPUTS = {
     "valid_argmax": Output(lambda row, columns: row.argmax, is_index=True, ignored=-1),
     "accuracy": Output(lambda row, columns: row.argmax, is_mean=True),
     "mean_logit": Output(lambda row, columns: row.max + row.moments["shifted_sum"] / columns, ("shifted_sum",)),
+    "max_logit": Output(lambda row, columns: row.max),
     "divergence": Output(lambda row, columns: row.divergence),
     "log_sum_sq_probs": Output(lambda row, columns: torch.log(row.moments["sum_sq"]), ("sum_sq",)),
 }
