@@ -13,7 +13,9 @@ from thunder_flce.dynamo.reading import body_of, is_checkpoint, read
 from thunder_flce.dynamo.writing import write_regions
 from thunder_flce.matching.decisions import Decision, Reason, in_order, report
 from thunder_flce.matching.interpreter import Interpreter
-from thunder_flce.matching.regions import Region, match, ordered
+from thunder_flce.matching.match import match
+from thunder_flce.matching.order import ordered
+from thunder_flce.matching.regions import Region
 from thunder_flce.options import Options
 
 

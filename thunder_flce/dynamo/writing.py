@@ -30,8 +30,9 @@ from thunder_flce.dynamo.lengths import may_save_logits
 from thunder_flce.dynamo.reading import name_of, tensor_of, value_of
 from thunder_flce.matching.decisions import Decision, PlannedRegion
 from thunder_flce.matching.interpreter import Interpreter
+from thunder_flce.matching.order import ordered
 from thunder_flce.matching.program import Op, Tensor, depends_on_values, hint
-from thunder_flce.matching.regions import Region, ordered
+from thunder_flce.matching.regions import Region
 from thunder_flce.matching.sums import PRODUCTS
 from thunder_flce.matching.writing import write
 from thunder_flce.operation.call import Call, Spec

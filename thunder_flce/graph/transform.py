@@ -21,7 +21,7 @@ from thunder_flce.graph.reading import is_static, read, source_of, tensors_writt
 from thunder_flce.graph.writing import write_regions
 from thunder_flce.matching.decisions import Decision, Reason, in_order, report
 from thunder_flce.matching.interpreter import LOSSES, NORMALISERS, Interpreter
-from thunder_flce.matching.regions import match
+from thunder_flce.matching.match import match
 from thunder_flce.options import Options, as_options, checked_strict
 
 

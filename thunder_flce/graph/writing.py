@@ -20,8 +20,9 @@ from thunder_flce.graph.reading import is_static, tensor_of
 from thunder_flce.graph.trace_arguments import settings_of
 from thunder_flce.matching.decisions import Decision, PlannedRegion
 from thunder_flce.matching.interpreter import Interpreter
+from thunder_flce.matching.order import ordered
 from thunder_flce.matching.program import Op, Tensor, tensors_in
-from thunder_flce.matching.regions import Region, ordered
+from thunder_flce.matching.regions import Region
 from thunder_flce.matching.sums import PRODUCTS
 from thunder_flce.matching.writing import write
 from thunder_flce.operation.call import Call, operand_names

@@ -176,3 +176,10 @@ def _can_return(part: Part, row: Row) -> bool:
     others = () if part.teacher is not None else (NO_LABELS,)
     has_labels = row.labels in (*others, part.labels) or row.labels.are_filled(part.labels)
     return part.logits == row.logits and has_labels and not has_weights
+
+
+def have_same_rows(a: Part, b: Part) -> bool:
+    """Whether parts have the same logits; beside a divergence, the temperature may differ."""
+    if a.teacher is None and b.teacher is None:
+        return a.logits == b.logits
+    return replace(a.logits, scale=Fraction(1)) == replace(b.logits, scale=Fraction(1))

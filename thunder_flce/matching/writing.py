@@ -20,6 +20,7 @@ from thunder_flce.matching.program import (
     PERMUTATIONS,
     RESHAPES,
     Op,
+    Program,
     Tensor,
     indices_of,
     is_number,
@@ -29,7 +30,7 @@ from thunder_flce.matching.program import (
     same_shape,
     without_tensors,
 )
-from thunder_flce.matching.regions import Region, is_compared_with_labels
+from thunder_flce.matching.regions import Region
 from thunder_flce.matching.sums import PRODUCTS, Summand, TokenSum
 from thunder_flce.operation.call import Call, named_tensors, operand_names
 from thunder_flce.operation.divergence import Divergence
@@ -490,7 +491,7 @@ class _Writing:
         is_free = not -1 <= part.labels.ignore_index < part.logits.terms[0].columns
         program = self._interpreter.program
         compared = (
-            not part.steps_to(argmax) and is_compared_with_labels(tensor, part, program)
+            not part.steps_to(argmax) and _is_compared_with_labels(tensor, part, program)
             for tensor, argmax in part.argmaxes.items()
         )  # fmt: skip
         return "valid_argmax" if is_free and all(compared) else "argmax"
@@ -631,6 +632,20 @@ def _before_reshapes(labels: Tensor, rows: Sequence[Any], interpreter: Interpret
             break
         base = base.op.operands[0]
     return labels
+
+
+def _is_compared_with_labels(indices: Tensor, part: Part, program: Program) -> bool:
+    """Whether an argmax is only compared with the labels of its rows."""
+
+    def compares(user: Op) -> bool:
+        if user.operands[0] is indices and keeps_elements(user):
+            return _is_compared_with_labels(user.output, part, program)
+        others = [operand for operand in user.operands if operand is not indices]
+        if user.name not in ("eq", "ne") or len(others) != 1 or not same_shape(others[0].shape, indices.shape):
+            return False
+        return (program.number_at(others[0], user),) == part.labels.numbers
+
+    return indices not in program.results and all(map(compares, indices.users))
 
 
 def factors_after(loss: Tensor) -> list[tuple[Tensor | float, bool]]:
