@@ -433,6 +433,12 @@ expect(Reason.LOGITS_USED)({
     "mean embedding of what is predicted": lambda z, w, y: ce_loss(z, y) + (z.softmax(-1) @ w).square().mean(),
     "read for their strides": lambda z, y: ce_loss(z, y) + torch.zeros_like(z.transpose(1, 2)).mean(),
 })  # fmt: skip
+expect(Reason.LOGITS_RETURNED)(
+    {
+        "log-probabilities of all classes that are returned": lambda z: z.log_softmax(-1),
+        "probabilities that are returned beside a loss": lambda z, y: (p := z.softmax(-1), ce_loss(z, y), p)[1:],
+    }
+)
 expect(FUSED)({
     # No gradient comes back from it, and no term of the loss is the chunk's.
     "histogram of a chunk beside a loss": lambda f, g, a: ((f * a[:2]).exp().sum(), torch.histc(g, bins=5)),
@@ -2068,6 +2074,21 @@ def test_equal_results_share_no_memory(compiler):
     one, other = compiler(program)(*operands(4)[:2])
     one.detach().zero_()
     assert other.all()
+
+
+def test_returned_entropies_may_change_in_place():
+    """The backward reads those that the operator returned."""
+    h, w, *_ = operands(6)
+
+    def gradients(program):
+        returned = program(h, w)
+        returned.mul_(2)
+        return torch.autograd.grad(returned.sum(), (h, w))
+
+    def program(h, w):
+        return -entropy(-F.linear(h, w)).neg()
+
+    torch.testing.assert_close(gradients(by_dynamo(program)), gradients(program))
 
 
 def test_argument_that_is_changed_in_place():

@@ -185,15 +185,20 @@ def _decisions_on_escapes(interpreter: Interpreter, parts: Sequence[Part]) -> li
     for escape in interpreter.escapes:
         value: Any = escape.value
         linears = value.logits.linears
-        if escape.user is None or not reported.isdisjoint(linears) or not value.logits.is_head:
+        if not reported.isdisjoint(linears) or not value.logits.is_head:
             continue
-        if interpreter.starts_logits(escape.user.output):
+        if escape.user is not None and interpreter.starts_logits(escape.user.output):
             continue
         form = value.form if isinstance(value, Class) else ""
         is_normalised = "L" in atoms(value.sum) and (form != "exp" or value.factor_of_u == 1)
         if not is_normalised or not escape.tensor.needs_grad:
             continue
         reported |= linears
+        kind = {"exp": "probability", "p": "entropy", "q": "divergence"}.get(form, "log-probability")
+        if escape.user is None:
+            producer: Any = escape.tensor.op
+            decisions.append(Decision(producer.source, reason=Reason.LOGITS_RETURNED, kind=kind))
+            continue
         name, detail = escape.user.name, escape.detail.strip()
         reason, text = Reason.NOT_FOLLOWED, f"by {name} {detail}".strip()
         if isinstance(value, Row):
@@ -210,7 +215,6 @@ def _decisions_on_escapes(interpreter: Interpreter, parts: Sequence[Part]) -> li
         has_two_heads = any(isinstance(each, Class) and each.logits != value.logits for each in operands)
         if name == "kl_div" or (name in ("mul", "sub") and (has_two_heads or form == "q")):
             text += "; `linear_kl_divergence` takes a teacher's hidden states and head"
-        kind = {"exp": "probability", "p": "entropy", "q": "divergence"}.get(form, "log-probability")
         decisions.append(Decision(escape.user.source, reason=reason, detail=text, kind=kind))
     return decisions
 

@@ -519,8 +519,10 @@ class _Writing:
         returned: dict[Tensor, Tensor] = {}
         for tensor in region.returned:
             new = results[tensor]
-            # The program's own results have memory of their own: see `Interpreter._is_seen_as_view`.
-            if tensor in self._interpreter.program.results and any(map(new.shares_memory, returned.values())):
+            # What calls the program may change its results in place. They have memory of their own, see
+            # `Interpreter._is_seen_as_view`, and the operator's backward reads the entropies.
+            others = [*returned.values(), *(outputs[name] for name in ("entropy",) if name in outputs)]
+            if tensor in self._interpreter.program.results and any(map(new.shares_memory, others)):
                 new = self._call(torch.clone, new)
             returned[tensor] = new
         return returned
