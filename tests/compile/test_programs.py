@@ -414,6 +414,14 @@ expect(IN_FORWARD)({
     )[-1],
     "labels of another head":
         lambda h, w, y, z: ce_loss(z, (u := F.linear(h.tanh(), w)).argmax(-1).flatten()) + ce_loss(u, y),
+    # Autograd's derivative of this sum copies into a view.
+    "several labels, masked in place through a view": lambda z, y, m: (
+        x := z.log_softmax(-1).gather(-1, several_labels(y)).sum(-1), v := x.t(), v.mul_(m.t()), v.sum(),
+    )[-1],
+    "parts of hidden states that change afterwards": lambda h, w, y: (
+        loss := sum(ce_loss(x @ w.detach().t(), own) for x, own in zip(h.chunk(2), y.chunk(2), strict=True)),
+        h.mul_(2), loss,
+    )[-1],
     "largest probabilities that are logged": lambda z, y, a, m: (
         p := z.softmax(-1), clipped(log_prob(z, y), a).mean(), (p.amax(-1) * m).sum().detach(), p.argmax(-1),
     )[1:],
@@ -427,6 +435,11 @@ expect(IN_FORWARD)({
 expect(Reason.LOGITS_USED)({
     # No logits are returned.
     "a maximum that is returned": lambda z, y: (ce_loss(z, y), z.amax(-1)),
+    # A divergence of two heads without a gradient, either of which may be the teacher.
+    "changed in place, and compared with another head": lambda h, w, z, t, y: (
+        z.div_(2), p := z.detach().log_softmax(-1), q := t.log_softmax(-1),
+        log_prob(z, y).exp().mean() + (q.exp() * (p - q)).sum(-1).flip(0).sum(),
+    )[-1],
     "a largest probability with a gradient": lambda z, y: ce_loss(z, y) + z.softmax(-1).amax(-1).mean(),
     "a function that adds to a loss's gradient": lambda z, y: OwnFunction.apply(z, ce_loss(z, y)),
     # A linear reads them, and not what they are made of.

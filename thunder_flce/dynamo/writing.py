@@ -22,6 +22,7 @@ from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx import Graph, GraphModule, Node, Proxy
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
@@ -178,7 +179,7 @@ class _Graph:
             is_method = isinstance(function, MethodDescriptorType)
             add: Callable = self._graph.call_method if is_method else self._graph.call_function
             node = add(function.__name__ if is_method else function, *arguments)
-        values: Any = map_arg(arguments, value_of)
+        values: Any = map_arg(arguments, lambda node: _as_made(value_of(node)))
         # Without the Python dispatcher, torch 2.8 cannot view tensors in symbolic sizes.
         with self._fake_mode, enable_python_dispatcher(), torch.enable_grad(), torch.autocast("cpu", enabled=False):
             value = function(*values[0], **values[1])
@@ -278,6 +279,9 @@ class _Graph:
         (output,) = traced.graph.find_nodes(op="output")
         needed = set(output.args[0])
         for node in reversed(traced.graph.nodes):
+            # If a view was changed in place, autograd copies into a part of a gradient, and nothing reads that result.
+            if _is_mutable(node) and any(_share_memory(node, each) for each in needed):
+                needed.add(node)
             if node in needed and not isinstance(node.meta.get("val"), torch.SymInt):
                 needed.update(node.all_input_nodes)
         with self._graph.inserting_before(self._end):
@@ -346,6 +350,23 @@ class _Graph:
 def _node_of(op: Op) -> Node:
     """Returns the node of an operation, or of the checkpointed function that contains it."""
     return op.handle if op.inside is None else op.inside
+
+
+def _as_made(value: Any) -> Any:
+    """Returns an example value as it was made: PyTorch refuses some views whose base was changed in place since."""
+    if not isinstance(value, torch.Tensor) or not value._is_view():
+        return value
+    with torch.no_grad():
+        return value.detach().requires_grad_(value.requires_grad)
+
+
+def _is_mutable(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _share_memory(a: Node, b: Node) -> bool:
+    values = [value for value in (a.meta.get("val"), b.meta.get("val")) if isinstance(value, torch.Tensor)]
+    return len(values) == 2 and len({StorageWeakRef(value.untyped_storage()) for value in values}) == 1
 
 
 def _slice_backward(grad: torch.Tensor, sizes: Sequence[Any], dim: int, start: Any, end: Any, step: int) -> Any:

@@ -503,3 +503,8 @@ class Argmax:
 
 
 Value = Class | Row | Argmax
+
+
+def linears_of(logits: Logits, labels: Labels) -> set[Tensor]:
+    """Returns the outputs of the linears that something is computed from, also of a teacher's."""
+    return logits.linears | (set() if labels.teacher is None else labels.teacher.linears)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, get_args
 
-from thunder_flce.matching.algebra import Argmax, Class, Logits, Row, Unknown, Value, require
+from thunder_flce.matching.algebra import Argmax, Class, Logits, Row, Unknown, Value, linears_of, require
 from thunder_flce.matching.decisions import Decision, NotFused, Reason
 from thunder_flce.matching.program import (
     PERMUTATIONS,
@@ -70,6 +70,11 @@ class Escape:
     detail: str = ""
     columns: Any = None
     """In `Interpreter._escape_of`: number of classes of the tensor that is computed from it"""
+
+    @property
+    def linears(self) -> set[Tensor]:
+        """Outputs of the linears that the tensor is computed from, also of a teacher's."""
+        return linears_of(self.value.logits, self.value.labels)
 
     @property
     def problem(self) -> NotFused:

@@ -80,7 +80,7 @@ def _is_reported(part: Part) -> bool:
 def _problem(part: Part, interpreter: Interpreter) -> NotFused | None:
     """Returns why a part cannot be fused, whatever the other parts are; None if it can."""
     logits = part.logits
-    escapes = [escape for escape in interpreter.escapes if not logits.linears.isdisjoint(escape.value.logits.linears)]
+    escapes = [escape for escape in interpreter.escapes if not part.linears.isdisjoint(escape.linears)]
     if escapes:
         return min(escapes, key=lambda each: each.user is not None).problem
     if part.is_gathered_logits:
@@ -113,8 +113,6 @@ def _problem_with_teacher(part: Part, teacher: Logits, interpreter: Interpreter)
         return "of heads with a softcap, or of a part of the vocabulary"
     if part.logits.scale != teacher.scale or teacher.scale < 0:
         return "from a teacher at another temperature"
-    if any(not teacher.linears.isdisjoint(escape.value.logits.linears) for escape in interpreter.escapes):
-        return "from a teacher whose logits are also used elsewhere"
     have_entropy = {"H" in atoms(row.sum) for row in part.rows.values()}
     losses = [part.as_loss(tensor) for tensor in part.rows]
     if any(loss is None or loss[1] != 0 for loss in losses) or len(have_entropy) > 1:

@@ -8,7 +8,18 @@ from typing import Any
 
 import torch
 
-from thunder_flce.matching.algebra import NO_LABELS, Argmax, Labels, Logits, Row, RowStep, atoms, has_grad, value
+from thunder_flce.matching.algebra import (
+    NO_LABELS,
+    Argmax,
+    Labels,
+    Logits,
+    Row,
+    RowStep,
+    atoms,
+    has_grad,
+    linears_of,
+    value,
+)
 from thunder_flce.matching.decisions import PLURALS, NotFused
 from thunder_flce.matching.interpreter import Interpreter
 from thunder_flce.matching.program import Source, Tensor, same, same_shape
@@ -76,7 +87,7 @@ class Part:
     @property
     def linears(self) -> set[Tensor]:
         """Outputs of the linears from which its results are computed, also of a teacher's."""
-        return {linear for head in self.heads for linear in head.linears}
+        return linears_of(self.logits, self.labels)
 
     @property
     def divergence(self) -> str:
