@@ -113,7 +113,7 @@ OF_ROWS = (
     "torch.where({m} > 0, {}, 0.0)", "torch.clamp({}, -3, 2)", "{}.detach()", "torch.sigmoid({})", "{}.abs()",
     "{}.masked_fill({m} == 0, 0.0)", "torch.relu({})", "F.logsigmoid({})", "1 - {}", "{a} - {}", "{}.clone()",
     "{}.nan_to_num()", "{} / {}.detach()", "{} * s", "{} / {m}.sum()", "{}.cumsum(-1)", "{} - {}.mean()", "{}.flip(0)",
-    "torch.log1p({}.abs())", "{} * ({i} != -100)", "{} / n", "checkpoint(torch.exp, {}, use_reentrant=False)",
+    "torch.log1p({}.abs())", "{} * ({i} != -100)", "{} / n", "checkpoint(torch.neg, {}, use_reentrant=False)",
 )  # fmt: skip
 OF_TWO_ROWS = (
     "{} + {}", "{} - {}", "{} * {}", "torch.min({}, {})", "torch.max({}, {})", "{} * {}.detach()", "{} + 0.1 * {}",

@@ -1953,6 +1953,9 @@ DEPENDING_ON_VALUES = {
     # Gradients of losses that are selected wait.
     "losses that a mask selects": (FUSED, lambda s, m: s[m > 0].sum()),
     "their mean": ("the number of tokens in mean in line", lambda s, m: s[m > 0].mean()),
+    "parts of masked hidden states": (FUSED, lambda h, w, m: (
+        z := torch.cat([F.linear((x := h[m > 0])[:2], w), F.linear(x[2:], w)]), entropy(z).sum().exp()
+    )[1]),
     "masked hidden states": (
         FUSED, lambda h, w, y, m: F.cross_entropy(F.linear(h[is_masked := m > 0], w), y[is_masked])
         + log_probs(h[is_masked], w, y[is_masked]).mean(),

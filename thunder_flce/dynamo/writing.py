@@ -6,7 +6,7 @@ Other nodes stay where they are, unless they use a result of a region that comes
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import MethodDescriptorType
 from typing import Any
@@ -181,7 +181,12 @@ class _Graph:
             node = add(function.__name__ if is_method else function, *arguments)
         values: Any = map_arg(arguments, lambda node: _as_made(value_of(node)))
         # Without the Python dispatcher, torch 2.8 cannot view tensors in symbolic sizes.
-        with self._fake_mode, enable_python_dispatcher(), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        shapes = self._fake_mode.shape_env
+        with (
+            self._fake_mode, enable_python_dispatcher(), torch.enable_grad(), torch.autocast("cpu", enabled=False),
+            # A slice of rows that a mask selects has a size of its own in each tracing.
+            nullcontext() if shapes is None else shapes.ignore_fresh_unbacked_symbols(),
+        ):  # fmt: skip
             value = function(*values[0], **values[1])
         return self._new_tensor(node, value)
 
