@@ -98,6 +98,11 @@ ROWS_OF_PROBS = (
     "{}.gather(-1, {y}[..., None])[..., 0]", "{}.gather(-1, {y}[..., None])[..., 0].log()", "{}.amax(-1).detach()",
     "-({0} * {0}.log()).sum(-1)", "-torch.special.entr({}).sum(-1)", "{}.gather(-1, {k}).sum(-1)",
 )  # fmt: skip
+ROWS_OF_PARTS = {
+    "N": "torch.cat([F.cross_entropy({}.flatten(0, 1), own.flatten(), reduction='none') for part, own in {}])",
+    "BT": "torch.cat([{}.log_softmax(-1).gather(-1, own.clamp(min=0)[..., None])[..., 0] for part, own in {}])",
+}
+"""By the layout of the rows"""
 SETTINGS = ("", "", "", ", label_smoothing=0.1", ", ignore_index=3", ", weight=d", ", label_smoothing=0.2, weight=d")
 LOSSES = (
     "F.cross_entropy({}, {}, reduction={!r}{})", "F.cross_entropy({}, {}, reduction={!r}{})",
@@ -113,6 +118,8 @@ OF_ROWS = (
     "torch.where({m} > 0, {}, 0.0)", "torch.clamp({}, -3, 2)", "{}.detach()", "torch.sigmoid({})", "{}.abs()",
     "{}.masked_fill({m} == 0, 0.0)", "torch.relu({})", "F.logsigmoid({})", "1 - {}", "{a} - {}", "{}.clone()",
     "{}.nan_to_num()", "{} / {}.detach()", "{} * s", "{} / {m}.sum()", "{}.cumsum(-1)", "{} - {}.mean()", "{}.flip(0)",
+    "torch.cat([{0}[:1], {0}[1:]])", "{}.roll(1, -1)", "torch.zeros_like({0}).copy_({0})", "{}.sort(-1).values",
+    "torch.zeros_like({0}).index_add_(0, torch.arange(len({0})).flip(0), {0})", "F.pad({}, (1, 0))[..., :-1]",
     "torch.log1p({}.abs())", "{} * ({i} != -100)", "{} / n", "checkpoint(torch.neg, {}, use_reentrant=False)",
 )  # fmt: skip
 OF_TWO_ROWS = (
@@ -225,6 +232,10 @@ class Writer:
         elif kind == "parts" and layout == "BT":
             part, whole = self.one_of(("part", z), ("F.linear(part, w)", "h"))
             loss, parts = self.one_of(*LOSSES_OF_PARTS).format(part), self.one_of(*PARTS)
+            if self.one_of(False, True):
+                parts, (to, rows) = self.one_of(*PARTS[:3]), self.one_of(*ROWS_OF_PARTS.items())
+                self.let("r", to, rows.format(part, f"zip({whole}.{parts}, i.{parts})"))
+                return
             how = self.one_of("sum({})", "torch.stack([{}]).mean()")
             self.let("e", "", how.format(f"{loss} for part, own in zip({whole}.{parts}, i.{parts})"))
         elif kind in "lp":

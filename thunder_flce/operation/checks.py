@@ -160,8 +160,9 @@ def check_loss(loss: Loss, vocab: int) -> None:
     nonzero = ("not be 0, which makes all logits equal", lambda x: x != 0)
     _check_number("logit_scale", loss.logit_scale, _FINITE, nonzero)
     _check_number("z_loss", loss.z_loss, _FINITE)
-    if not isinstance(loss.outputs, tuple) or any(name not in OUTPUTS for name in loss.outputs):
-        raise ValueError(f"outputs must be a tuple of names among {tuple(OUTPUTS)}, but got {loss.outputs!r}")
+    names = tuple(name for name in OUTPUTS if name != "divergence" or loss.divergence)
+    if not isinstance(loss.outputs, tuple) or any(name not in names for name in loss.outputs):
+        raise ValueError(f"outputs must be a tuple of names among {names}, but got {loss.outputs!r}")
     if len(set(loss.outputs)) < len(loss.outputs):
         raise ValueError(f"outputs must name each output once, but got {loss.outputs!r}")
     differentiable = [name for name in loss.outputs if name in DIFFERENTIABLE_OUTPUTS]
@@ -188,8 +189,6 @@ def _check_combinations(names: Collection[str], loss: Loss) -> None:
          "cross-entropy that it replaces"),
         (has_targets and loss.label_smoothing, "label_smoothing must be 0 with target_weights, which are soft targets "
          "already"),
-        ("divergence" in loss.outputs and not loss.divergence, "outputs must not have 'divergence' without a teacher; "
-         "call linear_kl_divergence"),
         (has_targets and "accuracy" in loss.outputs, "outputs must not have 'accuracy' with target_weights: a token "
          "has no single target then"),
         (inputs and not loss.token_loss, "token_inputs must be empty without token_loss, which reads them"),
