@@ -418,6 +418,9 @@ expect(IN_FORWARD)({
     "several labels, masked in place through a view": lambda z, y, m: (
         x := z.log_softmax(-1).gather(-1, several_labels(y)).sum(-1), v := x.t(), v.mul_(m.t()), v.sum(),
     )[-1],
+    "a part of hidden states that change afterwards": lambda h, w, y: (
+        loss := log_prob(h.chunk(2)[0] @ w.detach().t(), y[:2]).exp().mean(), h.mul_(2), loss,
+    )[-1],
     "parts of hidden states that change afterwards": lambda h, w, y: (
         loss := sum(ce_loss(x @ w.detach().t(), own) for x, own in zip(h.chunk(2), y.chunk(2), strict=True)),
         h.mul_(2), loss,

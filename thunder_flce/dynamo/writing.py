@@ -179,7 +179,7 @@ class _Graph:
             is_method = isinstance(function, MethodDescriptorType)
             add: Callable = self._graph.call_method if is_method else self._graph.call_function
             node = add(function.__name__ if is_method else function, *arguments)
-        values: Any = map_arg(arguments, lambda node: _as_made(value_of(node)))
+        values: Any = map_arg(arguments, _operand_of)
         # Without the Python dispatcher, torch 2.8 cannot view tensors in symbolic sizes.
         shapes = self._fake_mode.shape_env
         with (
@@ -330,7 +330,7 @@ class _Graph:
         with self._graph.inserting_before(self._end):
             node = self._graph.call_function(run_forward, (tensors, str(settings)))
         with self._fake_mode, torch.enable_grad():
-            node.meta["example_value"] = tuple(run_forward([*map(value_of, tensors)], str(settings)))
+            node.meta["example_value"] = tuple(run_forward([*map(_operand_of, tensors)], str(settings)))
         planned = PlannedRegion(specs, plan_for(specs, settings.options or self._options))
         return [self.call(operator.getitem, node, position) for position in range(1 + len(call.loss.outputs))], planned
 
@@ -357,8 +357,9 @@ def _node_of(op: Op) -> Node:
     return op.handle if op.inside is None else op.inside
 
 
-def _as_made(value: Any) -> Any:
-    """Returns an example value as it was made: PyTorch refuses some views whose base was changed in place since."""
+def _operand_of(node: Node) -> Any:
+    """Returns a node's value as an operand: PyTorch refuses some views whose base was changed in place since."""
+    value = value_of(node)
     if not isinstance(value, torch.Tensor) or not value._is_view():
         return value
     with torch.no_grad():
