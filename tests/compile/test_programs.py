@@ -452,7 +452,8 @@ expect(Reason.LOGITS_USED)({
 expect(Reason.LOGITS_RETURNED)(
     {
         "log-probabilities of all classes that are returned": lambda z: z.log_softmax(-1),
-        "probabilities that are returned beside a loss": lambda z, y: (p := z.softmax(-1), ce_loss(z, y), p)[1:],
+        "a teacher's logits that are returned, too": lambda z, t: (_kl(z, t, reduction="sum"), t),
+    "probabilities that are returned beside a loss": lambda z, y: (p := z.softmax(-1), ce_loss(z, y), p)[1:],
     }
 )
 expect(FUSED)({
@@ -974,7 +975,6 @@ expect(Reason.CLASS_PROBABILITIES)({
     "a negative temperature": lambda z, t: _kl(z, t, -2.0, reduction="sum"),
     "a head with a bias": lambda z, t, w: _kl(z + w[:, 0], t, reduction="sum"),
     "some of the classes": lambda z, t: _kl(z[..., :40], t[..., :40], reduction="sum"),
-    "a teacher that is also returned": lambda z, t: (_kl(z, t, reduction="sum"), t),
     "a teacher that is trained": lambda h, z, w: -(F.linear(h.cos(), w.sin()).softmax(-1) * z.log_softmax(-1)).sum(),
     "two teachers": lambda z, t: _kl(z, t, reduction="sum") + _kl(z, t * 2, 2.0, reduction="sum"),
     "smoothed targets": lambda z, t: F.cross_entropy(z.mT, t.softmax(-1).mT, label_smoothing=0.1),

@@ -516,12 +516,13 @@ class _Writing:
                 results[tensor] = self._like(tensor, indices)
             for tensor in region.kept_rows(part):
                 results[tensor] = self._like(tensor, self._result(tensor, part_outputs, part))
+        read_again = [outputs["entropy"]] if "entropy" in outputs else []  # By the operator's backward.
         returned: dict[Tensor, Tensor] = {}
         for tensor in region.returned:
             new = results[tensor]
-            # What calls the program may change its results in place. They have memory of their own, see
-            # `Interpreter._is_seen_as_view`, and the operator's backward reads the entropies.
-            others = [*returned.values(), *(outputs[name] for name in ("entropy",) if name in outputs)]
+            # The program's own results may be changed in place by its caller. They have memory of their own: see
+            # `Interpreter._is_seen_as_view`.
+            others = *returned.values(), *read_again
             if tensor in self._interpreter.program.results and any(map(new.shares_memory, others)):
                 new = self._call(torch.clone, new)
             returned[tensor] = new
