@@ -158,9 +158,8 @@ class TokenSum:
             if has_weights:
                 weight = recorder.add_input(torch.float32)
                 inputs[weight] = number
-                if group[0].selections:
-                    # The loss of all other tokens may be infinite.
-                    handle = recorder.write("where", (recorder.write("ne", (weight, 0.0), {}), handle, 0.0), {})
+                # The loss of tokens that are left out, such as ignored ones, may be infinite.
+                handle = recorder.write("where", (recorder.write("ne", (weight, 0.0), {}), handle, 0.0), {})
                 handle = recorder.write("mul", (handle, weight), {})
             loss = handle if loss is None else recorder.write("add", (loss, handle), {})
         if loss is None:  # No result is a term of the sum, such as losses of which a histogram is made.

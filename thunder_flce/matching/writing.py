@@ -523,7 +523,8 @@ class _Writing:
             # The program's own results may be changed in place by its caller. They have memory of their own: see
             # `Interpreter._is_seen_as_view`.
             others = *returned.values(), *read_again
-            if tensor in self._interpreter.program.results and any(map(new.shares_memory, others)):
+            is_returned = any(map(tensor.shares_memory, self._interpreter.program.results))
+            if is_returned and any(map(new.shares_memory, others)):
                 new = self._call(torch.clone, new)
             returned[tensor] = new
         return returned
