@@ -43,6 +43,7 @@ p_y A − B as (p_y − 1) A + (A − B) with expm1.
 The functions below are these formulas. Legend: N rows, V vocabulary.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
@@ -123,6 +124,11 @@ def _log_prob(row: Row, columns: int) -> Any:
     return row.target_logit - row.max - row.log_sum
 
 
+def _max_logit(row: Row, columns: int) -> Any:
+    # Triton's maximum leaves out NaN, which the sum has. The sum is also NaN beside an infinite maximum.
+    return torch.where(row.log_sum.isnan() & (row.max != math.inf), row.log_sum, row.max)
+
+
 OUTPUTS = {
     "log_prob": Output(_log_prob, is_per_target=True),
     "entropy": Output(lambda row, columns: row.log_sum - row.moments["expected"], ("expected",)),
@@ -131,7 +137,7 @@ OUTPUTS = {
     "valid_argmax": Output(lambda row, columns: row.argmax, is_index=True, ignored=-1),
     "accuracy": Output(lambda row, columns: row.argmax, is_mean=True),
     "mean_logit": Output(lambda row, columns: row.max + row.moments["shifted_sum"] / columns, ("shifted_sum",)),
-    "max_logit": Output(lambda row, columns: row.max),
+    "max_logit": Output(_max_logit),
     "divergence": Output(lambda row, columns: row.divergence),
     "log_sum_sq_probs": Output(lambda row, columns: torch.log(row.moments["sum_sq"]), ("sum_sq",)),
 }
