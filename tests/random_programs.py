@@ -355,7 +355,8 @@ def results_in_eager(program: Callable, tensors: list[Tensor]) -> list[Tensor] |
 
 
 def error(results: list[Tensor], exact: list[Tensor], eager: list[Tensor]) -> float:
-    """Returns the largest error, relative to what rounding may make of a result."""
+    """Returns the largest error, relative to what rounding may make of a result; raises if a number is not finite."""
+    assert all(each.isfinite().all() for each in results), "a number is not finite"
     return max(
         ((a - b).norm() / (2 * (c - b).norm() + 0.03 * b.norm() + 0.01 * b.numel() ** 0.5)).item()
         for a, b, c in zip(results, exact, eager, strict=True)

@@ -428,7 +428,7 @@ expect(IN_FORWARD)({
     "largest probabilities that are logged": lambda z, y, a, m: (
         p := z.softmax(-1), clipped(log_prob(z, y), a).mean(), (p.amax(-1) * m).sum().detach(), p.argmax(-1),
     )[1:],
-    # The loss of an ignored row is infinite: none may get the label 0, which stands for ignored ones, too.
+    # Ignored rows are computed for the label 0, whose loss is infinite here.
     "suppressed column, beside what is logged of all rows": lambda h, w, y, m: (
         z := F.linear(h, w, torch.where(torch.arange(V) == 0, -torch.inf, 0.0).double()), k := y.clamp(min=1),
         x := torch.where(m > 0, log_prob(z, k * m.long()), 0.0),
@@ -445,7 +445,7 @@ expect(Reason.LOGITS_USED)({
     # No logits are returned.
     "a maximum that is returned": lambda z, y: (ce_loss(z, y), z.amax(-1)),
     # A divergence of two heads without a gradient, either of which may be the teacher.
-    "changed in place, and compared with another head": lambda h, w, z, t, y: (
+    "changed in place, and compared with another head": lambda z, t, y: (
         z.div_(2), p := z.detach().log_softmax(-1), q := t.log_softmax(-1),
         log_prob(z, y).exp().mean() + (q.exp() * (p - q)).sum(-1).flip(0).sum(),
     )[-1],
@@ -455,13 +455,11 @@ expect(Reason.LOGITS_USED)({
     "mean embedding of what is predicted": lambda z, w, y: ce_loss(z, y) + (z.softmax(-1) @ w).square().mean(),
     "read for their strides": lambda z, y: ce_loss(z, y) + torch.zeros_like(z.transpose(1, 2)).mean(),
 })  # fmt: skip
-expect(Reason.LOGITS_RETURNED)(
-    {
-        "log-probabilities of all classes that are returned": lambda z: z.log_softmax(-1),
-        "a teacher's logits that are returned, too": lambda z, t: (_kl(z, t, reduction="sum"), t),
-        "probabilities that are returned beside a loss": lambda z, y: (p := z.softmax(-1), ce_loss(z, y), p)[1:],
-    }
-)
+expect(Reason.LOGITS_RETURNED)({
+    "log-probabilities of all classes that are returned": lambda z: z.log_softmax(-1),
+    "a teacher's logits that are returned, too": lambda z, t: (_kl(z, t, reduction="sum"), t),
+    "probabilities that are returned beside a loss": lambda z, y: (p := z.softmax(-1), ce_loss(z, y), p)[1:],
+})  # fmt: skip
 expect(FUSED)({
     # No gradient comes back from it, and no term of the loss is the chunk's.
     "histogram of a chunk beside a loss": lambda f, g, a: ((f * a[:2]).exp().sum(), torch.histc(g, bins=5)),
