@@ -87,6 +87,18 @@ ROWS_BESIDE_TEACHER = (
     "F.kl_div({}, {p}.log_softmax(-1), reduction='none', log_target=True).sum(-1)",
     "F.kl_div({p}.log_softmax(-1), {}, reduction='none', log_target=True).sum(-1)",
 )  # fmt: skip
+CLASSES = ("{}", "-{0}.exp() * {0}", "{} * F.one_hot({y}, V)", "{}.exp() * 2", "F.one_hot({y}, V) * {} / 3")
+CLASSES_BESIDE_TEACHER = (
+    "F.kl_div({}, {p}.softmax(-1), reduction='none')", "{p}.softmax(-1) * {}",
+    "F.kl_div({}, {p}.log_softmax(-1), reduction='none', log_target=True)",
+    "{0}.exp() * ({0} - {p}.log_softmax(-1))", "({p}.softmax(-1) * {0}).masked_fill(torch.isinf({0}), 0)",
+)  # fmt: skip
+OF_CLASSES = (
+    "{} * {m}[..., None]", "{a}.unsqueeze(-1) * {}", "{}.masked_fill({m}[..., None] == 0, 0.0)", "-{}", "{} * 0.5",
+    "torch.where({m}.unsqueeze(-1) > 0, {}, 0.0)", "{} / {m}.sum()", "{} * {m}.sum(0, keepdim=True)[..., None]",
+    "{}.clone()", "{}[1:]", "{}.transpose(0, 1).transpose(0, 1)", "{}.flatten(0, -2).view_as({})", "{} / 3",
+)  # fmt: skip
+SUMS_OF_CLASSES = ("{}.sum()", "{}.sum((-1, -2)).mean()", "{}.sum() / {m}.sum()", "{}.sum(-1).mean()", "{}.mean()")
 ROWS_NOT_FUSED = (
     "({q} * {}).sum(-1)", "({q} * ({q}.log() - {})).sum(-1)", "F.kl_div({}, {q}, reduction='none').sum(-1)",
     "{}.amax(-1)", "{}.logsumexp(-1)", "{}[..., 3]", "({0} * {0}).sum(-1)", "{}.cumsum(-1)[..., 5]", "{}.std(-1)",
@@ -229,7 +241,7 @@ class Writer:
 
     def reduce_classes(self) -> None:
         z, layout = self.pick("z")
-        kind = self.one_of("loss", "l", "l", "l", "p", "logits", "parts")
+        kind = self.one_of("loss", "l", "l", "l", "p", "logits", "parts", "classes")
         if kind == "loss":
             self.loss(z, layout)
         elif kind == "parts" and layout == "BT":
@@ -241,6 +253,16 @@ class Writer:
                 return
             how = self.one_of("sum({})", "torch.stack([{}]).mean()")
             self.let("e", "", how.format(f"{loss} for part, own in zip({whole}.{parts}, i.{parts})"))
+        elif kind == "classes":
+            log_probs = self.let("l", layout, self.one_of(*LOG_PROBS), z)
+            makers = CLASSES_BESIDE_TEACHER if self.rarely(3) else CLASSES
+            classes = self.filled(self.one_of(*makers), layout, log_probs)
+            for _ in range(self.one_of(0, 1, 1, 2, 3)):
+                template = self.one_of(*OF_CLASSES)
+                # A tensor that is read twice has a name of its own.
+                self.lines.append(f"d{len(self.lines)} = {classes}")
+                classes = self.filled(template, layout, self.lines[-1].split()[0])
+            self.let("e", "", self.filled(self.one_of(*SUMS_OF_CLASSES), layout, f"({classes})"))
         elif kind in "lp":
             makers, rows = {"l": (LOG_PROBS, ROWS_OF_LOG_PROBS), "p": (PROBS, ROWS_OF_PROBS)}[kind]
             if not self.names[kind] or self.one_of(False, True):

@@ -966,8 +966,36 @@ expect([AT_ONCE], thunder=True)({
         + ce_loss(z, torch.full_like(y, -100), reduction="none").sum() / (y < 0).sum(),
     "next tokens of both": lambda z, t, y: _kl(z[:, :-1], t[:, :-1], reduction="sum") + ce_loss(z[:, :-1], y[:, 1:]),
     "calls for parts": _of_parts,
+    # Masks of rows, before the sum over the classes.
+    "summands times a mask": lambda z, t, m: (_kl(z, t, 2.0, reduction="none") * m.unsqueeze(-1)).sum() / m.sum(),
+    "summands that a mask fills": lambda z, t, y, m: ce_loss(z, y) + 2 * _kl(z, t, reduction="none").masked_fill(
+        (m == 0).unsqueeze(-1), 0.0
+    ).sum() / m.numel(),
+    "summands that a mask chooses, of each sequence": lambda z, t, y, m: (
+        torch.where(m[..., None] > 0, _kl(z, t, reduction="none"), 0.0).sum((1, 2)) / m.sum(1)
+    ).mean(),
+    "summands in another order": lambda z, t, m: (_kl(z, t, reduction="none").mT.transpose(0, 2) * m.T[:, None]).sum(),
+    "summands of some rows": lambda z, t: _kl(z, t, reduction="none")[:, 1:].flatten(0, 1)[::2].sum(-1).mean(),
+    # As DistiLLM and torchtune have it.
+    "filled where logits are infinite": lambda z, t, y: -(torch.masked_fill(
+        t.softmax(-1) * z.log_softmax(-1), torch.isinf(z) | torch.isinf(t), 0
+    ).sum(-1).view(-1) * (y.view(-1) > 3)).sum() / (y > 3).sum(),
+})  # fmt: skip
+expect([AT_ONCE], thunder=True)({
+    "log-probabilities of all classes times a mask": lambda z, m: -(z.log_softmax(-1) * m[..., None]).sum(),
+    "entropies times a mask": lambda z, m: ((x := z.log_softmax(-1)).exp() * x * m[..., None]).sum() / m.sum(),
+    "one-hot labels times a mask":
+        lambda z, y, m: (z.log_softmax(-1) * F.one_hot(y, V) * m[..., None]).sum((1, 2))[1:].sum(),
+})  # fmt: skip
+expect("is neither linear nor an operation on single tokens", thunder=True)({
+    "entropies of sequences times a mask": lambda z, m: (
+        ((x := z.log_softmax(-1)).exp() * x * m[..., None]).sum((1, 2)) ** 2
+    ).mean(),
 })  # fmt: skip
 expect([NO_GRADIENT], thunder=True)({
+    "evaluated summands": lambda z, t, m: _without_gradients(
+        lambda: ((_kl(z, t, reduction="none") * m[..., None]).sum((1, 2)),)
+    ),
     "a divergence from the trained head": lambda z, t:
         F.kl_div(t.log_softmax(-1), z.log_softmax(-1).detach(), reduction="sum", log_target=True),
     "evaluated": lambda z, t, y: _without_gradients(lambda: (_kl(z, t, 2.0, reduction="sum"), ce_loss(z, y))),
@@ -988,6 +1016,10 @@ expect(Reason.CLASS_PROBABILITIES)({
     "a part of the probabilities": lambda z, t: F.kl_div(z.log_softmax(-1), t.softmax(-1) / 2, reduction="sum"),
     "a number for a reduction": lambda z, t: torch.kl_div(z.log_softmax(-1), t.softmax(-1), reduction=2),
     # Such as at a graph break before an index by a mask.
+    "a divergence of each class that is clipped": lambda z, t: _kl(z, t, reduction="none").clamp(max=1).sum(),
+    "summands times other numbers for each class": lambda z, t: (_kl(z, t, reduction="none") * z[0, 0].detach()).sum(),
+    "summands and a constant": lambda z, t, m: (_kl(z, t, reduction="none") * m[..., None] + m[..., None]).sum(),
+    "a mean over the classes after a mask": lambda z, t, m: (_kl(z, t, reduction="none") * m[..., None]).mean(),
     "a divergence of each class": lambda z, t: _kl(z, t, reduction="none"),
     # The gradient is another one.
     "a reverse divergence without that of its weights":

@@ -32,7 +32,7 @@ from thunder_flce.dynamo.reading import name_of, tensor_of, value_of
 from thunder_flce.matching.decisions import Decision, PlannedRegion
 from thunder_flce.matching.interpreter import Interpreter
 from thunder_flce.matching.order import ordered
-from thunder_flce.matching.program import Op, Tensor, depends_on_values, hint
+from thunder_flce.matching.program import Op, Tensor, depends_on_values, hint, same_shape
 from thunder_flce.matching.regions import Region
 from thunder_flce.matching.sums import PRODUCTS
 from thunder_flce.matching.writing import write
@@ -268,7 +268,7 @@ class _Graph:
             row_gradients = torch.autograd.grad(total, rows, torch.ones((), dtype=total.dtype, device=total.device))
             return [*row_gradients, *([] if values is None else [total.detach()])]
 
-        rows = [value_of(each).detach() for each in starts]
+        rows = [_in_shape(value_of(node).detach(), each.shape) for node, each in zip(starts, operands, strict=True)]
         wide = [each.float() if each.dtype.itemsize < 4 else each for each in rows]
         other_values = [each.detach() if isinstance(each, torch.Tensor) else each for each in map(value_of, others)]
         with tracing(None), self._fake_mode, enable_python_dispatcher(), torch.autocast("cpu", enabled=False):
@@ -448,6 +448,11 @@ def _other_inputs(starts: Sequence[Node], nodes: Sequence[Node]) -> list[Node]:
         elif node not in own_nodes:
             pending += node.all_input_nodes  # The whole shape of a tensor, which is traced with the tensor.
     return list(others)
+
+
+def _in_shape(tensor: torch.Tensor, shape: tuple[Any, ...]) -> torch.Tensor:
+    """Returns a tensor, or the first class of one that the program sums over the classes later."""
+    return tensor if same_shape(tensor.shape, shape) else tensor.new_empty(shape)
 
 
 def _is_float(value: Any) -> bool:

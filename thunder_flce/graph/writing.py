@@ -125,7 +125,7 @@ class _Writer:
         for operand, value in zip(operands, values or [None] * len(operands), strict=True):
             like, dtype = operand.handle, _at_least_float32(operand.handle.dtype)
             if value is None:
-                inputs[operand.name] = ltorch.zeros(like.shape, device=like.device, dtype=dtype)
+                inputs[operand.name] = ltorch.zeros(operand.shape, device=like.device, dtype=dtype)
             else:
                 inputs[operand.name] = ltorch.to(value.handle, dtype)
         made = {*inputs, *(out.name for op in ops for out in op.outs)}

@@ -321,7 +321,7 @@ class Class:
     """a u + r; no atom occurs both with its gradient and without"""
     form: str = ""
     """"" for the sum itself, "exp" for factor * exp(sum), "p" for softmax(u) * sum, "q" for a sum with log q as H,
-    which the program multiplies by q or, for a reverse divergence from q, by -p"""
+    which the program multiplies by q or, for a reverse divergence from q, by -p; "isinf" for a mask of infinite u"""
     factor: Fraction = Fraction(1)
     p_has_grad: bool = True
     """For the form "p": whether softmax(u) has its gradient"""
@@ -367,12 +367,12 @@ class Class:
     def is_logits(self) -> bool:
         """Whether it is u itself."""
         # Not by its value alone: logits that are made from these would lose a factor that only the gradient has.
-        return self.form == "" and _equals(poly(u=1), self.sum)
+        return self.is_shifted_logits and _equals(poly(u=1), self.sum)
 
     @property
     def is_shifted_logits(self) -> bool:
         """Whether it is u plus a number of each row."""
-        return self.form == "" and self.factor_of_u == 1
+        return self.form == "" and self.factor_of_u == 1 and not self.labels.are_given
 
     @property
     def is_probability(self) -> bool:
@@ -381,8 +381,30 @@ class Class:
 
     def row(self, name: str, shape: tuple[Any, ...], labels: Labels = NO_LABELS) -> "Row":
         """Returns the number of each row with the atom `name`, such as "y" for u_y, in place of u."""
-        require(self.form != "q")
+        require(self.form in ("", "exp") and self.labels in (NO_LABELS, labels))
         return Row(self.logits, shape, with_u_as(name, self.sum), self.form, self.factor, labels)
+
+    @property
+    def known_columns(self) -> int:
+        """Number of classes; raises if it is a symbol: it would be a number, and each compiled by itself."""
+        require(type(self.columns) is int, "over a number of classes that is not known when the program is compiled")
+        return int(self.columns)
+
+    def summed(self, shape: tuple[Any, ...]) -> "Row":
+        """Returns Σ exp(u + r), Σ p (a u + r) or Σ (a u + r) over the classes, or the label's summand alone."""
+        if self.labels.are_given:
+            return self.row("y", shape, self.labels)
+        if not self.form:
+            mean = self.row("U", shape)
+            return replace(mean, sum=added((self.known_columns, mean.sum)))
+        if self.form == "exp" and self.factor_of_u == 1:
+            return self.row("L", shape)
+        require(self.form == "p")
+        # Σ p u = E. Without p's gradient, the gradient of Σ p u is p, as that of L is; without u's, the rest of E's.
+        expected, log_sum = poly(E=1) if self.p_has_grad else without_grad(poly(E=1)), poly(L=1)
+        excess = self.factor_of_u * (has_grad(self.u) - self.p_has_grad)
+        excesses = (excess, log_sum), (-excess, without_grad(log_sum))
+        return Row(self.logits, shape, added((1, self.rest), (self.factor_of_u, expected), *excesses))
 
     def detached(self) -> "Class":
         """Returns the description without gradients."""
@@ -404,6 +426,9 @@ class Row:
     """(V,): the class weights of a cross-entropy, if it has any"""
     reduction: str = "none"
     """"sum" or "mean" if the rows are reduced to one number; rows whose label is ignored do not count"""
+    is_summed_later: bool = False
+    """Whether it stands for a tensor of classes, of which the program needs only the sum, as of (divergences *
+    mask[..., None]).sum(); no region can return that tensor"""
 
     def detached(self) -> "Row":
         """Returns the description without gradients."""

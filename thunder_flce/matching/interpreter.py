@@ -15,6 +15,7 @@ from typing import Any, get_args
 from thunder_flce.matching.algebra import Argmax, Class, Logits, Row, Unknown, Value, linears_of, require
 from thunder_flce.matching.decisions import Decision, NotFused, Reason
 from thunder_flce.matching.program import (
+    COPIES,
     PERMUTATIONS,
     RESHAPES,
     SPLITS,
@@ -24,6 +25,8 @@ from thunder_flce.matching.program import (
     agree,
     hint,
     keeps_elements,
+    keeps_last_dim,
+    order_of,
     same,
     same_shape,
     stored,
@@ -241,10 +244,20 @@ class Interpreter:
         value = self.get(tensor)
         if tensor is None or value is None:
             return
+        if isinstance(value, Class) and user is not None and _sums(user, tensor, value.dim, self.program):
+            value = self._later_sum(value)
         if isinstance(value, Class) or (isinstance(value, Row) and not value.is_whole):
             self._escape(tensor, user, detail)
         else:
             self.results.setdefault(tensor, value)
+
+    def _later_sum(self, classes: Class) -> Class | Row:
+        """Returns the sum over the classes, which the program computes later; the classes if it has no description."""
+        try:
+            classes.known_columns  # noqa: B018
+            return replace(classes.summed(classes.kept_shape), is_summed_later=True)
+        except Unknown:
+            return classes
 
     def _escape(self, tensor: Tensor, user: Op | None, detail: str = "") -> None:
         value = self.values.get(tensor)
@@ -363,6 +376,53 @@ class Interpreter:
         start, end = arguments.get("start", 0), arguments.get("end")
         start, end = (0, start) if end is None else (start, end)
         return same(start, 0) and same(arguments.get("step", 1), 1) and agree(end, count)
+
+
+def is_only_summed(classes: Tensor, dim: int, program: Program) -> bool:
+    """Whether a program only sums up a tensor of classes, perhaps after changes that treat those of a row alike."""
+
+    def is_summed_by(user: Op) -> bool:
+        moved = _moved_dim(user, classes, dim)
+        is_moved = moved is not None and is_only_summed(user.output, moved, program)
+        return is_moved or _sums(user, classes, dim, program)
+
+    return classes not in program.results and all(map(is_summed_by, classes.users))
+
+
+def _moved_dim(op: Op, classes: Tensor, dim: int) -> int | None:
+    """Returns the dimension of the classes after an operation that keeps them all, and has a rule; else None."""
+    if op.writes or not isinstance(op.output, Tensor) or op.operands[0] is not classes:
+        return None
+    shape = op.output.shape
+    if op.name in PERMUTATIONS:
+        return order_of(op).index(dim)
+    if op.name == "masked_fill":
+        return dim if same_shape(shape, classes.shape) else None
+    is_last = dim == classes.ndim - 1 and bool(shape) and same(shape[-1], classes.shape[-1])
+    is_kept = op.name in (*RESHAPES, *COPIES)
+    if op.name == "getitem":
+        key = op.args[1] if isinstance(op.args[1], tuple) else (op.args[1],)
+        is_kept = bool(key) and keeps_last_dim(key, classes.ndim)
+    return len(shape) - 1 if is_last and is_kept else None
+
+
+def _sums(op: Op, classes: Tensor, dim: int, program: Program) -> bool:
+    """Whether a program needs only the sum over the classes of what an operation makes of them.
+
+    It may multiply those of a row by one number, or mask them, so that it would give the same sum if there were only
+    one class, with the sum over all.
+    """
+    if op.name == "sum":
+        dims = op.args[1] if len(op.args) > 1 else op.kwargs.get("dim")
+        dims = [dims] if isinstance(dims, int) else dims
+        return not dims or dim in [each % classes.ndim for each in dims]
+    if op.name not in ("mul", "div", "neg", "masked_fill", "where") or op.writes or op.operands.count(classes) != 1:
+        return False
+    others, from_end = [each for each in op.operands if each is not classes], dim - classes.ndim
+    are_alike = all(each.ndim < -from_end or same(each.shape[from_end], 1) for each in others)
+    out = op.output
+    are_summed = out not in program.results and all(_sums(user, out, dim, program) for user in out.users)
+    return are_alike and same_shape(out.shape, classes.shape) and are_summed
 
 
 def _may_be_head(product: Op) -> bool:

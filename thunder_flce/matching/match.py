@@ -205,7 +205,7 @@ def _decisions_on_escapes(interpreter: Interpreter, parts: Sequence[Part]) -> li
             reason = Reason.TRANSFORMED_LOGITS
         elif escape.user.is_change:
             reason = Reason.OPERAND_MODIFIED
-        elif name in ("mul", "where", "masked_fill", "kl_div", "einsum", "matmul"):
+        elif value.labels.are_given or name in ("mul", "where", "masked_fill", "kl_div", "einsum", "matmul"):
             reason = Reason.CLASS_PROBABILITIES
         elif name in ("gather", "take_along_dim", "index_select", "take", "getitem", "view", "reshape", "flatten"):
             reason, text = Reason.NOT_A_LOG_PROBABILITY, detail or text

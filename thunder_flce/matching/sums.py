@@ -250,7 +250,7 @@ class _Search:
                 if tensor not in part.handles:
                     part.handles[tensor] = _record_source(tensor, part)
                 self._sources[tensor] = _Tokens(part, part.handles[tensor])
-                if row.reduction == "none" and not part.has_several_labels:
+                if row.reduction == "none" and not part.has_several_labels and not row.is_summed_later:
                     self._tokens[tensor] = self._sources[tensor]
         self._dependent = set(self._sources)
         self._with_grad = {tensor for tensor in self._sources if tensor.needs_grad}

@@ -6,10 +6,12 @@ All of it is written in PyTorch's functions, which a `Writer` adds to its graph.
 import math
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial, reduce
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 
 from thunder_flce.matching.algebra import Row, RowStep, Term, scaled
 from thunder_flce.matching.decisions import Decision, PlannedRegion
@@ -307,13 +309,14 @@ class _Writing:
         region, total = self._region, self._region.total
         assert total is not None
         starts = [*(summand.tensor for summand in total.summands), *total.other_losses]
+        operands = [*map(self._start, total.summands), *total.other_losses]
         ignored: list[Tensor | None] = [*map(self._mean_of_ignored, total.summands), *[None] * len(total.other_losses)]
         is_divided = self._leaves_out_tokens and any(op.name in ("div", *PRODUCTS) for op in total.ops)
         has_constant = total.has_constant or any(each is not None for each in ignored)
         is_followed = total.ops and (is_divided or has_constant)
         gradients = [self._full((), 1.0, self._rows_dtype)]
         if total.ops:
-            gradients = self._writer.weights(total.ops, starts, total.place, values=ignored if is_followed else None)
+            gradients = self._writer.weights(total.ops, operands, total.place, values=ignored if is_followed else None)
         self._constants = [gradients.pop()] if is_followed else [each for each in ignored if each is not None]
         derivatives = dict(zip(starts, gradients, strict=True))
         self._other_losses = [(other, derivatives[other]) for other in total.other_losses]
@@ -347,6 +350,11 @@ class _Writing:
         if token_weights[0] is not None:
             arguments["token_weights"] = self._joined(token_weights)
         return settings
+
+    def _start(self, summand: Summand) -> Tensor:
+        """Returns the tensor of a summand, with one class in place of all if the program sums over these later."""
+        row = summand.part.rows.get(summand.tensor)
+        return replace(summand.tensor, shape=row.shape) if row is not None and row.is_summed_later else summand.tensor
 
     @property
     def _leaves_out_tokens(self) -> bool:
@@ -515,7 +523,10 @@ class _Writing:
                     indices = reduce(self._apply_step, steps, indices)
                 results[tensor] = self._like(tensor, indices)
             for tensor in region.kept_rows(part):
-                results[tensor] = self._like(tensor, self._result(tensor, part_outputs, part))
+                result = self._result(tensor, part_outputs, part)
+                if part.rows[tensor].is_summed_later:
+                    result = self._as_classes(result, tensor.shape, part.rows[tensor].shape)
+                results[tensor] = self._like(tensor, result)
         read_again = [outputs["entropy"]] if "entropy" in outputs else []  # By the operator's backward.
         returned: dict[Tensor, Tensor] = {}
         for tensor in region.returned:
@@ -574,6 +585,14 @@ class _Writing:
                 for name in row.variables
             }
         return row.evaluate(outputs, self._call)
+
+    def _as_classes(self, sums: Tensor, shape: Sequence[Any], kept_shape: Sequence[Any]) -> Tensor:
+        """Returns a tensor of classes with the given sums, which the program computes of it: the first has all."""
+        padding = [
+            pad for size, kept in zip(shape[::-1], kept_shape[::-1], strict=True)
+            for pad in (0, 0 if same(size, kept) else size - 1)
+        ]  # fmt: skip
+        return self._call(F.pad, self._call(torch.reshape, sums, kept_shape), padding)
 
     def _like(self, original: Tensor, tensor: Tensor) -> Tensor:
         """Returns a tensor in the shape and dtype of the program's, and detached if that needs no gradient."""

@@ -10,6 +10,7 @@ import torch
 from thunder_flce.matching.algebra import (
     LOG_PROBABILITY,
     MINUS_TEACHERS_ENTROPY,
+    NO_LABELS,
     ONE,
     Class,
     Labels,
@@ -22,11 +23,12 @@ from thunder_flce.matching.algebra import (
     added,
     atoms,
     has_grad,
+    linears_of,
     poly,
     require,
     value,
 )
-from thunder_flce.matching.interpreter import Interpreter, rule
+from thunder_flce.matching.interpreter import Interpreter, is_only_summed, rule
 from thunder_flce.matching.program import COPIES, Op, Tensor, hint, is_number, same, same_shape
 from thunder_flce.matching.rules.shapes import with_step
 
@@ -37,24 +39,15 @@ def _mul(interpreter: Interpreter, op: Op, input: Any, other: Any) -> Value:
     if isinstance(a, Class) and isinstance(b, Class):
         if a.logits == b.logits and "q" not in (a.form, b.form):
             return weighted(a, b)
-        require(is_only_summed(interpreter, op.output))
+        require(is_only_summed(op.output, a.dim, interpreter.program))
         return weighted_by_teacher(op, *((a, b) if a.form == "exp" else (b, a)))
     described, factor = (a, other) if a is not None else (b, input)
     if not isinstance(described, Class | Row):
         raise Unknown
-    if isinstance(described, Class) and is_only_summed(interpreter, op.output):
+    if isinstance(described, Class) and is_only_summed(op.output, described.dim, interpreter.program):
         if (at_labels := at_one_hot(interpreter, op, described, factor)) is not None:
             return at_labels
     return _with_factor(interpreter, op, described, factor) or times(described, _as_fraction(factor))
-
-
-def is_only_summed(interpreter: Interpreter, classes: Tensor) -> bool:
-    """Whether a program only sums up a tensor, perhaps times numbers."""
-    return classes not in interpreter.program.results and all(
-        user.name == "sum"
-        or (user.name in ("mul", "div", "neg") and len(user.operands) == 1 and is_only_summed(interpreter, user.output))
-        for user in classes.users
-    )
 
 
 def _with_factor(interpreter: Interpreter, op: Op, input: Class | Row, factor: Any) -> Class | None:
@@ -68,7 +61,7 @@ def _with_factor(interpreter: Interpreter, op: Op, input: Class | Row, factor: A
         return None
     if isinstance(factor, torch.SymFloat | torch.SymInt) and factor.node.has_hint():
         step = RowStep(op.name, (factor.node.expr,), operands=(factor,))
-        return replace(input, logits=with_step(input, step, input.rows_shape))
+        return with_step(input, step, input.rows_shape)
     is_factor = isinstance(factor, Tensor) and factor.dtype.is_floating_point and not factor.needs_grad
     if not is_factor or factor.ndim > len(input.shape) or interpreter.depends_on(factor, logits):
         return None
@@ -79,7 +72,7 @@ def _with_factor(interpreter: Interpreter, op: Op, input: Class | Row, factor: A
         op.name, (interpreter.program.number_at(factor, op),), operands=(factor,),
         factor_shape=(*shape[: input.dim], *shape[input.dim + 1 :], 1), read_at=op.position,
     )  # fmt: skip
-    return replace(input, logits=with_step(input, step, input.rows_shape))
+    return with_step(input, step, input.rows_shape)
 
 
 def at_one_hot(interpreter: Interpreter, product: Op, input: Class, one_hot: Any) -> Class | None:
@@ -89,6 +82,8 @@ def at_one_hot(interpreter: Interpreter, product: Op, input: Class, one_hot: Any
         copies.append(producer.operands[0])
     op = copies[-1].op if copies and interpreter.program.changed.isdisjoint(copies) else None
     if op is None or op.name != "one_hot" or input.form == "p" or not same_shape(one_hot.shape, input.shape):
+        return None
+    if input.labels.are_given:
         return None
     index = op.operands[0]
     if input.dim != len(input.shape) - 1 or interpreter.depends_on(index, input.logits):
@@ -298,6 +293,31 @@ def _capped(interpreter: Interpreter, op: Op, input: Class) -> Class:
     half = Fraction(1, 2)
     logits = replace(logits, scale=half * logits.scale, shift=half * shift, softcap=half)
     return replace(input, logits=logits, sum=added((1, input.u), (half, ONE)))
+
+
+@rule("isinf")
+def _isinf(interpreter: Interpreter, op: Op, input: Class) -> Class:
+    require(input.is_logits)
+    return replace(input, form="isinf")
+
+
+@rule("or_", "bitwise_or", "logical_or")
+def _or(interpreter: Interpreter, op: Op, input: Class, other: Class) -> Class:
+    require(input.form == other.form == "isinf" and _have_same_shape(input, other))
+    return input
+
+
+@rule("masked_fill")
+def _masked_fill(interpreter: Interpreter, op: Op, input: Class, mask: Class, value: Any) -> Class:
+    """Describes a summand of a divergence with 0 where a logit is infinite, as DistiLLM and torchtune have it.
+
+    A region does not fill it: only an overflow makes a head's logits infinite, except in float16.
+    """
+    linears = linears_of(mask.logits, NO_LABELS)
+    is_known = mask.form == "isinf" and linears <= linears_of(input.logits, input.labels) and is_number(value)
+    require(is_known and value == 0 and same_shape(mask.shape, input.shape))
+    require(input.logits.dtype is not torch.float16 and (input.form == "p" or input.labels.are_given))
+    return input
 
 
 @rule("exp")

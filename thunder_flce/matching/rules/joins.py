@@ -47,7 +47,8 @@ def _join(interpreter: Interpreter, op: Op, tensors: Sequence[Tensor], dim: int 
         interpreter.has_joined = True
         require(interpreter.joins)
     if rows is None:
-        rows = (RowStep("cat", (rows_dim, *map(rows_in_shape, parts)), rows_shape),)
+        steps = (rows_in_shape(part.logits, _rows_shape(part)) for part in parts)
+        rows = (RowStep("cat", (rows_dim, *steps), rows_shape),)
     return replace(parts[0], logits=replace(whole, rows=rows), shape=shape, labels=_joined_labels(parts, dim))
 
 
@@ -67,6 +68,10 @@ def _joined_labels(parts: Sequence[Class | Row], dim: int) -> Labels:
         shapes=tuple(each for labels, shape in pairs for each in labels.shapes or (shape,)),
         dim=dim,
     )
+
+
+def _rows_shape(part: Class | Row) -> tuple[Any, ...]:
+    return part.rows_shape if isinstance(part, Class) else part.shape
 
 
 def _without(shape: tuple[Any, ...], dim: int) -> tuple[Any, ...]:
@@ -109,7 +114,7 @@ def _undivided_rows(parts: Sequence[Class | Row], dim: int) -> tuple[RowStep, ..
         are_all = all(isinstance(each, slice) and (each.start, each.stop, each.step) in ALL for each in rest)
         is_next = index == number if is_number else isinstance(index, slice) and agree(index.start or 0, end)
         # The rows may have been reshaped before they were divided, but since then only got dimensions of size 1 behind.
-        shape = part.rows_shape if isinstance(part, Class) else part.shape
+        shape = _rows_shape(part)
         is_in_shape = same_shape(shape, (*step.shape, *(1,) * (len(shape) - len(step.shape))))
         if not are_all or not is_next or has_step or not is_in_shape:
             return None

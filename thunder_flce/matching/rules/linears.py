@@ -7,7 +7,6 @@ from thunder_flce.matching.algebra import Argmax, Class, Logits, Row, RowStep, T
 from thunder_flce.matching.interpreter import Interpreter, rule
 from thunder_flce.matching.program import PERMUTATIONS, Op, Tensor, order_of, same, same_shape
 from thunder_flce.matching.rules.arithmetic import at_one_hot, weighted
-from thunder_flce.matching.rules.reductions import summed
 
 
 def _product(
@@ -119,11 +118,11 @@ def _einsum(interpreter: Interpreter, op: Op, equation: str, *operands: Any) -> 
         product = weighted(a, b)
         is_row_sum = a_dims == b_dims and result == a_dims[: product.dim] + a_dims[product.dim + 1 :]
         require(is_row_sum and len(set(a_dims)) == len(a_dims))
-        return summed(product, op.output.shape)
+        return product.summed(op.output.shape)
     for classes, one_hot in ((a, tensors[1]), (b, tensors[0])):
         if isinstance(classes, Class) and a_dims == b_dims and result == a_dims[: classes.dim]:
             if (taken := at_one_hot(interpreter, op, classes, one_hot)) is not None:
-                return summed(taken, op.output.shape)
+                return taken.summed(op.output.shape)
     require(all(each.is_logits for each in (a, b) if isinstance(each, Class)))
     candidates = [(f"{a_dims},{b_dims}->{result}", *tensors), (f"{b_dims},{a_dims}->{result}", *tensors[::-1])]
     # If both are matrices, the last dimension of the result is that of the classes.

@@ -8,10 +8,10 @@ import torch
 
 from thunder_flce.matching.algebra import LOG_PROBABILITY, Class, Labels, Row, added, require, value, with_u_as
 from thunder_flce.matching.decisions import NotFused, Reason
-from thunder_flce.matching.interpreter import Interpreter, rule
+from thunder_flce.matching.interpreter import Interpreter, is_only_summed, rule
 from thunder_flce.matching.program import Op, Tensor, has_elements
-from thunder_flce.matching.rules.arithmetic import difference, is_only_summed, times, weighted_by_teacher
-from thunder_flce.matching.rules.reductions import columns_of, summed, wrong_dimension
+from thunder_flce.matching.rules.arithmetic import difference, times, weighted_by_teacher
+from thunder_flce.matching.rules.reductions import wrong_dimension
 from thunder_flce.operation.loss import NOTHING_IGNORED
 
 
@@ -49,7 +49,7 @@ def _loss(
         raise NotFused(Reason.TRANSFORMED_LOGITS, "by a factor after log_softmax")
     if isinstance(teacher, Class):
         losses = replace(classes, sum=added((-1, classes.u), (1, with_u_as("L", classes.u))))
-        return replace(summed(weighted_by_teacher(op, teacher, losses), classes.rows_shape), reduction=reduction)
+        return replace(weighted_by_teacher(op, teacher, losses).summed(classes.rows_shape), reduction=reduction)
     if weight is not None and classes.logits.vocab_size is not None:
         raise NotFused(Reason.CLASS_WEIGHTS, "for a part of the linear's vocabulary")
     number = interpreter.program.number_at(target, op)
@@ -76,9 +76,9 @@ def _kl_div(
     require(target.factor == 1 and reduction in ("none", "mean", "batchmean", "sum"))
     product = weighted_by_teacher(op, replace(target, form="exp"), difference(op, replace(target, form=""), input))
     if reduction == "none":
-        require(is_only_summed(interpreter, op.output))
+        require(is_only_summed(op.output, product.dim, interpreter.program))
         return product
-    total = summed(product, input.rows_shape)
+    total = product.summed(input.rows_shape)
     if reduction == "sum":
         return replace(total, reduction="sum")
     if reduction == "batchmean" and len(input.rows_shape) > 1:
@@ -86,5 +86,5 @@ def _kl_div(
         require(type(sequences) is int and sequences, "over a number of sequences that changes")
         return replace(times(total, Fraction(1, sequences)), reduction="sum")
     require(has_elements(op.operands[0]))
-    columns = columns_of(input) if reduction == "mean" else 1
+    columns = input.known_columns if reduction == "mean" else 1
     return replace(times(total, Fraction(1, columns)), reduction="mean")

@@ -11,11 +11,8 @@ from thunder_flce.matching.algebra import (
     Unknown,
     Value,
     added,
-    has_grad,
-    poly,
     require,
     with_u_as,
-    without_grad,
 )
 from thunder_flce.matching.decisions import NotFused, Reason
 from thunder_flce.matching.interpreter import Interpreter, rule
@@ -60,45 +57,22 @@ def _sum(
     interpreter: Interpreter, op: Op, input: Class, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Row:
     copied(interpreter, op, input)
-    if dim is None and len(input.shape) > 1 and not keepdim and (total := summed(input, input.rows_shape)).is_whole:
+    if dim is None and len(input.shape) > 1 and not keepdim and (total := input.summed(input.rows_shape)).is_whole:
         return replace(total, reduction="sum")
     check_over_classes(input, dim)
-    return summed(input, op.output.shape)
+    return input.summed(op.output.shape)
 
 
 @rule("mean")
 def _mean(
     interpreter: Interpreter, op: Op, input: Class, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Row:
-    mean = times(_sum(interpreter, op, input, dim, keepdim), 1 / Fraction(columns_of(input)))
+    mean = times(_sum(interpreter, op, input, dim, keepdim), Fraction(1, input.known_columns))
     if mean.reduction == "none":
         return mean
     detail = "over no tokens, or over a number of tokens that depends on the values of a tensor"
     require(has_elements(op.operands[0]), detail)
     return replace(mean, reduction="mean")
-
-
-def columns_of(input: Class) -> int:
-    """Returns the number of classes."""
-    # A symbol would have to become a number, and the program would be compiled for each number.
-    require(type(input.columns) is int, "over a number of classes that is not known when the program is compiled")
-    return int(input.columns)
-
-
-def summed(input: Class, shape: tuple[Any, ...]) -> Row:
-    """Returns Σ exp(u + r), Σ p (a u + r) or Σ (a u + r) over the classes, or the label's summand if others are 0."""
-    if input.labels.are_given:
-        return input.row("y", shape, input.labels)
-    if not input.form:
-        return times(input.row("U", shape), Fraction(columns_of(input)))
-    if input.form == "exp" and input.factor_of_u == 1:
-        return input.row("L", shape)
-    require(input.form == "p")
-    # Σ p u = E. Without p's gradient, the gradient of Σ p u is p, as that of L is; without u's, it is the rest of E's.
-    expected = poly(E=1) if input.p_has_grad else without_grad(poly(E=1))
-    excess, log_sum = input.factor_of_u * (has_grad(input.u) - input.p_has_grad), poly(L=1)
-    row_sum = added((1, input.rest), (input.factor_of_u, expected), (excess, log_sum), (-excess, without_grad(log_sum)))
-    return Row(input.logits, shape, row_sum)
 
 
 @rule("entr")
@@ -115,7 +89,7 @@ def _xlogy(interpreter: Interpreter, op: Op, input: Class, other: Class) -> Clas
 @rule("amax")
 def _amax(interpreter: Interpreter, op: Op, input: Class, dim: Any = (), keepdim: bool = False) -> Row:
     check_over_classes(input, dim)
-    require(input.form != "p" and input.factor_of_u > 0 and input.factor > 0)
+    require(input.factor_of_u > 0 and input.factor > 0)
     return input.row("M", op.outs[0].shape)
 
 

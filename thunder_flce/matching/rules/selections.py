@@ -17,6 +17,7 @@ from thunder_flce.matching.program import (
     indices_of,
     is_plain,
     keeps_elements,
+    keeps_last_dim,
     same,
     tensors_in,
 )
@@ -62,22 +63,17 @@ def _at_tensors(interpreter: Interpreter, op: Op, input: Class, key: Any) -> Cla
 
 def _rows_at_tensors(interpreter: Interpreter, op: Op, input: Class, key: tuple[Any, ...]) -> Class:
     """Returns the rows that tensors select, such as the last token of each sequence, or the tokens of a mask."""
-    tensors, ends = tensors_in(key), key[-1] is Ellipsis or (isinstance(key[-1], slice) and key[-1] == slice(None))
-    # A mask indexes as many dimensions as it has.
-    masks = [tensor for tensor in tensors if tensor.dtype in (torch.bool, torch.uint8)]
-    sizes = (each.ndim if each in masks else each is not None for each in key)
-    selects_rows = ends if any(each is Ellipsis for each in key) else sum(sizes) < len(input.shape) + ends
+    tensors = tensors_in(key)
     is_known = all(isinstance(each, Tensor) or is_plain((each,)) for each in key) and bool(tensors)
-    are_rows = selects_rows and is_known and input.dim == len(input.shape) - 1
+    are_rows = keeps_last_dim(key, len(input.shape)) and is_known and input.dim == len(input.shape) - 1
     require(are_rows, "with an index that is neither an integer nor a slice, or depends on the values of a tensor")
     depends_on_logits = any(interpreter.depends_on(tensor, input.logits) for tensor in tensors)
     require(not depends_on_logits, "at rows that depend on the logits")
     number_at = interpreter.program.number_at
     numbers = repr(tree_map_only(Tensor, lambda each: (number_at(each, op), each.shape, each.dtype), key))
     step = RowStep("take", (numbers,), operands=key, read_at=op.position)
-    return replace(
-        input, logits=with_step(input, step, op.output.shape[:-1]), shape=op.output.shape, dim=op.output.ndim - 1
-    )
+    input = with_step(input, step, op.output.shape[:-1])
+    return replace(input, shape=op.output.shape, dim=op.output.ndim - 1)
 
 
 def _at_index(input: Class, key: tuple[Any, ...], new_shape: tuple[Any, ...]) -> Class:
@@ -104,8 +100,8 @@ def _select(input: Class, key: tuple[Any, ...], shape: tuple[Any, ...]) -> Class
     rows = (*key[: input.dim], *key[input.dim + 1 :])
     if not all(isinstance(part, slice) and (part.start, part.stop, part.step) in ALL for part in rows):
         step = RowStep("index", tuple(rows))
-        logits = with_step(replace(input, logits=logits), step, (*shape[:dim], *shape[dim + 1 :]))
-        return replace(input, logits=logits, dim=dim, shape=shape)
+        input = with_step(replace(input, logits=logits), step, (*shape[:dim], *shape[dim + 1 :]))
+        return replace(input, dim=dim, shape=shape)
     return replace(input, logits=logits, shape=shape)
 
 
@@ -151,7 +147,6 @@ def _indexed(interpreter: Interpreter, op: Op, input: Class, key: tuple[Any, ...
 def _at_labels(interpreter: Interpreter, op: Op, input: Class, index: Tensor, *, wraps: str = "") -> Row:
     """Returns a number of each row: that of each class, taken at the row's label."""
     index = interpreter.labels_of(index)
-    require(input.form != "p")
     # Such as a gate's experts, or a sampled token.
     require(not interpreter.depends_on(index, input.logits), "at labels that depend on the logits")
     interpreter.demand(index, op)  # It may be another head's choice.

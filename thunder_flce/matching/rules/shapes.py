@@ -55,22 +55,29 @@ def in_shape(input: Class, shape: tuple[Any, ...]) -> Class:
 def _permute(interpreter: Interpreter, op: Op, input: Class, *args: Any, **kwargs: Any) -> Class:
     order, shape = order_of(op), op.output.shape
     rows, dim = tuple(d - (d > input.dim) for d in order if d != input.dim), order.index(input.dim)
-    logits = input.logits
     if rows != tuple(range(len(rows))):
-        logits = with_step(input, RowStep("permute", rows), (*shape[:dim], *shape[dim + 1 :]))
-    return replace(input, logits=logits, dim=dim, shape=shape)
+        input = with_step(input, RowStep("permute", rows), (*shape[:dim], *shape[dim + 1 :]))
+    return replace(input, dim=dim, shape=shape)
 
 
-def with_step(input: Class, step: RowStep, rows_shape: tuple[Any, ...]) -> Logits:
-    """Returns the logits after one more step on the rows, which have the shape of `input` before it."""
-    require(input.form != "q")  # The teacher's rows would not take that step.
-    return replace(input.logits, rows=(*rows_in_shape(input), replace(step, shape=rows_shape)))
+def with_step(input: Class, step: RowStep, rows_shape: tuple[Any, ...]) -> Class:
+    """Returns the classes after one more step on the rows, which have the shape of `input` before it.
+
+    A teacher's rows take the same step. The shape of the result is left to the caller.
+    """
+    labels, step = input.labels, replace(step, shape=rows_shape)
+    require(not labels.tensors)
+    if labels.teacher is not None:
+        teacher = replace(labels.teacher, rows=(*rows_in_shape(labels.teacher, input.rows_shape), step))
+        labels = replace(labels, teacher=teacher)
+    return replace(
+        input, logits=replace(input.logits, rows=(*rows_in_shape(input.logits, input.rows_shape), step)), labels=labels
+    )
 
 
-def rows_in_shape(input: Class | Row) -> tuple[RowStep, ...]:
-    """Returns the steps that give the rows in the shape of `input`."""
-    rows, shape = input.logits.rows, input.rows_shape if isinstance(input, Class) else input.shape
-    return rows if same_shape(input.logits.rows_shape, shape) else (*rows, RowStep("reshape", shape, shape))
+def rows_in_shape(logits: Logits, shape: tuple[Any, ...]) -> tuple[RowStep, ...]:
+    """Returns the steps that give the rows in a shape."""
+    return logits.rows if same_shape(logits.rows_shape, shape) else (*logits.rows, RowStep("reshape", shape, shape))
 
 
 @rule("broadcast_tensors")
