@@ -86,12 +86,19 @@ ROWS_BESIDE_TEACHER = (
     "F.kl_div({}, {p}.softmax(-1), reduction='none').sum(-1)", "({0}.exp() * ({0} - {p}.log_softmax(-1))).sum(-1)",
     "F.kl_div({}, {p}.log_softmax(-1), reduction='none', log_target=True).sum(-1)",
     "F.kl_div({p}.log_softmax(-1), {}, reduction='none', log_target=True).sum(-1)",
+    "({p}.softmax(-1) * {p}.log_softmax(-1)).sum(-1) - ({p}.softmax(-1) * {}).sum(-1)",
+    "({0}.exp() * {0}).sum(-1) - ({0}.exp() * {p}.log_softmax(-1)).sum(-1)",
+    "jensen_shannon({}, {p}.log_softmax(-1), 0.5).sum(-1)", "jensen_shannon_of_probs({}, {p}.log_softmax(-1)).sum(-1)",
 )  # fmt: skip
 CLASSES = ("{}", "-{0}.exp() * {0}", "{} * F.one_hot({y}, V)", "{}.exp() * 2", "F.one_hot({y}, V) * {} / 3")
 CLASSES_BESIDE_TEACHER = (
     "F.kl_div({}, {p}.softmax(-1), reduction='none')", "{p}.softmax(-1) * {}",
     "F.kl_div({}, {p}.log_softmax(-1), reduction='none', log_target=True)",
     "{0}.exp() * ({0} - {p}.log_softmax(-1))", "({p}.softmax(-1) * {0}).masked_fill(torch.isinf({0}), 0)",
+    "{p}.softmax(-1) * {p}.log_softmax(-1) - {p}.softmax(-1) * {}", "{0}.exp() * {p}.log_softmax(-1) - {0}.exp() * {0}",
+    "jensen_shannon({}, {p}.log_softmax(-1), 0.3)", "jensen_shannon_of_probs({}, {p}.log_softmax(-1))",
+    "jensen_shannon({}, {p}.log_softmax(-1), torch.tensor(0.6).to(WIDE))",
+    "({0}.exp() * {0}).sub_({0}.exp() * {p}.log_softmax(-1))",
 )  # fmt: skip
 OF_CLASSES = (
     "{} * {m}[..., None]", "{a}.unsqueeze(-1) * {}", "{}.masked_fill({m}[..., None] == 0, 0.0)", "-{}", "{} * 0.5",
@@ -163,6 +170,21 @@ OTHER_LINES = (
     "a = a.detach() * 2", "a.mul_(2)", "i.masked_fill_(m == 0, -100)", "m = m.bool()", "i = i.int().long()",
 )  # fmt: skip
 """Changes of what a program reads, between two of its lines"""
+
+
+def jensen_shannon(log_p: Tensor, log_q: Tensor, share: Any) -> Tensor:
+    """Returns the summands of the divergence, as TRL's `GKDTrainer` has it."""
+    share = torch.as_tensor(share, dtype=log_p.dtype)
+    log_m = torch.logsumexp(torch.stack([log_p + torch.log1p(-share), log_q + torch.log(share)]), dim=0)
+    of_q, of_p = (F.kl_div(log_m, each, reduction="none", log_target=True) for each in (log_q, log_p))
+    return share * of_q + (1 - share) * of_p
+
+
+def jensen_shannon_of_probs(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Returns the summands of the divergence, from the probabilities' mean."""
+    p, q = log_p.exp(), log_q.exp()
+    log_m = (0.5 * (p + q)).log()
+    return q * (log_q - log_m) / 2 + 0.5 * (p * (log_p - log_m))
 
 
 def of_classes(layout: str) -> str:
@@ -331,6 +353,7 @@ def made(number: int, wide: torch.dtype) -> tuple[Callable, str]:
     text, file = Writer(number).text, f"<program {number}>"
     linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
     names: dict[str, Any] = {"torch": torch, "F": F, "checkpoint": checkpoint, "B": B, "V": V, "WIDE": wide}
+    names |= {each.__name__: each for each in (jensen_shannon, jensen_shannon_of_probs)}
     exec(compile(text, file, "exec"), names)
     return names["program"], text
 

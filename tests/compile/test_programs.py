@@ -445,10 +445,6 @@ expect(Reason.LOGITS_USED)({
     # No logits are returned.
     "a maximum that is returned": lambda z, y: (ce_loss(z, y), z.amax(-1)),
     # A divergence of two heads without a gradient, either of which may be the teacher.
-    "changed in place, and compared with another head": lambda z, t, y: (
-        z.div_(2), p := z.detach().log_softmax(-1), q := t.log_softmax(-1),
-        log_prob(z, y).exp().mean() + (q.exp() * (p - q)).sum(-1).flip(0).sum(),
-    )[-1],
     "a largest probability with a gradient": lambda z, y: ce_loss(z, y) + z.softmax(-1).amax(-1).mean(),
     "a function that adds to a loss's gradient": lambda z, y: OwnFunction.apply(z, ce_loss(z, y)),
     # A linear reads them, and not what they are made of.
@@ -917,6 +913,25 @@ def _kl(z, t, tau=1.0, **settings):
     return F.kl_div((z / tau).log_softmax(-1), (t / tau).softmax(-1), **settings)
 
 
+def _mixed(z, t, *, share=0.3, weights=None):
+    """The Jensen-Shannon divergence of each class, as TRL's `GKDTrainer` has it."""
+    p, q, share = z.log_softmax(-1), t.log_softmax(-1), torch.tensor(share, dtype=z.dtype)
+    m = torch.logsumexp(torch.stack([p + torch.log1p(-share), q + torch.log(share)]), dim=0)
+    of_teacher, of_student = (F.kl_div(m, each, reduction="none", log_target=True) for each in (q, p))
+    weights = weights or (share, 1 - share)
+    return weights[0] * of_teacher + weights[1] * of_student
+
+
+def _of_mean(z, t, *, a=0.5, b=0.5):
+    """The same, from the mean of the probabilities."""
+    p, q = z.softmax(-1), t.softmax(-1)
+    m = (a * p + b * q).log()
+    return (p * (z.log_softmax(-1) - m)).sum(-1) / 2 + (q * (t.log_softmax(-1) - m)).sum(-1) / 2
+
+
+LOG_2 = torch.tensor(2.0).log().item()
+
+
 def _smoothed(z, t):
     x = z.log_softmax(-1)
     return -0.9 * (t.softmax(-1) * x).sum(-1) - 0.1 * x.mean(-1)
@@ -966,6 +981,10 @@ expect([AT_ONCE], thunder=True)({
         + ce_loss(z, torch.full_like(y, -100), reduction="none").sum() / (y < 0).sum(),
     "next tokens of both": lambda z, t, y: _kl(z[:, :-1], t[:, :-1], reduction="sum") + ce_loss(z[:, :-1], y[:, 1:]),
     "calls for parts": _of_parts,
+    "probabilities of one and a difference of the other":
+        lambda z, t: ((q := t.log_softmax(-1)).exp() * (z.log_softmax(-1) - q)).sum(),
+    "a divergence written out the other way":
+        lambda z, t: ((p := z.log_softmax(-1)).exp() * (t.log_softmax(-1) - p)).sum(),
     # Masks of rows, before the sum over the classes.
     "summands times a mask": lambda z, t, m: (_kl(z, t, 2.0, reduction="none") * m.unsqueeze(-1)).sum() / m.sum(),
     "summands that a mask fills": lambda z, t, y, m: ce_loss(z, y) + 2 * _kl(z, t, reduction="none").masked_fill(
@@ -976,10 +995,43 @@ expect([AT_ONCE], thunder=True)({
     ).mean(),
     "summands in another order": lambda z, t, m: (_kl(z, t, reduction="none").mT.transpose(0, 2) * m.T[:, None]).sum(),
     "summands of some rows": lambda z, t: _kl(z, t, reduction="none")[:, 1:].flatten(0, 1)[::2].sum(-1).mean(),
-    # As DistiLLM and torchtune have it.
+    # As DistiLLM and torchtune have them.
+    "reverse divergence of two products": lambda z, t, m: (
+        p := z.log_softmax(-1), inf := torch.isinf(z) | torch.isinf(t),
+        product := (p.exp() * t.log_softmax(-1)).masked_fill(inf, 0) - (p.exp() * p).masked_fill(inf, 0),
+        -(product.sum(-1).view(-1) * m.view(-1)).sum() / m.sum(),
+    )[-1],
+    "less the teacher's entropy": lambda z, t, m: (
+        (((q := t.log_softmax(-1)).exp() * q).sum(-1) - (q.exp() * z.log_softmax(-1)).sum(-1)) * m
+    ).sum(),
+    "less the teacher's entropy, of all classes": lambda z, t, m: (
+        ((q := t.log_softmax(-1)).exp() * q - q.exp() * z.log_softmax(-1)) * m[..., None]
+    ).sum(),
     "filled where logits are infinite": lambda z, t, y: -(torch.masked_fill(
         t.softmax(-1) * z.log_softmax(-1), torch.isinf(z) | torch.isinf(t), 0
     ).sum(-1).view(-1) * (y.view(-1) > 3)).sum() / (y > 3).sum(),
+})  # fmt: skip
+expect([AT_ONCE])({
+    "summands that are changed in place": lambda z, t, m: (
+        p := z.log_softmax(-1), product := (p.exp() * t.log_softmax(-1)) * 2, product.sub_(p.exp() * p * 2),
+        product.div_(-2), (product * m[..., None]).sum(),
+    )[-1],
+    "Jensen-Shannon divergence": lambda z, t, m: (_mixed(z / 2, t / 2) * m[..., None]).sum() / m.sum(),
+    "Jensen-Shannon divergence of two means": lambda z, t: (
+        m := ((z.softmax(-1) + t.softmax(-1)) / 2).log(),
+        0.5 * F.kl_div(m, z.log_softmax(-1), log_target=True) + 0.5 * F.kl_div(m, t.softmax(-1)),
+    )[-1],
+    "Jensen-Shannon divergence from a mean": lambda z, t, y: _of_mean(z, t).mean() + ce_loss(z, y),
+    "Jensen-Shannon divergence, log of a sum": lambda z, t: (
+        m := torch.logaddexp(z.log_softmax(-1) - LOG_2, t.log_softmax(-1) - LOG_2),
+        F.kl_div(m, z.log_softmax(-1), reduction="sum", log_target=True) +
+        F.kl_div(m, t.log_softmax(-1), reduction="sum", log_target=True),
+    )[-1],
+})  # fmt: skip
+expect([NO_GRADIENT])({
+    "an evaluated Jensen-Shannon divergence": lambda z, t: _without_gradients(
+        lambda: _mixed(t, z, share=0.7).sum(-1)
+    ),
 })  # fmt: skip
 expect([AT_ONCE], thunder=True)({
     "log-probabilities of all classes times a mask": lambda z, m: -(z.log_softmax(-1) * m[..., None]).sum(),
@@ -1004,6 +1056,12 @@ expect(Reason.CLASS_PROBABILITIES)({
     # These gradients would wait, and nothing saves the logits of both.
     "divergences that are clipped": lambda z, t: _kl(z, t, reduction="none").sum(-1).clamp(max=2).sum(),
     "another temperature": lambda z, t: F.kl_div((z / 2).log_softmax(-1), t.softmax(-1), reduction="sum"),
+    "a skewed divergence": lambda z, t: _of_mean(z, t, a=0.1, b=0.9).sum(),
+    "one half of a Jensen-Shannon divergence": lambda z, t: F.kl_div(
+        ((z.softmax(-1) + t.softmax(-1)) / 2).log(), t.log_softmax(-1), reduction="sum", log_target=True
+    ),
+    "weights of another mixture": lambda z, t: _mixed(z, t, weights=(0.5, 0.5)).sum(),
+    "a mixture that is none": lambda z, t: _of_mean(z, t, a=0.5, b=0.2).sum(),
     "a negative temperature": lambda z, t: _kl(z, t, -2.0, reduction="sum"),
     "a head with a bias": lambda z, t, w: _kl(z + w[:, 0], t, reduction="sum"),
     "some of the classes": lambda z, t: _kl(z[..., :40], t[..., :40], reduction="sum"),
@@ -1020,18 +1078,19 @@ expect(Reason.CLASS_PROBABILITIES)({
     "summands times other numbers for each class": lambda z, t: (_kl(z, t, reduction="none") * z[0, 0].detach()).sum(),
     "summands and a constant": lambda z, t, m: (_kl(z, t, reduction="none") * m[..., None] + m[..., None]).sum(),
     "a mean over the classes after a mask": lambda z, t, m: (_kl(z, t, reduction="none") * m[..., None]).mean(),
-    "a divergence of each class": lambda z, t: _kl(z, t, reduction="none"),
     # The gradient is another one.
     "a reverse divergence without that of its weights":
         lambda z, t: ((p := z.log_softmax(-1)).exp().detach() * (p - t.log_softmax(-1))).sum(),
-    "probabilities of one and a difference of the other":
-        lambda z, t: ((q := t.log_softmax(-1)).exp() * (z.log_softmax(-1) - q)).sum(),
 })  # fmt: skip
-expect(TRANSFORMED)({
-    "a divergence written out the other way":
-        lambda z, t: ((p := z.log_softmax(-1)).exp() * (t.log_softmax(-1) - p)).sum(),
+expect(Reason.LOGITS_RETURNED)({
+    # Such as at a graph break before an index by a mask.
+    "a divergence of each class": lambda z, t: _kl(z, t, reduction="none"),
 })  # fmt: skip
 expect(ANY)({
+    "changed in place, and compared with another head": lambda z, t, y: (
+        z.div_(2), p := z.detach().log_softmax(-1), q := t.log_softmax(-1),
+        log_prob(z, y).exp().mean() + (q.exp() * (p - q)).sum(-1).flip(0).sum(),
+    )[-1],
     "a reverse divergence less the normalisation, and twice that":
         lambda z, t: ((z.softmax(-1) * (z - t.log_softmax(-1))).sum(-1) + z.logsumexp(-1)).sum(),
     "divergence beside another loss": lambda z, t: _kl(z, t, reduction="sum") + z.logsumexp(-1).square().mean(),

@@ -2,15 +2,16 @@
 
 For a row of logits u with label y, let M = max u, L = log Σ exp u and p = exp(u - L). A tensor is described as
 
-    a number of each class    a u + r,  c exp(a u + r)  or  p (a u + r)            `Class`
-    a number of each row      r  or  c exp(r)                                      `Row`
+    a number of each class    a u + r  or  c exp(a u + r)            `Class`
+    a number of each row      r  or  c exp(r)                        `Row`
 
 where r is a linear combination of u_y, L, M, E = Σ p u, the mean U of u, and 1. So log_softmax(u) is u - L, its entry
 at the label is u_y - L, its mean U - L, and an entropy L - E. A cross-entropy is L - u_y, or 0 in rows whose label is
 ignored. A rule says what an operation makes of such sums, so the matcher need not know each way to write a loss.
 
-The probabilities q of a teacher, another head without a gradient, may stand for a label. Then u_y is Σ q u, and r may
-have H = Σ q log q: the divergence from the teacher is L - u_y + H.
+The probabilities q of a teacher, another head without a gradient, may stand for a label. Then u_y is Σ q u, and there
+are log q, also with the mixture m = β q + (1 - β) p. A product with p or q is described by its sum over the classes, r,
+which may have Σ q log q, Σ p log q and the like: the divergence KL(q‖p) is L - u_y + Σ q log q.
 
 Each atom of a sum has a gradient or not: it has none after `detach`, and if computed under `torch.no_grad`.
 """
@@ -42,7 +43,8 @@ class Atom(NamedTuple):
     """A variable of a sum, with or without its gradient."""
 
     name: str
-    """"u" (only in a `Class`), "y", "L", "M", "E", "U", "H" or "1"."""
+    """In a `Class`, one of "u", "log q" and "log m". In both, "y", "L", "M", "E", "U" or "1" and, of a teacher, one of
+    "q log q", "p log q", "q log m" and "p log m"."""
     has_grad: bool = True
 
 
@@ -87,9 +89,14 @@ def has_grad(sum_: Poly) -> bool:
     return any(atom.has_grad for atom, _ in sum_)
 
 
+def renamed(sum_: Poly, names: Mapping[str, str]) -> Poly:
+    """Returns the sum with other atoms in place of some, by their names."""
+    return added((1, tuple((atom._replace(name=names.get(atom.name, atom.name)), factor) for atom, factor in sum_)))
+
+
 def with_u_as(name: str, sum_: Poly) -> Poly:
     """Returns the sum with the atom `name`, a number of each row, in place of u."""
-    return added((1, tuple((atom._replace(name=name) if atom.name == "u" else atom, each) for atom, each in sum_)))
+    return renamed(sum_, {"u": name})
 
 
 def _equals(expected: Poly, sum_: Poly) -> bool:
@@ -100,7 +107,9 @@ def _equals(expected: Poly, sum_: Poly) -> bool:
 ONE: Poly = ((Atom("1", has_grad=False), Fraction(1)),)
 LOG_PROBABILITY = poly(u=1, L=-1)
 """The sum that `log_softmax` returns"""
-MINUS_TEACHERS_ENTROPY = without_grad(poly(H=1))
+_TIMES_P = {"u": "E", "log q": "p log q", "log m": "p log m"}
+_TIMES_Q = {"u": "y", "log q": "q log q", "log m": "q log m"}
+"""What the sum over the classes of the product with p, or with q, has in place of a number of each class"""
 
 
 @dataclass(frozen=True)
@@ -285,8 +294,8 @@ class Labels:
     dim: int = 0
     teacher: Logits | None = None
     """If given, there are no tensors: the logits, without a gradient, of a distribution q that stands for the labels"""
-    is_reverse: bool = False
-    """Whether L - u_y + H stands for Σ p log(p / q), whose summands mean nothing alone"""
+    share: float = 0.0
+    """The share β of q in a mixture m = β q + (1 - β) p; 0 if there is none"""
 
     @property
     def are_given(self) -> bool:
@@ -320,17 +329,14 @@ class Class:
     sum: Poly
     """a u + r; no atom occurs both with its gradient and without"""
     form: str = ""
-    """"" for the sum itself, "exp" for factor * exp(sum), "p" for softmax(u) * sum, "q" for a sum with log q as H,
-    which the program multiplies by q or, for a reverse divergence from q, by -p; "isinf" for a mask of infinite u"""
+    """"" for the sum itself, "exp" for factor * exp(sum), "product" for a product with p or q of which the sum is that
+    over the classes, "isinf" for a mask of infinite u"""
     factor: Fraction = Fraction(1)
-    p_has_grad: bool = True
-    """For the form "p": whether softmax(u) has its gradient"""
     labels: Labels = NO_LABELS
-    """If given, all classes but each row's label are 0, or they have the factor q. Unless the form is "q", the program
-    then only sums over the classes"""
+    """Those that the sum has; if they are tensors, all classes but each row's label are 0"""
 
     def __post_init__(self) -> None:
-        if len(atoms(self.sum)) < len(self.sum):
+        if len(atoms(self.sum)) < len(self.sum) and self.form != "product":
             raise Unknown("with a part that has no gradient")
 
     @property
@@ -377,7 +383,12 @@ class Class:
     @property
     def is_probability(self) -> bool:
         """Whether it is softmax(u)."""
-        return self.form == "exp" and self.factor == 1 and _equals(LOG_PROBABILITY, self.sum)
+        return self.form == "exp" and self.factor == 1 and replace(self, form="").are_log_probabilities
+
+    @property
+    def are_log_probabilities(self) -> bool:
+        """Whether it is log_softmax(u)."""
+        return self.is_shifted_logits and _equals(LOG_PROBABILITY, self.sum)
 
     def row(self, name: str, shape: tuple[Any, ...], labels: Labels = NO_LABELS) -> "Row":
         """Returns the number of each row with the atom `name`, such as "y" for u_y, in place of u."""
@@ -391,24 +402,40 @@ class Class:
         return int(self.columns)
 
     def summed(self, shape: tuple[Any, ...]) -> "Row":
-        """Returns Σ exp(u + r), Σ p (a u + r) or Σ (a u + r) over the classes, or the label's summand alone."""
-        if self.labels.are_given:
+        """Returns the sum over the classes: of a product, of exp(u + r), of a u + r, or the label's summand alone."""
+        if self.form == "product":
+            return Row(self.logits, shape, self.sum, labels=self.labels)
+        if self.labels.tensors:
             return self.row("y", shape, self.labels)
         if not self.form:
             mean = self.row("U", shape)
             return replace(mean, sum=added((self.known_columns, mean.sum)))
-        if self.form == "exp" and self.factor_of_u == 1:
-            return self.row("L", shape)
-        require(self.form == "p")
-        # Σ p u = E. Without p's gradient, the gradient of Σ p u is p, as that of L is; without u's, the rest of E's.
-        expected, log_sum = poly(E=1) if self.p_has_grad else without_grad(poly(E=1)), poly(L=1)
-        excess = self.factor_of_u * (has_grad(self.u) - self.p_has_grad)
-        excesses = (excess, log_sum), (-excess, without_grad(log_sum))
-        return Row(self.logits, shape, added((1, self.rest), (self.factor_of_u, expected), *excesses))
+        require(self.form == "exp" and self.factor_of_u == 1)
+        return self.row("L", shape)
+
+    def times_p(self, *, p_has_grad: bool) -> "Class":
+        """Returns the product with softmax(u), with its gradient or without."""
+        summands: list[tuple[Fraction, Poly]] = []
+        for atom, factor in self.sum:
+            name, has_grad = atom
+            if name not in _TIMES_P:
+                summands.append((factor, ((atom, Fraction(1)),)))  # Σ p = 1
+                continue
+            require(name != "log m" or has_grad == p_has_grad, "with a part that has no gradient")
+            summands.append((factor, ((Atom(_TIMES_P[name], p_has_grad), Fraction(1)),)))
+            if name == "u":
+                # Without p's gradient, the gradient of Σ p u is p, as that of L is; without u's, it is the rest of E's.
+                excess, log_sum = factor * (has_grad - p_has_grad), poly(L=1)
+                summands += [(excess, log_sum), (-excess, without_grad(log_sum))]
+        return replace(self, sum=added(*summands), form="product")
+
+    def times_q(self, labels: Labels) -> "Class":
+        """Returns the product with the probabilities of a teacher, whose labels are given."""
+        return replace(self, sum=renamed(self.sum, _TIMES_Q), form="product", labels=labels)
 
     def detached(self) -> "Class":
         """Returns the description without gradients."""
-        return replace(self, sum=without_grad(self.sum), p_has_grad=False)
+        return replace(self, sum=without_grad(self.sum))
 
 
 @dataclass(frozen=True)
@@ -436,22 +463,56 @@ class Row:
 
     @property
     def as_loss(self) -> tuple[Fraction, Fraction] | None:
-        """Factor c and label smoothing s if it is c times a cross-entropy, L - (1 - s) u_y - s U; else None."""
+        """Factor c and label smoothing s if it is c times a cross-entropy, L - (1 - s) u_y - s U; else None.
+
+        A divergence from a teacher has no label smoothing.
+        """
+        if self.labels.teacher is not None:
+            return None if self.divergence is None else (self.divergence[0], Fraction(0))
         factors = value(self.sum)
-        factor, label_factor, mean_factor, entropy_factor = (factors.pop(name, Fraction(0)) for name in "LyUH")
+        factor, label_factor, mean_factor = (factors.pop(name, Fraction(0)) for name in "LyU")
         smoothing = -mean_factor / factor if factor else Fraction(-1)
-        is_loss = factor + label_factor + mean_factor == 0 and 0 <= smoothing <= 1 and entropy_factor in (0, factor)
-        has_one_grad = len({atom.has_grad for atom, _ in self.sum if atom.name != "H"}) == 1
+        is_loss = factor + label_factor + mean_factor == 0 and 0 <= smoothing <= 1
+        has_one_grad = len({atom.has_grad for atom, _ in self.sum}) == 1
         if not is_loss or not has_one_grad or factors or self.form or not self.labels.are_given:
             return None
         return factor, smoothing
 
     @property
+    def divergence(self) -> tuple[Fraction, str] | None:
+        """Factor and kind if it is a divergence from a teacher, of `operation.divergence.KINDS`; else None."""
+        factors, share = value(self.sum), self.labels.share
+        has_one_grad = len({atom.has_grad for atom, _ in self.sum if atom.name != "q log q"}) == 1
+        if self.labels.teacher is None or self.form or not has_one_grad:
+            return None
+        student, teacher = factors.get("E", Fraction(0)), factors.get("q log q", Fraction(0))
+        for kind, factor, others in (
+            ("forward", teacher, {"L": 1, "y": -1, "q log q": 1}),
+            ("reverse", student, {"E": 1, "L": -1, "p log q": -1}),
+            ("cross_entropy", factors.get("L"), {"L": 1, "y": -1}),
+        ):
+            if factor and factors == {name: factor * each for name, each in others.items()}:
+                return factor, kind
+        factor = student + teacher
+        expected = {"E": student, "L": -student, "p log m": -student, "q log q": teacher, "q log m": -teacher}
+        # The program may have the share as a tensor in float32.
+        is_known = factor and share and math.isclose(teacher / factor, share, abs_tol=1e-6)
+        return (factor, "jensen_shannon") if is_known and factors == expected else None
+
+    @property
+    def is_term(self) -> bool:
+        """Whether it may be a term of a divergence from a teacher, but is none alone."""
+        return self.labels.teacher is not None and self.divergence is None
+
+    @property
     def variables(self) -> dict[str, tuple[Fraction, Fraction]]:
         """The sum in terms of a region's outputs: factors with and without a gradient.
 
-        u_y = log_prob + L and E = L - entropy.
+        u_y = log_prob + L and E = L - entropy; a divergence stands for - log_prob.
         """
+        if self.divergence is not None:
+            factor, has_grad = self.divergence[0], any(atom.has_grad for atom, _ in self.sum)
+            return {"log_prob": (-factor, Fraction(0)) if has_grad else (Fraction(0), -factor)}
         factors: dict[str, list[Fraction]] = {}
         for atom, factor in self.sum:
             for name, sign in _VARIABLES.get(atom.name, {}).items():

@@ -15,7 +15,6 @@ from typing import Any, get_args
 from thunder_flce.matching.algebra import Argmax, Class, Logits, Row, Unknown, Value, linears_of, require
 from thunder_flce.matching.decisions import Decision, NotFused, Reason
 from thunder_flce.matching.program import (
-    COPIES,
     PERMUTATIONS,
     RESHAPES,
     SPLITS,
@@ -25,8 +24,6 @@ from thunder_flce.matching.program import (
     agree,
     hint,
     keeps_elements,
-    keeps_last_dim,
-    order_of,
     same,
     same_shape,
     stored,
@@ -154,7 +151,7 @@ class Interpreter:
             if result is not None:
                 self.values[out] = result if out.needs_grad or isinstance(result, Argmax) else result.detached()
         row = self.get(op.output)
-        if isinstance(row, Row) and (op.name in LOSSES or row.reduction != "none"):
+        if isinstance(row, Row) and (op.name in LOSSES or row.reduction != "none") and not row.is_term:
             self._add_result(row, op)
         if self.starts_logits(op.output):  # New logits, such as of the mean embedding under a softmax.
             for operand in described:
@@ -188,7 +185,12 @@ class Interpreter:
             return False
         values = [self.get(each) for each in (*op.args[1:], *op.kwargs.values()) if isinstance(each, Tensor)]
         is_plain = op.name in ("mul", "div", "add") and not any(values)  # A factor, or a bias.
-        is_known = isinstance(self.get(written), Class) and (is_plain or all(isinstance(each, Row) for each in values))
+        value = self.get(written)
+        is_known = isinstance(value, Class) and (is_plain or all(isinstance(each, Row) for each in values))
+        if isinstance(value, Class) and value.form == "product":
+            # Views of it would not get the other's labels.
+            others = (each for each in self.values if each is not written and each.shares_memory(written))
+            is_known = not any(self.program.is_read_after(each, op) for each in others if each is not op.output)
         if not is_known or op.leaves_gradient or written.storage is None:
             return False
         # If only one of two aliases is detached, they do not have the same gradient after the change.
@@ -209,10 +211,10 @@ class Interpreter:
                 self._escape(tensor, op)
             elif new.logits.rows == old.logits.rows:
                 logits = replace(new.logits, rows=value.logits.rows)
-                self.values[tensor] = replace(value, logits=logits, sum=new.sum, factor=new.factor)
+                self.values[tensor] = replace(value, logits=logits, sum=new.sum, factor=new.factor, labels=new.labels)
             elif value.logits.rows == old.logits.rows:
                 # A factor of each row, for a view whose rows are in the same order.
-                self.values[tensor] = replace(value, logits=new.logits, sum=new.sum)
+                self.values[tensor] = replace(value, logits=new.logits, sum=new.sum, labels=new.labels)
             else:
                 self._escape(tensor, op)
 
@@ -376,34 +378,6 @@ class Interpreter:
         start, end = arguments.get("start", 0), arguments.get("end")
         start, end = (0, start) if end is None else (start, end)
         return same(start, 0) and same(arguments.get("step", 1), 1) and agree(end, count)
-
-
-def is_only_summed(classes: Tensor, dim: int, program: Program) -> bool:
-    """Whether a program only sums up a tensor of classes, perhaps after changes that treat those of a row alike."""
-
-    def is_summed_by(user: Op) -> bool:
-        moved = _moved_dim(user, classes, dim)
-        is_moved = moved is not None and is_only_summed(user.output, moved, program)
-        return is_moved or _sums(user, classes, dim, program)
-
-    return classes not in program.results and all(map(is_summed_by, classes.users))
-
-
-def _moved_dim(op: Op, classes: Tensor, dim: int) -> int | None:
-    """Returns the dimension of the classes after an operation that keeps them all, and has a rule; else None."""
-    if op.writes or not isinstance(op.output, Tensor) or op.operands[0] is not classes:
-        return None
-    shape = op.output.shape
-    if op.name in PERMUTATIONS:
-        return order_of(op).index(dim)
-    if op.name == "masked_fill":
-        return dim if same_shape(shape, classes.shape) else None
-    is_last = dim == classes.ndim - 1 and bool(shape) and same(shape[-1], classes.shape[-1])
-    is_kept = op.name in (*RESHAPES, *COPIES)
-    if op.name == "getitem":
-        key = op.args[1] if isinstance(op.args[1], tuple) else (op.args[1],)
-        is_kept = bool(key) and keeps_last_dim(key, classes.ndim)
-    return len(shape) - 1 if is_last and is_kept else None
 
 
 def _sums(op: Op, classes: Tensor, dim: int, program: Program) -> bool:

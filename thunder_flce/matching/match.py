@@ -85,14 +85,14 @@ def _problem(part: Part, interpreter: Interpreter) -> NotFused | None:
         return min(escapes, key=lambda each: each.user is not None).problem
     if part.is_gathered_logits:
         return NotFused(Reason.NOT_A_LOG_PROBABILITY, "by gather without log_softmax")
-    if part.needs_grad and not any(row.variables for row in part.rows.values()):
-        # Their gradient is 0, and a region would give them none.
-        return NotFused(Reason.NOT_FOLLOWED, "a number that does not depend on the logits")
     if part.class_weight is not None and None in map(part.as_loss, part.rows):
         # A region with class weights returns weighted losses, and no log-probabilities from which to compute others.
         return NotFused(Reason.CLASS_WEIGHTS, "of a loss without the gradient of a cross-entropy")
     if part.teacher is not None and (problem := _problem_with_teacher(part, part.teacher, interpreter)):
         return NotFused(Reason.CLASS_PROBABILITIES, problem)
+    if part.needs_grad and not any(row.variables for row in part.rows.values()):
+        # Their gradient is 0, and a region would give them none.
+        return NotFused(Reason.NOT_FOLLOWED, "a number that does not depend on the logits")
     if not logits.has_float_factors:
         return NotFused(Reason.TRANSFORMED_LOGITS, "by factors whose product overflows or underflows")
     if not all(tensor.is_plain for tensor in Region([part]).read_at):
@@ -113,9 +113,7 @@ def _problem_with_teacher(part: Part, teacher: Logits, interpreter: Interpreter)
         return "of heads with a softcap, or of a part of the vocabulary"
     if part.logits.scale != teacher.scale or teacher.scale < 0:
         return "from a teacher at another temperature"
-    have_entropy = {"H" in atoms(row.sum) for row in part.rows.values()}
-    losses = [part.as_loss(tensor) for tensor in part.rows]
-    if any(loss is None or loss[1] != 0 for loss in losses) or len(have_entropy) > 1:
+    if part.divergence is None or None in map(part.as_loss, part.rows):
         return "from a teacher, in a way that is no divergence"
     return ""
 
@@ -188,11 +186,14 @@ def _decisions_on_escapes(interpreter: Interpreter, parts: Sequence[Part]) -> li
         if escape.user is not None and interpreter.starts_logits(escape.user.output):
             continue
         form = value.form if isinstance(value, Class) else ""
-        is_normalised = "L" in atoms(value.sum) and (form != "exp" or value.factor_of_u == 1)
+        is_normalised = value.labels.teacher is not None or (
+            "L" in atoms(value.sum) and (form != "exp" or value.factor_of_u == 1)
+        )
         if not is_normalised or not escape.tensor.needs_grad:
             continue
         reported |= linears
-        kind = {"exp": "probability", "p": "entropy", "q": "divergence"}.get(form, "log-probability")
+        kind = {"exp": "probability", "product": "entropy"}.get(form, "log-probability")
+        kind = kind if value.labels.teacher is None else "divergence"
         if escape.user is None:
             producer: Any = escape.tensor.op
             decisions.append(Decision(producer.source, reason=Reason.LOGITS_RETURNED, kind=kind))
@@ -201,17 +202,19 @@ def _decisions_on_escapes(interpreter: Interpreter, parts: Sequence[Part]) -> li
         reason, text = Reason.NOT_FOLLOWED, f"by {name} {detail}".strip()
         if isinstance(value, Row):
             text = f"a maximum over the classes with a gradient, {text}"
-        elif form in ("exp", "p"):
-            reason = Reason.TRANSFORMED_LOGITS
         elif escape.user.is_change:
             reason = Reason.OPERAND_MODIFIED
-        elif value.labels.are_given or name in ("mul", "where", "masked_fill", "kl_div", "einsum", "matmul"):
+        elif value.labels.are_given:
+            reason = Reason.CLASS_PROBABILITIES
+        elif form:
+            reason = Reason.TRANSFORMED_LOGITS
+        elif name in ("mul", "where", "masked_fill", "kl_div", "einsum", "matmul"):
             reason = Reason.CLASS_PROBABILITIES
         elif name in ("gather", "take_along_dim", "index_select", "take", "getitem", "view", "reshape", "flatten"):
             reason, text = Reason.NOT_A_LOG_PROBABILITY, detail or text
         operands = map(interpreter.get, escape.user.operands)
         has_two_heads = any(isinstance(each, Class) and each.logits != value.logits for each in operands)
-        if name == "kl_div" or (name in ("mul", "sub") and (has_two_heads or form == "q")):
+        if name == "kl_div" or (name in ("mul", "sub") and (has_two_heads or value.labels.teacher is not None)):
             text += "; `linear_kl_divergence` takes a teacher's hidden states and head"
         decisions.append(Decision(escape.user.source, reason=reason, detail=text, kind=kind))
     return decisions

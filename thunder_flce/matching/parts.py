@@ -23,6 +23,7 @@ from thunder_flce.matching.algebra import (
 from thunder_flce.matching.decisions import PLURALS, NotFused
 from thunder_flce.matching.interpreter import Interpreter
 from thunder_flce.matching.program import Source, Tensor, same, same_shape
+from thunder_flce.operation.divergence import Divergence
 from thunder_flce.operation.loss import NOTHING_IGNORED
 from thunder_flce.operation.pointwise import Handle, Recorder
 
@@ -90,10 +91,14 @@ class Part:
         return linears_of(self.logits, self.labels)
 
     @property
-    def divergence(self) -> str:
-        """The kind of divergence from its teacher: see `operation.divergence`."""
-        has_entropy = any("H" in atoms(row.sum) for row in self.rows.values())
-        return "reverse" if self.labels.is_reverse else "forward" if has_entropy else "cross_entropy"
+    def divergence(self) -> Divergence | None:
+        """The divergence from its teacher that its results are, if they are of one kind; else None."""
+        kinds = {None if row.divergence is None else row.divergence[1] for row in self.rows.values()}
+        kind = kinds.pop()
+        if kind is None or kinds:
+            return None
+        plain = Divergence(kind=kind, temperature=float(1 / self.logits.scale))
+        return plain if kind != "jensen_shannon" else replace(plain, beta=self.labels.share)
 
     @property
     def has_several_labels(self) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 CHANGED = "a change in place"
@@ -356,6 +357,25 @@ def has_elements(tensor: Tensor) -> bool:
 def same_shape(a: Sequence[Any], b: Sequence[Any]) -> bool:
     """Whether all sizes of two shapes are known to be equal."""
     return len(a) == len(b) and all(map(same, a, b))
+
+
+def constant_of(tensor: Tensor, program: Program) -> float | None:
+    """Returns the number that a scalar always is, as of `torch.log(torch.tensor(0.5))`; None if it has no such."""
+    op = tensor.op
+    if op is None or tensor.ndim or tensor in program.changed or op.name not in {*_OF_CONSTANTS, *COPIES, "tensor"}:
+        return None
+    args = [constant_of(each, program) if isinstance(each, Tensor) else each for each in op.args]
+    if any(each is None for each in args):
+        return None
+    # While a program is compiled, new tensors may be fake.
+    with unset_fake_temporarily():
+        if op.name in _OF_CONSTANTS:
+            args = [torch.tensor(each, dtype=tensor.dtype, device="cpu") for each in args]
+            return float(getattr(torch, op.name)(*args))
+        return float(torch.tensor(args[0], dtype=tensor.dtype, device="cpu"))
+
+
+_OF_CONSTANTS = ("add", "sub", "mul", "div", "neg", "log", "log1p", "exp")
 
 
 def is_number(value: Any) -> bool:

@@ -35,7 +35,6 @@ from thunder_flce.matching.program import (
 from thunder_flce.matching.regions import Region
 from thunder_flce.matching.sums import PRODUCTS, Summand, TokenSum
 from thunder_flce.operation.call import Call, named_tensors, operand_names
-from thunder_flce.operation.divergence import Divergence
 from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS, NOTHING_IGNORED, Loss
 from thunder_flce.options import RECOMPUTE_LOGITS, SAVE_LOGITS, Options
 
@@ -257,7 +256,7 @@ class _Writing:
         input = self._joined(inputs)
         arguments["teacher_input"] = self._call(torch.reshape, input, (*self._rows_shape, input.shape[-1]))
         arguments["teacher_weight"] = self._call(torch.detach, self._weight(term))
-        return {"divergence": Divergence(kind=part.divergence, temperature=float(1 / part.logits.scale))}
+        return {"divergence": part.divergence}
 
     @property
     def _has_label_weights(self) -> bool:

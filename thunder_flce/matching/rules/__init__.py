@@ -1,5 +1,14 @@
 """Rules of PyTorch's operations: see `thunder_flce.matching.interpreter.rule`."""
 
-from thunder_flce.matching.rules import arithmetic, joins, linears, losses, reductions, selections, shapes
+from thunder_flce.matching.rules import (
+    arithmetic,
+    distributions,
+    joins,
+    linears,
+    losses,
+    reductions,
+    selections,
+    shapes,
+)
 
-__all__ = ["arithmetic", "joins", "linears", "losses", "reductions", "selections", "shapes"]
+__all__ = ["arithmetic", "distributions", "joins", "linears", "losses", "reductions", "selections", "shapes"]

@@ -8,9 +8,6 @@ from typing import Any, TypeVar
 import torch
 
 from thunder_flce.matching.algebra import (
-    LOG_PROBABILITY,
-    MINUS_TEACHERS_ENTROPY,
-    NO_LABELS,
     ONE,
     Class,
     Labels,
@@ -23,13 +20,13 @@ from thunder_flce.matching.algebra import (
     added,
     atoms,
     has_grad,
-    linears_of,
     poly,
     require,
     value,
 )
-from thunder_flce.matching.interpreter import Interpreter, is_only_summed, rule
-from thunder_flce.matching.program import COPIES, Op, Tensor, hint, is_number, same, same_shape
+from thunder_flce.matching.interpreter import Interpreter, rule
+from thunder_flce.matching.program import COPIES, Op, Tensor, constant_of, hint, is_number, same, same_shape
+from thunder_flce.matching.rules.distributions import common_labels, in_one_frame, sum_of_classes, weighted
 from thunder_flce.matching.rules.shapes import with_step
 
 
@@ -37,17 +34,14 @@ from thunder_flce.matching.rules.shapes import with_step
 def _mul(interpreter: Interpreter, op: Op, input: Any, other: Any) -> Value:
     a, b = interpreter.get(input), interpreter.get(other)
     if isinstance(a, Class) and isinstance(b, Class):
-        if a.logits == b.logits and "q" not in (a.form, b.form):
-            return weighted(a, b)
-        require(is_only_summed(op.output, a.dim, interpreter.program))
-        return weighted_by_teacher(op, *((a, b) if a.form == "exp" else (b, a)))
+        return weighted(op, *((a, b) if a.form == "exp" else (b, a)))
     described, factor = (a, other) if a is not None else (b, input)
     if not isinstance(described, Class | Row):
         raise Unknown
-    if isinstance(described, Class) and is_only_summed(op.output, described.dim, interpreter.program):
-        if (at_labels := at_one_hot(interpreter, op, described, factor)) is not None:
-            return at_labels
-    return _with_factor(interpreter, op, described, factor) or times(described, _as_fraction(factor))
+    if isinstance(described, Class) and (at_labels := at_one_hot(interpreter, op, described, factor)) is not None:
+        return at_labels
+    scaled = _with_factor(interpreter, op, described, factor)
+    return scaled or times(described, _as_fraction(factor, interpreter))
 
 
 def _with_factor(interpreter: Interpreter, op: Op, input: Class | Row, factor: Any) -> Class | None:
@@ -81,58 +75,15 @@ def at_one_hot(interpreter: Interpreter, product: Op, input: Class, one_hot: Any
     while copies and (producer := copies[-1].op) is not None and producer.name in COPIES:
         copies.append(producer.operands[0])
     op = copies[-1].op if copies and interpreter.program.changed.isdisjoint(copies) else None
-    if op is None or op.name != "one_hot" or input.form == "p" or not same_shape(one_hot.shape, input.shape):
+    if op is None or op.name != "one_hot" or not same_shape(one_hot.shape, input.shape):
         return None
-    if input.labels.are_given:
+    if input.form not in ("", "exp") or input.labels.are_given:
         return None
     index = op.operands[0]
     if input.dim != len(input.shape) - 1 or interpreter.depends_on(index, input.logits):
         return None
     number = interpreter.program.number_at(index, op)
     return replace(input, labels=Labels((index,), (number,), op.position, product.source))
-
-
-def weighted(a: Class, b: Class) -> Class:
-    """Returns the product of p and a u + r, in any order."""
-    p, other = (a, b) if a.form == "exp" else (b, a)
-    is_p = replace(p, factor=Fraction(1)).is_probability
-    require(is_p and p.logits == other.logits and _have_same_shape(p, other) and not other.form)
-    return replace(other, form="p", sum=added((p.factor, other.sum)), p_has_grad=has_grad(p.sum))
-
-
-def _have_same_shape(a: Class, b: Class) -> bool:
-    """Whether tensors have the same shape, and the classes as the same dimension."""
-    return a.dim == b.dim and same_shape(a.shape, b.shape)
-
-
-def difference(op: Op, minuend: Class, subtrahend: Class) -> Class:
-    """Returns log q - (a u + r), or log p - log q: one of them is a teacher's log-probability, without a gradient."""
-    is_reverse = has_grad(minuend.sum)
-    teacher, student = (subtrahend, minuend) if is_reverse else (minuend, subtrahend)
-    require(teacher.form == student.form == "" and value(teacher.sum) == value(LOG_PROBABILITY))
-    # Only as a whole, its sum stands for the reverse divergence: see `Labels.is_reverse`.
-    require(not is_reverse or student.sum == LOG_PROBABILITY)
-    labels = replace(_labels_of_teacher(op, teacher, student), is_reverse=is_reverse)
-    return replace(student, form="q", sum=added((-1, student.sum), (1, MINUS_TEACHERS_ENTROPY)), labels=labels)
-
-
-def weighted_by_teacher(op: Op, factor: Class, other: Class) -> Class:
-    """Returns the product of a teacher's probabilities q and a u + r, of q and a `difference`, or of p and one."""
-    require(replace(factor, factor=Fraction(1)).is_probability)
-    if other.labels.is_reverse:
-        require(factor.logits == other.logits and _have_same_shape(factor, other) and factor.sum == LOG_PROBABILITY)
-        labels = other.labels
-    else:
-        labels = _labels_of_teacher(op, factor, other)
-        require(not other.form or other.labels == labels)
-    return replace(other, form="", sum=added((factor.factor, other.sum)), labels=labels)
-
-
-def _labels_of_teacher(op: Op, teacher: Class, student: Class) -> Labels:
-    """Returns a teacher's distribution as the labels of a student."""
-    require(not has_grad(teacher.sum), "with probabilities that require a gradient")
-    require(_have_same_shape(teacher, student))
-    return Labels((), (), op.position, op.source, teacher=teacher.logits)
 
 
 @rule("div")
@@ -147,7 +98,7 @@ def _div(interpreter: Interpreter, op: Op, input: Any, other: Any, *, rounding_m
         raise Unknown
     if (scaled := _with_factor(interpreter, op, a, other)) is not None:
         return scaled
-    number = _as_fraction(other)
+    number = _as_fraction(other, interpreter)
     require(number != 0)
     return times(a, 1 / number)
 
@@ -162,7 +113,7 @@ _Scaled = TypeVar("_Scaled", bound=Class | Row)
 
 def times(input: _Scaled, factor: Fraction) -> _Scaled:
     """Returns a description times a number that is not 0; for logits alone, the number becomes their factor."""
-    require(factor != 0 and input.form != "q")
+    require(factor != 0 and input.form != "isinf")
     if input.form == "exp":
         return replace(input, factor=input.factor * factor)
     if isinstance(input, Row):
@@ -176,10 +127,11 @@ def times(input: _Scaled, factor: Fraction) -> _Scaled:
     return replace(input, logits=logits, sum=added((1, input.sum), ((factor - 1) * constant, ONE)))
 
 
-def _as_fraction(number: Any) -> Fraction:
+def _as_fraction(number: Any, interpreter: Interpreter) -> Fraction:
     if isinstance(number, Tensor):
         require(not number.needs_grad, "with a tensor that requires a gradient")
         require(same(number.numel, 1))
+        number = constant_of(number, interpreter.program)
     require(is_number(number), "with a number that is not known when the program is compiled")
     return Fraction(number)
 
@@ -190,39 +142,41 @@ def _add(interpreter: Interpreter, op: Op, input: Any, other: Any, *, alpha: Any
     sign = 1 if op.name == "add" else -1
     a, b = interpreter.get(input), interpreter.get(other)
     if isinstance(a, Row) and isinstance(b, Row):
-        return _sum_of_rows(a, b, sign)
+        return _sum_of_rows(op, a, b, sign)
     if isinstance(a, Class) and isinstance(b, Row):
-        require(interpreter.is_row_of(b, a) and not (b.form or a.form or b.labels.are_given))
+        require(interpreter.is_row_of(b, a) and not (b.form or a.form or b.labels.are_given or a.labels.tensors))
         return replace(a, sum=added((1, a.sum), (sign, b.sum)))
     if isinstance(a, Class) and isinstance(b, Class):
-        if sign == -1 and a.logits != b.logits:
-            return difference(op, a, b)
-        if a.logits == b.logits and _have_same_shape(a, b) and not a.form and not b.form:
-            return replace(a, sum=added((1, a.sum), (sign, b.sum)))
-        require(sign == 1)
-        return _sum_of_linears(interpreter, a, b, op)
+        is_linear = a.logits != b.logits and a.is_logits and b.is_logits and sign == 1
+        return _sum_of_linears(interpreter, a, b, op) if is_linear else sum_of_classes(op, a, b, sign)
     classes, bias = (a, other) if isinstance(a, Class) else (b, input)
-    if isinstance(classes, Class) and not classes.form and is_number(bias) and (sign == 1 or classes is a):
-        return replace(classes, sum=added((1, classes.sum), (sign * Fraction(bias), ONE)))
-    if not isinstance(classes, Class) or not isinstance(bias, Tensor) or sign != 1:
+    if not isinstance(classes, Class) or not (sign == 1 or classes is a):
         raise Unknown
+    if isinstance(bias, Tensor) and (constant := constant_of(bias, interpreter.program)) is not None:
+        bias = constant
+    if is_number(bias):
+        require(not classes.form and not classes.labels.tensors)
+        return replace(classes, sum=added((1, classes.sum), (sign * Fraction(bias), ONE)))
+    require(isinstance(bias, Tensor) and sign == 1)
     return _with_bias(interpreter, op, classes, bias)
 
 
-def _sum_of_rows(a: Row, b: Row, sign: int) -> Row:
+def _sum_of_rows(op: Op, a: Row, b: Row, sign: int) -> Row:
     b = _in_terms_of(b, a.logits) or b
     a = a if a.logits == b.logits else _in_terms_of(a, b.logits) or a
-    with_labels = [row for row in (a, b) if row.labels.are_given] or [a]
-    labels, shape = min((row.labels for row in with_labels), key=lambda each: each.read_at), with_labels[0].shape
-    has_one_set = all(row.labels == labels for row in with_labels)
+    has_two_heads = a.logits != b.logits
+    a, b = in_one_frame(op, a, b)
+    labels, shape = common_labels(a.labels, b.labels), next((row for row in (a, b) if row.labels.are_given), a).shape
     # A number of each row is broadcast to those of its several labels.
     row_shape = shape if same(labels.per_row, 1) else (*shape[:-1], 1)
     have_shape = all(same_shape(row.shape, shape if row.labels.are_given else row_shape) for row in (a, b))
-    require(a.logits == b.logits and not a.form and not b.form and has_one_set and have_shape)
+    require(not a.form and not b.form and have_shape and a.reduction == b.reduction)
     row_sum = added((1, a.sum), (sign, b.sum))
     # Without u_y, it has a number for each label that is the same for all.
     require(row_shape is shape or "y" in atoms(row_sum))
-    return replace(a, shape=shape, sum=row_sum, labels=labels)
+    total = replace(a, shape=shape, sum=row_sum, labels=labels)
+    require(total.divergence is not None or not has_two_heads)
+    return total
 
 
 def _in_terms_of(row: Row, logits: Logits) -> Row | None:
@@ -295,31 +249,6 @@ def _capped(interpreter: Interpreter, op: Op, input: Class) -> Class:
     return replace(input, logits=logits, sum=added((1, input.u), (half, ONE)))
 
 
-@rule("isinf")
-def _isinf(interpreter: Interpreter, op: Op, input: Class) -> Class:
-    require(input.is_logits)
-    return replace(input, form="isinf")
-
-
-@rule("or_", "bitwise_or", "logical_or")
-def _or(interpreter: Interpreter, op: Op, input: Class, other: Class) -> Class:
-    require(input.form == other.form == "isinf" and _have_same_shape(input, other))
-    return input
-
-
-@rule("masked_fill")
-def _masked_fill(interpreter: Interpreter, op: Op, input: Class, mask: Class, value: Any) -> Class:
-    """Describes a summand of a divergence with 0 where a logit is infinite, as DistiLLM and torchtune have it.
-
-    A region does not fill it: only an overflow makes a head's logits infinite, except in float16.
-    """
-    linears = linears_of(mask.logits, NO_LABELS)
-    is_known = mask.form == "isinf" and linears <= linears_of(input.logits, input.labels) and is_number(value)
-    require(is_known and value == 0 and same_shape(mask.shape, input.shape))
-    require(input.logits.dtype is not torch.float16 and (input.form == "p" or input.labels.are_given))
-    return input
-
-
 @rule("exp")
 def _exp(interpreter: Interpreter, op: Op, input: Class | Row) -> Value:
     require(not input.form and (isinstance(input, Row) or input.is_shifted_logits))
@@ -329,7 +258,7 @@ def _exp(interpreter: Interpreter, op: Op, input: Class | Row) -> Value:
 @rule("log")
 def _log(interpreter: Interpreter, op: Op, input: Class | Row) -> Value:
     """If a probability underflows, the region has the finite log_softmax, and PyTorch minus infinity."""
-    require(input.form == "exp" and input.factor == 1)
+    require(input.form == "exp" and input.factor == 1 and not (isinstance(input, Class) and input.labels.tensors))
     return replace(input, form="")
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from thunder_flce.matching.algebra import NO_LABELS, Class, Labels, Row, RowStep, require
 from thunder_flce.matching.interpreter import Interpreter, rule
 from thunder_flce.matching.program import COPIES, Op, Tensor, agree, indices_of, same, same_shape
+from thunder_flce.matching.rules.distributions import is_for_logsumexp, logaddexp
 from thunder_flce.matching.rules.selections import ALL
 from thunder_flce.matching.rules.shapes import rows_in_shape
 
@@ -15,6 +16,9 @@ from thunder_flce.matching.rules.shapes import rows_in_shape
 def _join(interpreter: Interpreter, op: Op, tensors: Sequence[Tensor], dim: int = 0) -> Class | Row:
     """Describes joined rows of the same logits, such as the sequences of a batch, or those of the token before each."""
     operands: list[Any] = [interpreter.get(each) for each in tensors]
+    if is_for_logsumexp(op, interpreter.program):
+        require(len(operands) == 2 and all(isinstance(each, Class) for each in operands))
+        return logaddexp(interpreter, op, *operands)
     are_plain = all(isinstance(each, Class | Row) and each.labels.teacher is None for each in operands)
     require(are_plain, "with other tensors")
     have_one_input = len({each.logits.terms[0].input for each in operands}) == 1

@@ -6,7 +6,8 @@ from typing import Any
 from thunder_flce.matching.algebra import Argmax, Class, Logits, Row, RowStep, Term, Unknown, poly, require
 from thunder_flce.matching.interpreter import Interpreter, rule
 from thunder_flce.matching.program import PERMUTATIONS, Op, Tensor, order_of, same, same_shape
-from thunder_flce.matching.rules.arithmetic import at_one_hot, weighted
+from thunder_flce.matching.rules.arithmetic import at_one_hot
+from thunder_flce.matching.rules.distributions import weighted
 
 
 def _product(
@@ -115,7 +116,7 @@ def _einsum(interpreter: Interpreter, op: Op, equation: str, *operands: Any) -> 
     )
     a, b = map(interpreter.get, tensors)
     if isinstance(a, Class) and isinstance(b, Class) and (a.form or b.form):
-        product = weighted(a, b)
+        product = weighted(op, *((a, b) if a.form == "exp" else (b, a)))
         is_row_sum = a_dims == b_dims and result == a_dims[: product.dim] + a_dims[product.dim + 1 :]
         require(is_row_sum and len(set(a_dims)) == len(a_dims))
         return product.summed(op.output.shape)

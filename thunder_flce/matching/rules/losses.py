@@ -8,9 +8,10 @@ import torch
 
 from thunder_flce.matching.algebra import LOG_PROBABILITY, Class, Labels, Row, added, require, value, with_u_as
 from thunder_flce.matching.decisions import NotFused, Reason
-from thunder_flce.matching.interpreter import Interpreter, is_only_summed, rule
+from thunder_flce.matching.interpreter import Interpreter, rule
 from thunder_flce.matching.program import Op, Tensor, has_elements
-from thunder_flce.matching.rules.arithmetic import difference, times, weighted_by_teacher
+from thunder_flce.matching.rules.arithmetic import times
+from thunder_flce.matching.rules.distributions import sum_of_classes, weighted
 from thunder_flce.matching.rules.reductions import wrong_dimension
 from thunder_flce.operation.loss import NOTHING_IGNORED
 
@@ -49,7 +50,7 @@ def _loss(
         raise NotFused(Reason.TRANSFORMED_LOGITS, "by a factor after log_softmax")
     if isinstance(teacher, Class):
         losses = replace(classes, sum=added((-1, classes.u), (1, with_u_as("L", classes.u))))
-        return replace(weighted_by_teacher(op, teacher, losses).summed(classes.rows_shape), reduction=reduction)
+        return replace(weighted(op, teacher, losses).summed(classes.rows_shape), reduction=reduction)
     if weight is not None and classes.logits.vocab_size is not None:
         raise NotFused(Reason.CLASS_WEIGHTS, "for a part of the linear's vocabulary")
     number = interpreter.program.number_at(target, op)
@@ -74,9 +75,8 @@ def _kl_div(
     require(size_average is None and reduce is None and is_last and target.form == ("" if log_target else "exp"))
     # `torch.kl_div` has numbers for the reductions.
     require(target.factor == 1 and reduction in ("none", "mean", "batchmean", "sum"))
-    product = weighted_by_teacher(op, replace(target, form="exp"), difference(op, replace(target, form=""), input))
+    product = weighted(op, replace(target, form="exp"), sum_of_classes(op, replace(target, form=""), input, -1))
     if reduction == "none":
-        require(is_only_summed(op.output, product.dim, interpreter.program))
         return product
     total = product.summed(input.rows_shape)
     if reduction == "sum":

@@ -16,8 +16,9 @@ from thunder_flce.matching.algebra import (
 )
 from thunder_flce.matching.decisions import NotFused, Reason
 from thunder_flce.matching.interpreter import Interpreter, rule
-from thunder_flce.matching.program import Op, Tensor, has_elements
-from thunder_flce.matching.rules.arithmetic import times, weighted
+from thunder_flce.matching.program import Op, Tensor, has_elements, same_shape
+from thunder_flce.matching.rules.arithmetic import times
+from thunder_flce.matching.rules.distributions import weighted
 from thunder_flce.matching.rules.shapes import check_over_classes, copied
 
 
@@ -46,7 +47,9 @@ def wrong_dimension(input: Class, detail: str) -> Exception:
 
 
 @rule("logsumexp")
-def _logsumexp(interpreter: Interpreter, op: Op, input: Class, dim: Any, keepdim: bool = False) -> Row:
+def _logsumexp(interpreter: Interpreter, op: Op, input: Class, dim: Any, keepdim: bool = False) -> Class | Row:
+    if input.labels.share and same_shape(input.shape, op.output.shape):
+        return input  # This is how its operand, a stack, is described: see `distributions.is_for_logsumexp`.
     check_over_classes(input, dim)
     require(input.is_shifted_logits)
     return input.row("L", op.output.shape)
@@ -83,7 +86,7 @@ def _entr(interpreter: Interpreter, op: Op, input: Class) -> Class:
 @rule("xlogy")
 def _xlogy(interpreter: Interpreter, op: Op, input: Class, other: Class) -> Class:
     require(other.form == "exp" and other.factor == 1)
-    return weighted(input, replace(other, form=""))
+    return weighted(op, input, replace(other, form=""))
 
 
 @rule("amax")
@@ -114,6 +117,6 @@ def _argmax(interpreter: Interpreter, op: Op, input: Class, dim: Any = None, kee
     check_over_classes(input, dim)
     # Exponentials may overflow to infinity in several columns, which then have no single maximum.
     require(input.form == "" or (input.form == "exp" and input.detached().is_probability))
-    require(input.factor_of_u)
+    require(input.factor_of_u and not input.labels.are_given)
     order = input.logits.argmax_key
     return Argmax(order if input.factor_of_u > 0 else replace(order, scale=-order.scale), op.outs[-1].shape)
