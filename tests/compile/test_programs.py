@@ -2098,6 +2098,11 @@ DEPENDING_ON_VALUES = {
             F.cross_entropy(z[is_masked := m > 0], y[is_masked], reduction="none") / a.exp()[is_masked]
         ).sum() / m.numel(),
     ),
+    # As TRL's `GKDTrainer` has it.
+    "masked summands of a divergence": (IN_FORWARD, lambda z, t, m: _mixed(z, t)[m > 0].sum() / (m > 0).sum()),
+    "masked rows of summands": (
+        IN_FORWARD, lambda z, t, m: _kl(z, t, reduction="none").view(-1, V)[m.flatten() > 0].sum() / m.sum()
+    ),
 }  # fmt: skip
 
 
@@ -2106,6 +2111,16 @@ DEPENDING_ON_VALUES = {
 def test_numbers_that_depend_on_values(outcome, program):
     program = with_arguments(program)
     check(program, outcome, by_dynamo(program, fullgraph=True), (6, 4, 9))
+
+
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+@pytest.mark.parametrize("program", [
+    lambda z, y, m: F.cross_entropy(z[mask := m > 0], y[mask]),
+    lambda z, t, m: _kl(z, t, reduction="none")[m > 0].sum(),
+])  # fmt: skip
+def test_logits_of_which_a_mask_selects_rows_are_not_computed(program):
+    """PyTorch reads the number of these rows from the tensor of selected logits."""
+    assert not fused_graph(with_arguments(program), *operands(6)).graph.find_nodes(op="call_function", target=F.linear)
 
 
 def _changed_afterwards(y):

@@ -168,6 +168,11 @@ class _Graph:
                     self._graph.erase_node(user)
             if not node.users:
                 self._graph.erase_node(node)
+            elif _is_read_for_its_length(node):
+                # The number of rows that a mask selects is also that of the mask's own elements.
+                mask = tree_flatten(node.args[1])[0][0]
+                node.args = mask, mask
+                node.meta["example_value"] = value_of(node).new_empty(value_of(node).shape[:1], dtype=torch.bool)
 
     # Nodes.
 
@@ -453,6 +458,17 @@ def _other_inputs(starts: Sequence[Node], nodes: Sequence[Node]) -> list[Node]:
 def _in_shape(tensor: torch.Tensor, shape: tuple[Any, ...]) -> torch.Tensor:
     """Returns a tensor, or the first class of one that the program sums over the classes later."""
     return tensor if same_shape(tensor.shape, shape) else tensor.new_empty(shape)
+
+
+def _is_read_for_its_length(node: Node) -> bool:
+    """Whether a node selects rows by a mask alone, and all its users read how many these are."""
+    key = tree_flatten(node.args[1])[0] if node.target is operator.getitem else []
+    mask = value_of(key[0]) if len(key) == 1 and isinstance(key[0], Node) else None
+    is_mask = isinstance(mask, torch.Tensor) and mask.dtype is torch.bool
+    return is_mask and all(name_of(user) in _READ_SIZE and user.args[1:] == (0,) for user in node.users)
+
+
+_READ_SIZE = ("size", "sym_size")
 
 
 def _is_float(value: Any) -> bool:
