@@ -981,6 +981,20 @@ expect([AT_ONCE], thunder=True)({
         + ce_loss(z, torch.full_like(y, -100), reduction="none").sum() / (y < 0).sum(),
     "next tokens of both": lambda z, t, y: _kl(z[:, :-1], t[:, :-1], reduction="sum") + ce_loss(z[:, :-1], y[:, 1:]),
     "calls for parts": _of_parts,
+    # Labels of some of the divergence's rows.
+    "labels of the next tokens": lambda z, t, y: ce_loss(z[:, :-1], y[:, 1:]) + 4 * _kl(z, t, 2.0, reduction="sum"),
+    "labels of next tokens, and flat rows": lambda z, t, y: _kl(
+        z.flatten(0, 1), t.flatten(0, 1), reduction="batchmean"
+    ) + ce_loss(z[1:, :-1].contiguous(), torch.where(y < 9, -100, y)[1:, 1:], reduction="sum") / 7,
+    "labels of other rows, each with a weight": lambda z, t, y, a: _kl(z, t).mul(3) - (
+        log_prob(z.transpose(0, 1)[2:], y.T[2:]) * a.T[2:]
+    ).sum(),
+    "labels of a token of each sequence": lambda z, t, y, a: (_kl(z, t, reduction="none") * a[..., None]).sum()
+        + F.cross_entropy(z[:, -2], y[:, 0]),
+    "what is logged of some rows": lambda z, t, y, m: (
+        hard := ce_loss(z[:, :-1], y[:, 1:]), soft := (_kl(z, t, reduction="none").sum(-1) * m).mean(),
+        (hard + soft, hard.detach(), soft.detach(), (z[:, :-1].argmax(-1) == y[:, 1:]).double().mean()),
+    )[-1],
     "probabilities of one and a difference of the other":
         lambda z, t: ((q := t.log_softmax(-1)).exp() * (z.log_softmax(-1) - q)).sum(),
     "a divergence written out the other way":
@@ -1045,6 +1059,9 @@ expect("is neither linear nor an operation on single tokens", thunder=True)({
     ).mean(),
 })  # fmt: skip
 expect([NO_GRADIENT], thunder=True)({
+    "evaluated, with labels of some rows": lambda z, t, y: _without_gradients(lambda: (
+        _kl(z, t, 2.0, reduction="sum"), ce_loss(z[:, :-1], y[:, 1:]), (z[:, :-1].argmax(-1) == y[:, 1:]).sum(),
+    )),
     "evaluated summands": lambda z, t, m: _without_gradients(
         lambda: ((_kl(z, t, reduction="none") * m[..., None]).sum((1, 2)),)
     ),
@@ -1087,6 +1104,8 @@ expect(Reason.LOGITS_RETURNED)({
     "a divergence of each class": lambda z, t: _kl(z, t, reduction="none"),
 })  # fmt: skip
 expect(ANY)({
+    "labels of more rows than the divergence has": lambda z, t, y:
+        _kl(z[:, :-1], t[:, :-1], reduction="sum") + ce_loss(z, y),
     "changed in place, and compared with another head": lambda z, t, y: (
         z.div_(2), p := z.detach().log_softmax(-1), q := t.log_softmax(-1),
         log_prob(z, y).exp().mean() + (q.exp() * (p - q)).sum(-1).flip(0).sum(),

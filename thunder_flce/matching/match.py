@@ -11,7 +11,7 @@ from thunder_flce.matching.algebra import Argmax, Class, Logits, Row, atoms
 from thunder_flce.matching.decisions import Decision, NotFused, Reason
 from thunder_flce.matching.interpreter import Interpreter
 from thunder_flce.matching.order import find_stuck
-from thunder_flce.matching.parts import Part, have_same_rows, parts_of
+from thunder_flce.matching.parts import Part, have_same_rows, parts_of, steps_beside
 from thunder_flce.matching.program import Op, Program, hint
 from thunder_flce.matching.regions import Region
 from thunder_flce.matching.sums import NotASum, TokenSum, find_sum
@@ -138,9 +138,9 @@ def _refuse_beside_teachers(parts: Sequence[Part], options: Options) -> None:
 
 
 def _is_beside(part: Part, divergence: Part) -> bool:
-    """Whether a part has the rows of a divergence from a teacher, and is computed in one call with it."""
+    """Whether a part has rows of a divergence from a teacher, and is computed in one call with it."""
     is_plain = part.teacher is None and part.class_weight is None and not part.has_several_labels
-    return divergence.teacher is not None and is_plain and part.logits.scale == 1 and have_same_rows(part, divergence)
+    return is_plain and part.logits.scale == 1 and steps_beside(divergence, part) is not None
 
 
 def _assign_argmaxes(parts: Sequence[Part], interpreter: Interpreter) -> None:

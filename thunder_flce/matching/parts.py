@@ -153,7 +153,7 @@ class Part:
         """Returns the steps from the part's rows to those of an argmax; None if they are no slices and reshapes."""
         rows, count = argmax.logits.rows, len(self.logits.rows)
         has_rows = rows[:count] == self.logits.rows and replace(self.logits.argmax_key, rows=rows) == argmax.logits
-        is_plain = all(step.kind in ("index", "reshape", "permute") for step in rows[count:])
+        is_plain = all(step.kind in _SLICES for step in rows[count:])
         return rows[count:] if has_rows and is_plain else None
 
 
@@ -199,3 +199,21 @@ def have_same_rows(a: Part, b: Part) -> bool:
     if a.teacher is None and b.teacher is None:
         return a.logits == b.logits
     return replace(a.logits, scale=Fraction(1)) == replace(b.logits, scale=Fraction(1))
+
+
+def steps_beside(divergence: Part, part: Part) -> tuple[tuple[Any, ...], tuple[RowStep, ...]] | None:
+    """Returns the steps, slices and reshapes, that select a part's rows among those of a divergence, and their shape.
+
+    None if they are no such rows: of the same logits, but for the temperature.
+    """
+    bare, other = (replace(each.logits, scale=Fraction(1), rows=()) for each in (divergence, part))
+    start, steps = divergence.logits.selection, part.logits.rows
+    order, rest = divergence.logits.rows[len(start) :], steps[len(start) :]
+    are_slices = steps[: len(start)] == start and all(step.kind in _SLICES for step in rest)
+    is_in_order = all(step.kind == "reshape" for step in order)
+    if divergence.teacher is None or part.teacher is not None or bare != other or not (are_slices and is_in_order):
+        return None
+    return (start[-1].shape if start else divergence.logits.terms[0].rows_shape), rest
+
+
+_SLICES = ("index", "reshape", "permute")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from thunder_flce.matching.algebra import Logits, Row, row_operands
-from thunder_flce.matching.parts import Part, have_same_rows
+from thunder_flce.matching.parts import Part, have_same_rows, steps_beside
 from thunder_flce.matching.program import Op, Tensor, tensors_in
 from thunder_flce.matching.sums import TokenSum
 
@@ -78,20 +78,23 @@ class Region:
 
     @property
     def row_groups(self) -> list[list[Part]]:
-        """The parts; those in one list have the same rows, which are computed once, with the labels of all."""
+        """The parts; those in one list have the same rows, which are computed once, with the labels of all.
+
+        A cross-entropy may have some of the rows of a divergence, which comes first.
+        """
         losses = self.plain_losses
         has_several_labels = losses is not None and losses[1] == 0 and self.parts[0].class_weight is None
         if self.teacher is None and not has_several_labels:
             return [[part] for part in self.parts]
         groups: list[list[Part]] = []
-        for part in self.parts:
-            group = next((group for group in groups if have_same_rows(group[0], part)), None)
-            if group is None:
-                groups.append([part])
+        for part in sorted(self.parts, key=lambda part: part.teacher is None):
+            for group in groups:
+                if have_same_rows(group[0], part) or steps_beside(group[0], part) is not None:
+                    group.append(part)
+                    break
             else:
-                group.append(part)
-        # A divergence comes before the cross-entropy of the same rows.
-        return [sorted(group, key=lambda part: part.teacher is None) for group in groups]
+                groups.append([part])
+        return groups
 
     @property
     def reads_again(self) -> bool:

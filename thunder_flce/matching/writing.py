@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from thunder_flce.matching.algebra import Row, RowStep, Term, scaled
 from thunder_flce.matching.decisions import Decision, PlannedRegion
 from thunder_flce.matching.interpreter import Interpreter
-from thunder_flce.matching.parts import Part, TokenInput
+from thunder_flce.matching.parts import Part, TokenInput, steps_beside
 from thunder_flce.matching.program import (
     COPIES,
     PERMUTATIONS,
@@ -131,7 +131,7 @@ class _Writing:
         part_operands = {part: self._operands_of(part) for part in self._region.parts}
         # Beside a divergence, which has no labels, a row has those of its cross-entropy.
         labelled = self._region.parts if self._region.teacher is None else [group[-1] for group in self._groups]
-        labels = self._of_labels([part_operands[part][1] for part in labelled])
+        labels = self._of_labels([self._spread(part_operands[part][1], part) for part in labelled])
         inputs = [part_operands[group[0]][0] for group in self._groups]
         if not self._is_joined:
             return inputs[0], labels
@@ -182,6 +182,24 @@ class _Writing:
             labels = self._flat(labels, 1 + part.has_several_labels)
             inputs = [self._flat(each, 2) for each in inputs]
         return inputs, labels
+
+    def _numbers_beside(self, part: Part) -> Tensor | None:
+        """Returns the numbers of a part's rows among those of a divergence beside it; None if it has all in order."""
+        divergence = next(group[0] for group in self._groups if part in group)
+        shape, selection = steps_beside(divergence, part) or ((), ())
+        if all(step.kind == "reshape" for step in selection):
+            return None
+        numbers = self._call(torch.arange, divergence.count, device=self._logits.terms[0].input.device)
+        return self._flat(reduce(self._apply_step, selection, self._call(torch.reshape, numbers, (*shape, 1))))
+
+    def _spread(self, tensor: Tensor, part: Part) -> Tensor:
+        """Returns numbers of a part's rows as those of the divergence beside it: 0 in other rows."""
+        numbers = self._numbers_beside(part)
+        if numbers is None:
+            return tensor
+        count = next(group[0].count for group in self._groups if part in group)
+        zeros = self._call(torch.zeros, (count,), dtype=tensor.dtype, device=tensor.device)
+        return self._call(torch.scatter, zeros, 0, numbers, self._flat(tensor))
 
     def _flat(self, tensor: Tensor, ndim: int = 1) -> Tensor:
         """Returns a tensor in `ndim` dimensions, 1 or 2: its first dimensions are flattened."""
@@ -270,11 +288,11 @@ class _Writing:
         for part in (part for part in of_part if part.labels.has_ignored):
             is_valid = self._in_rows(self._is_valid(part), part)
             of_part[part] = self._call(torch.where, is_valid, of_part[part], 0.0)
-        of_group = [[of_part[part] for part in group] for group in self._groups]
-        columns = {"divergence_weights": [first for first, *_ in of_group]}
+        columns = {"divergence_weights": [of_part[first] for first, *_ in self._groups]}
         if self._has_label_weights:
             columns["label_weights"] = [
-                others[0] if others else self._call(torch.zeros_like, first) for first, *others in of_group
+                self._spread(of_part[others[0]], others[0]) if others else self._call(torch.zeros_like, of_part[first])
+                for first, *others in self._groups
             ]
         for name, column in columns.items():
             arguments[name] = self._call(torch.reshape, self._joined(column), self._rows_shape)
@@ -548,8 +566,10 @@ class _Writing:
             return outputs
         at = next(number for number, group in enumerate(self._groups) if part in group)
         start: Any = sum(group[0].count for group in self._groups[:at])
-        rows = slice(start, start + part.count)
+        rows = slice(start, start + self._groups[at][0].count)
         values = {name: self._call(operator.getitem, each, (rows,)) for name, each in outputs.items() if each.ndim}
+        if (numbers := self._numbers_beside(part)) is not None:
+            values = {name: self._call(operator.getitem, each, (numbers,)) for name, each in values.items()}
         if "log_prob" in values and not same(self._most_labels, 1):
             group = self._groups[at]
             first: Any = sum(other.labels.per_row for other in group[: group.index(part)])
