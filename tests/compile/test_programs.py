@@ -1036,6 +1036,10 @@ expect([AT_ONCE])({
         0.5 * F.kl_div(m, z.log_softmax(-1), log_target=True) + 0.5 * F.kl_div(m, t.softmax(-1)),
     )[-1],
     "Jensen-Shannon divergence from a mean": lambda z, t, y: _of_mean(z, t).mean() + ce_loss(z, y),
+    "times numbers that are tensors": lambda z, t: _kl(z, t, reduction="none").mul(
+        torch.add(torch.tensor(0.5), torch.tensor(0.25), alpha=2) + torch.tensor(data=7.0).div(2, rounding_mode="floor")
+        + torch.log(input=torch.tensor(3.0)) + torch.tensor(300).to(torch.uint8)
+    ).sum(),
     "Jensen-Shannon divergence, log of a sum": lambda z, t: (
         m := torch.logaddexp(z.log_softmax(-1) - LOG_2, t.log_softmax(-1) - LOG_2),
         F.kl_div(m, z.log_softmax(-1), reduction="sum", log_target=True) +
@@ -1104,6 +1108,27 @@ expect(Reason.LOGITS_RETURNED)({
     "a divergence of each class": lambda z, t: _kl(z, t, reduction="none"),
 })  # fmt: skip
 expect(ANY)({
+    # In evaluation, too.
+    "classes that are divisors": lambda h, z, t, m: (
+        h.sum(), *_without_gradients(lambda: (
+            (1 / z.softmax(-1)).sum(), (m[..., None] / _kl(z, t, reduction="none")).sum((1, 2))
+        ))
+    ),
+    "rounded summands": lambda z, m:
+        torch.div(z.log_softmax(-1) * m[..., None], 3, rounding_mode="floor").sum() + z.log_softmax(-1).sum(),
+    "rounded summands, evaluated": lambda h, z, t, m: (h.sum(), _without_gradients(
+        lambda: torch.div(_kl(z, t, reduction="none"), m[..., None] + 0.1, rounding_mode="trunc").sum()
+    )),
+    "filled with other numbers": lambda h, z, t, m: (
+        h.sum(), *_without_gradients(lambda: (
+            _kl(z, t, reduction="none").masked_fill(m[..., None] == 0, 1.0).sum(),
+            torch.where(m[..., None] > 0, _kl(z, t, reduction="none"), 2.0).sum(),
+        ))
+    ),
+    "terms of a divergence in another shape": lambda z, t: (
+        m := ((z.softmax(-1) + t.softmax(-1)) / 2).log(),
+        (F.kl_div(m, z.log_softmax(-1), log_target=True).view(1) + F.kl_div(m, t.softmax(-1)).view(1)).sum(),
+    )[-1],
     "labels of more rows than the divergence has": lambda z, t, y:
         _kl(z[:, :-1], t[:, :-1], reduction="sum") + ce_loss(z, y),
     "changed in place, and compared with another head": lambda z, t, y: (
@@ -2119,6 +2144,10 @@ DEPENDING_ON_VALUES = {
     ),
     # As TRL's `GKDTrainer` has it.
     "masked summands of a divergence": (IN_FORWARD, lambda z, t, m: _mixed(z, t)[m > 0].sum() / (m > 0).sum()),
+    # Each time, PyTorch counts anew how many these are.
+    "masked twice": ("the number of tokens in mean", lambda z, m: ((p := z.log_softmax(-1)).exp() * p)[m > 0].sum(
+        -1
+    ).mean() + (p.exp() * p)[m > 0].sum(-1).mean()),
     "masked rows of summands": (
         IN_FORWARD, lambda z, t, m: _kl(z, t, reduction="none").view(-1, V)[m.flatten() > 0].sum() / m.sum()
     ),

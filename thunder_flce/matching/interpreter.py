@@ -23,6 +23,7 @@ from thunder_flce.matching.program import (
     Tensor,
     agree,
     hint,
+    is_number,
     keeps_elements,
     same,
     same_shape,
@@ -390,7 +391,12 @@ def _sums(op: Op, classes: Tensor, dim: int, program: Program) -> bool:
         dims = op.args[1] if len(op.args) > 1 else op.kwargs.get("dim")
         dims = [dims] if isinstance(dims, int) else dims
         return not dims or dim in [each % classes.ndim for each in dims]
-    if op.name not in ("mul", "div", "neg", "masked_fill", "where") or op.writes or op.operands.count(classes) != 1:
+    is_first, is_zero = op.operands[0] is classes, [is_number(each) and each == 0 for each in op.args]
+    is_linear = {
+        "neg": True, "mul": True, "div": is_first and bool(op.args) and op.args[0] is classes,
+        "masked_fill": is_first and any(is_zero), "where": any(is_zero),
+    }.get(op.name, False)  # fmt: skip
+    if not is_linear or op.kwargs or op.writes or op.operands.count(classes) != 1:
         return False
     others, from_end = [each for each in op.operands if each is not classes], dim - classes.ndim
     are_alike = all(each.ndim < -from_end or same(each.shape[from_end], 1) for each in others)

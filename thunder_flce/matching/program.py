@@ -359,20 +359,25 @@ def same_shape(a: Sequence[Any], b: Sequence[Any]) -> bool:
     return len(a) == len(b) and all(map(same, a, b))
 
 
-def constant_of(tensor: Tensor, program: Program) -> float | None:
-    """Returns the number that a scalar always is, as of `torch.log(torch.tensor(0.5))`; None if it has no such."""
-    op = tensor.op
-    if op is None or tensor.ndim or tensor in program.changed or op.name not in {*_OF_CONSTANTS, *COPIES, "tensor"}:
+def constant_of(value: Any, program: Program) -> float | None:
+    """Returns the number that a scalar always is, as of `torch.log(torch.tensor(0.5))`; None if it is not known."""
+    if not isinstance(value, Tensor):
+        return float(value) if is_number(value) else None
+    op = value.op
+    if op is None or value.ndim or value in program.changed or not value.dtype.is_floating_point or not op.args:
         return None
-    args = [constant_of(each, program) if isinstance(each, Tensor) else each for each in op.args]
-    if any(each is None for each in args):
+    if op.name in _OF_CONSTANTS and not op.kwargs:
+        operands = [constant_of(each, program) for each in op.args]
+        function = getattr(torch, op.name)
+    elif op.name in ("tensor", *COPIES) and op.kwargs.keys() <= {"dtype", "device"}:
+        operands, function = [constant_of(op.args[0], program)], torch.clone
+    else:
+        return None
+    if None in operands:
         return None
     # While a program is compiled, new tensors may be fake.
     with unset_fake_temporarily():
-        if op.name in _OF_CONSTANTS:
-            args = [torch.tensor(each, dtype=tensor.dtype, device="cpu") for each in args]
-            return float(getattr(torch, op.name)(*args))
-        return float(torch.tensor(args[0], dtype=tensor.dtype, device="cpu"))
+        return float(function(*(torch.tensor(each, dtype=value.dtype, device="cpu") for each in operands)))
 
 
 _OF_CONSTANTS = ("add", "sub", "mul", "div", "neg", "log", "log1p", "exp")

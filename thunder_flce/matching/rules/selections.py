@@ -35,7 +35,7 @@ def _selected(
         if indices is None:
             raise Unknown("at indices that are not in order, or depend on the values of a tensor")
         return tuple(_at_index(input, index, out.shape) for index, out in zip(indices, op.outs, strict=True))
-    if keeps_elements(op):
+    if keeps_elements(op) and (isinstance(input, Argmax) or input.reduction == "none"):
         return replace(input, shape=op.output.shape)
     if isinstance(input, Row) or indices is None or op.name not in ("getitem", "select"):
         raise Unknown
@@ -71,7 +71,8 @@ def _rows_at_tensors(interpreter: Interpreter, op: Op, input: Class, key: tuple[
     require(not depends_on_logits, "at rows that depend on the logits")
     number_at = interpreter.program.number_at
     numbers = repr(tree_map_only(Tensor, lambda each: (number_at(each, op), each.shape, each.dtype), key))
-    step = RowStep("take", (numbers,), operands=key, read_at=op.position)
+    # An equal mask that is computed anew gives a number of rows of its own, which is known only after that.
+    step = RowStep("take", (numbers, str(op.output.shape)), operands=key, read_at=op.position)
     input = with_step(input, step, op.output.shape[:-1])
     return replace(input, shape=op.output.shape, dim=op.output.ndim - 1)
 

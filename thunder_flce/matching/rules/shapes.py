@@ -36,7 +36,8 @@ def check_over_classes(input: Class, dims: Any) -> None:
 def _reshape(interpreter: Interpreter, op: Op, input: Class | Row | Argmax, *args: Any, **kwargs: Any) -> Value:
     """Describes any operation that keeps the order of the elements, and the classes as one dimension."""
     # torch.atleast_1d takes several tensors.
-    require(len(op.outs) == 1 and agree(math.prod(op.output.shape), op.operands[0].numel))
+    is_of_rows = not isinstance(input, Row) or input.reduction == "none"
+    require(is_of_rows and len(op.outs) == 1 and agree(math.prod(op.output.shape), op.operands[0].numel))
     shape = op.output.shape
     return in_shape(input, shape) if isinstance(input, Class) else replace(input, shape=shape)
 
