@@ -104,6 +104,7 @@ def sum_of_classes(op: Op, a: Class, b: Class, sign: int) -> Class:
 def logaddexp(interpreter: Interpreter, op: Op, input: Class, other: Class) -> Class:
     """Describes log m, as of log q + log β and log p + log(1 - β)."""
     constants = [value(each.sum).get("1", Fraction(0)) for each in (input, other)]
+    require(max(constants) < 0)
     a, b = (
         replace(each, sum=added((1, each.sum), (-constant, ONE)))
         for each, constant in zip((input, other), constants, strict=True)
