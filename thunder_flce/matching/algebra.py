@@ -455,7 +455,7 @@ class Row:
     """"sum" or "mean" if the rows are reduced to one number; rows whose label is ignored do not count"""
     is_summed_later: bool = False
     """Whether it stands for a tensor of classes, of which the program needs only the sum, as of (divergences *
-    mask[..., None]).sum(); no region can return that tensor"""
+    mask[..., None]).sum(); then its shape has 1 in place of the classes"""
 
     def detached(self) -> "Row":
         """Returns the description without gradients."""

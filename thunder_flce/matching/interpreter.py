@@ -257,7 +257,7 @@ class Interpreter:
     def _later_sum(self, classes: Class) -> Class | Row:
         """Returns the sum over the classes, which the program computes later; the classes if it has no description."""
         try:
-            classes.known_columns  # noqa: B018
+            require(classes.known_columns)
             return replace(classes.summed(classes.kept_shape), is_summed_later=True)
         except Unknown:
             return classes

@@ -421,19 +421,6 @@ def is_plain(key: tuple[Any, ...]) -> bool:
     )
 
 
-def keeps_last_dim(key: tuple[Any, ...], ndim: int) -> bool:
-    """Whether an index of a tensor of `ndim` dimensions selects nothing along the last of them."""
-    ends = key[-1] is Ellipsis or (isinstance(key[-1], slice) and key[-1] == slice(None))
-    # A mask indexes as many dimensions as it has.
-    sizes = (each.ndim if is_mask(each) else each is not None for each in key)
-    return ends if any(each is Ellipsis for each in key) else sum(sizes) < ndim + ends
-
-
-def is_mask(index: Any) -> bool:
-    """Whether an index is a mask, and no tensor of positions."""
-    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
-
-
 def is_selection(op: Op) -> bool:
     """Whether each result has some of its operand's elements, in any order, and none twice."""
     has_one_operand = not op.writes and len(op.operands) == 1

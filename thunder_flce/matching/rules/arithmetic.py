@@ -34,7 +34,7 @@ from thunder_flce.matching.rules.shapes import with_step
 def _mul(interpreter: Interpreter, op: Op, input: Any, other: Any) -> Value:
     a, b = interpreter.get(input), interpreter.get(other)
     if isinstance(a, Class) and isinstance(b, Class):
-        return weighted(op, *((a, b) if a.form == "exp" else (b, a)))
+        return weighted(op, a, b)
     described, factor = (a, other) if a is not None else (b, input)
     if not isinstance(described, Class | Row):
         raise Unknown

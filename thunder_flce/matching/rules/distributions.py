@@ -30,8 +30,9 @@ def have_same_shape(a: Class, b: Class) -> bool:
     return a.dim == b.dim and same_shape(a.shape, b.shape)
 
 
-def weighted(op: Op, probabilities: Class, other: Class) -> Class:
+def weighted(op: Op, a: Class, b: Class) -> Class:
     """Returns the product of p or q, which may have a factor, and numbers of each class, by its sum over these."""
+    probabilities, other = (a, b) if a.form == "exp" else (b, a)
     require(replace(probabilities, factor=Fraction(1)).is_probability and have_same_shape(probabilities, other))
     require(not other.form and not other.labels.tensors)
     p_has_grad = has_grad(probabilities.sum)

@@ -116,7 +116,7 @@ def _einsum(interpreter: Interpreter, op: Op, equation: str, *operands: Any) -> 
     )
     a, b = map(interpreter.get, tensors)
     if isinstance(a, Class) and isinstance(b, Class) and (a.form or b.form):
-        product = weighted(op, *((a, b) if a.form == "exp" else (b, a)))
+        product = weighted(op, a, b)
         is_row_sum = a_dims == b_dims and result == a_dims[: product.dim] + a_dims[product.dim + 1 :]
         require(is_row_sum and len(set(a_dims)) == len(a_dims))
         return product.summed(op.output.shape)

@@ -17,7 +17,6 @@ from thunder_flce.matching.program import (
     indices_of,
     is_plain,
     keeps_elements,
-    keeps_last_dim,
     same,
     tensors_in,
 )
@@ -65,7 +64,7 @@ def _rows_at_tensors(interpreter: Interpreter, op: Op, input: Class, key: tuple[
     """Returns the rows that tensors select, such as the last token of each sequence, or the tokens of a mask."""
     tensors = tensors_in(key)
     is_known = all(isinstance(each, Tensor) or is_plain((each,)) for each in key) and bool(tensors)
-    are_rows = keeps_last_dim(key, len(input.shape)) and is_known and input.dim == len(input.shape) - 1
+    are_rows = _keeps_last_dim(key, len(input.shape)) and is_known and input.dim == len(input.shape) - 1
     require(are_rows, "with an index that is neither an integer nor a slice, or depends on the values of a tensor")
     depends_on_logits = any(interpreter.depends_on(tensor, input.logits) for tensor in tensors)
     require(not depends_on_logits, "at rows that depend on the logits")
@@ -75,6 +74,19 @@ def _rows_at_tensors(interpreter: Interpreter, op: Op, input: Class, key: tuple[
     step = RowStep("take", (numbers, str(op.output.shape)), operands=key, read_at=op.position)
     input = with_step(input, step, op.output.shape[:-1])
     return replace(input, shape=op.output.shape, dim=op.output.ndim - 1)
+
+
+def _keeps_last_dim(key: tuple[Any, ...], ndim: int) -> bool:
+    """Whether an index of a tensor of `ndim` dimensions selects nothing along the last of them."""
+    ends = key[-1] is Ellipsis or (isinstance(key[-1], slice) and key[-1] == slice(None))
+    # A mask indexes as many dimensions as it has.
+    sizes = (each.ndim if _is_mask(each) else each is not None for each in key)
+    return ends if any(each is Ellipsis for each in key) else sum(sizes) < ndim + ends
+
+
+def _is_mask(index: Any) -> bool:
+    """Whether an index is a mask, and no tensor of positions."""
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
 def _at_index(input: Class, key: tuple[Any, ...], new_shape: tuple[Any, ...]) -> Class:
@@ -137,7 +149,7 @@ def _indexed(interpreter: Interpreter, op: Op, input: Class, key: tuple[Any, ...
     *rows, labels = key
     shape, rows_shape = op.output.shape, input.rows_shape
     keeps_rows = len(shape) == len(rows_shape) and all(map(agree, shape, rows_shape))
-    require(keeps_rows and labels.dtype not in (torch.bool, torch.uint8), "rows selected by an index")
+    require(keeps_rows and not _is_mask(labels), "rows selected by an index")
     are_all = all(interpreter.is_every_index(part, dim, rows_shape) for dim, part in enumerate(rows))
     require(are_all, "rows selected by an index")
     are_labels = labels.ndim >= len(rows) and all(map(agree, labels.shape, rows_shape[len(rows_shape) - labels.ndim :]))
